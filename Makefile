@@ -6,18 +6,22 @@ BASE := requirements/base.txt
 DEV := requirements/dev.txt
 # Files that wait for processes and clocks run one after the other, files that compute beside them (tests/lanes.py).
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10
+BESIDE := tests/plan/ tests/serve/ tests/watch/
 CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Phalanx needs Python 3.11 or later; say which with: make PYTHON=python3.12 $(or $(RESOLVED:%=test-%),$(MAKECMDGOALS))"; exit 1; }
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers clients lint contract bench gpu env env-dev clean
+.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers clients lint contract bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
 
 test: env-dev  ## the whole suite, in ten minutes on two cores
 	$(PYTEST) -m "not slow and not servers and not processors"
+
+test-core test-plan test-serve test-watch: env-dev  ## the suite of one package: the core's, the planner's, that of serving or of watching
+	$(PYTEST) -m "not slow and not servers and not processors" $(if $(filter test-core,$@),$(filter-out $(BESIDE),$(wildcard tests/*/ tests/*.py)),$(@:test-%=tests/%))
 
 test-servers: env-dev clients  ## real Slurm, sshd, Chromium and Prometheus (after `make servers`), clients of `phalanx serve`, and campaigns of faults
 	$(PYTEST) -m "servers and not slow and not processors"
@@ -59,7 +63,7 @@ gpu: env  ## bits and speed of the GPUs here, in ten minutes: gpu-report.json an
 
 test-trackers:  ## what trackers get of a run, by the real W&B, MLflow, TensorBoard and Trackio, in an environment of their own
 	$(MAKE) VENV=$(VENV)-trackers DEV=requirements/trackers.txt env-dev
-	OMP_NUM_THREADS=1 $(VENV)-trackers/bin/python -m pytest tests/observe/sinks
+	OMP_NUM_THREADS=1 $(VENV)-trackers/bin/python -m pytest tests/observe/sinks tests/watch/sinks
 
 test-nixl:  ## pages between workers over NIXL, in an environment of their own
 	$(MAKE) VENV=$(VENV)-nixl env-dev

@@ -35,7 +35,7 @@ HEAD = """\
     "--root", type=click.Path(exists=True, file_okay=False, path_type=Path), default=ROOT, hidden=True
 )
 def command(update: bool, as_json: bool, root: Path) -> None:
-    """Check names and docstrings in src/phalanx, and the prose of README.md and docs/ (docs/evidence/ is exempt).
+    """Check names and docstrings in src/, and the prose of README.md and docs/ (docs/evidence/ is exempt).
 
     Exits with 1 if a file has more offenses than lint/language_baseline.toml records, or fewer. CONTRIBUTING.md has the
     rules with examples.
@@ -74,7 +74,7 @@ def command(update: bool, as_json: bool, root: Path) -> None:
 
 def check(root: Path) -> tuple[list[Finding], Words, Words]:
     """Return all findings, the totals of the docstrings, and the totals of the prose."""
-    sources = _read(root, lambda path: path.startswith("src/phalanx/"), "src/phalanx/**/*.py")
+    sources = _read(root, lambda path: path.startswith("src/phalanx"), "src/phalanx*/**/*.py")
     pages = _read(root, lambda path: not path.startswith("docs/evidence/"), "README.md", "docs/**/*.md")
     code = [check_source(path, source) for path, source in sources.items()]
     prose = [check_page(path, page) for path, page in pages.items()]

@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 WITH = ("tensorboard", "otel", "prepare", "dask", "parity")
 """Extras whose packages the suite imports."""
+PARTS = ("plan", "serve", "watch")
+"""Extras of this project's own packages, which have lower bounds as the core has."""
 
 
 def name_of(requirement: str) -> str:
@@ -25,8 +27,9 @@ def name_of(requirement: str) -> str:
 
 
 def declared(project: dict[str, Any], kind: str) -> dict[str, str]:
-    """Return the requirements of pyproject.toml, and of the extras that the suite uses, by package; only the former at their lower bounds."""
-    own = [oldest(line) if kind == "oldest" else line for line in project["dependencies"]]
+    """Return the requirements of pyproject.toml, and of the extras that the suite uses, by package; those of our own packages at their lower bounds."""
+    parts = [line for extra in PARTS for line in project["optional-dependencies"][extra]]
+    own = [oldest(line) if kind == "oldest" else line for line in [*project["dependencies"], *parts]]
     extras = [line for extra in WITH for line in project["optional-dependencies"][extra]]
     return {name_of(line): line for line in [*own, *extras]}
 

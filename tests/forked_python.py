@@ -62,6 +62,8 @@ _READ_LATER = (
 ENVIRONMENT = dict(os.environ)
 """The environment of the tests, before modules that they import have added to it."""
 _EXECUTING = subprocess.Popen
+_KNOWN = ("phalanx", "phalanx_plan", "phalanx_serve", "phalanx_watch", "bench")
+"""Packages whose programs may be forked."""
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 
 
@@ -76,9 +78,7 @@ class Template:
         """True if it can be forked what would be executed."""
         python, *words = [*command, ""]
         program = words[1:2] if words[:1] == ["-m"] else []
-        known = any(name.partition(".")[0] in ("phalanx", "bench") for name in program) or words[0].endswith(
-            ".py"
-        )
+        known = any(name.partition(".")[0] in _KNOWN for name in program) or words[0].endswith(".py")
         own_begin = any(os.path.exists(f"{folder}/sitecustomize.py") for folder in _search_path(environment))
         same = _at_loading(environment) == self._loaded_with
         return python == sys.executable and known and same and not own_begin
@@ -316,7 +316,7 @@ if __name__ == "__main__":
     from phalanx.cli.main import _COMMANDS
 
     for name, (folder, _) in _COMMANDS.items():
-        importlib.import_module(f"phalanx.cli.{folder}.{name}_command")
+        importlib.import_module(f"{folder}.{name}_command")
     gc.enable()
     gc.freeze()  # a collection in a child would copy the pages of all that was imported
     assert len(os.listdir("/proc/self/task")) == 1, "what is imported has started threads"

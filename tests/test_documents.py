@@ -16,7 +16,7 @@ from phalanx.hardware.catalog import cluster
 from phalanx.run.spec import OptimizerSpec
 
 ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "phalanx"
+SOURCE = ROOT / "src"
 CLASSES = Counter(
     name
     for file in SOURCE.rglob("*.py")
@@ -94,12 +94,14 @@ WALKS = {
 def paths(walk: str) -> set[Path]:
     """The files and folders that a walk names, placeholders in capitals left out."""
     named = re.findall(r"`([\w./-]+(?:/|\.py|\.toml|\.md))`", WALKS[walk])
-    return {
-        (ROOT if name.partition("/")[0] in ("tests", "docs", "examples", "configs", "README.md") else SOURCE)
-        / name
-        for name in named
-        if not re.search(r"[A-Z]{2,}/|my\.toml|/[A-Z]+_", name)
-    }
+    return {_folder_of(name) / name for name in named if not re.search(r"[A-Z]{2,}/|my\.toml|/[A-Z]+_", name)}
+
+
+def _folder_of(name: str) -> Path:
+    first = name.partition("/")[0]
+    if first in ("tests", "docs", "examples", "configs", "README.md"):
+        return ROOT
+    return SOURCE if first.startswith("phalanx_") else SOURCE / "phalanx"
 
 
 @pytest.mark.parametrize("walk", WALKS)
@@ -134,13 +136,13 @@ def test_the_walk_of_a_kind_of_layer_names_no_file_that_does_not_know_of_it() ->
 def test_every_optimizer_is_in_the_files_that_its_walk_names() -> None:
     for name in get_args(get_type_hints(OptimizerSpec)["name"]):
         for file in ("model/facts/optimizer_state.py", "train/optimizers/choose.py"):
-            assert f'"{name}"' in (SOURCE / file).read_text(), (name, file)
+            assert f'"{name}"' in (SOURCE / "phalanx" / file).read_text(), (name, file)
         assert name in (ROOT / "docs" / "optimizers.md").read_text().lower()
 
 
 def test_every_command_is_in_the_file_that_its_walk_names() -> None:
-    for name, (room, _) in _COMMANDS.items():
-        assert (SOURCE / "cli" / room / f"{name}_command.py").exists()
+    for name, (package, _) in _COMMANDS.items():
+        assert (SOURCE / package.replace(".", "/") / f"{name}_command.py").exists()
 
 
 def test_every_fault_is_in_the_files_that_its_walk_names() -> None:

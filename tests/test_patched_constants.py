@@ -101,9 +101,9 @@ def test_constants_are_recognized_however_they_are_replaced() -> None:
         'patch.object(blocks, "BLOCK", 1)',
         'patch.object(blocks, attribute="BLOCK", new=1)',
         "patch.multiple(blocks, BLOCK=1)",
-        'patch.multiple("phalanx.watch.log_blocks", BLOCK=1)',
-        'mock.patch("phalanx.watch.log_blocks.BLOCK", 1)',
-        'mock.patch(target="phalanx.watch.log_blocks.BLOCK", new=1)',
+        'patch.multiple("phalanx.observe.logs.read_blocks", BLOCK=1)',
+        'mock.patch("phalanx.observe.logs.read_blocks.BLOCK", 1)',
+        'mock.patch(target="phalanx.observe.logs.read_blocks.BLOCK", new=1)',
         'monkeypatch.setitem(vars(server), "PAUSE_S", 0.1)',
         'monkeypatch.setitem(server.__dict__, "PAUSE_S", 0.1)',
         "patch.dict(vars(server), PAUSE_S=0.1)",
@@ -119,7 +119,7 @@ def test_constants_are_recognized_however_they_are_replaced() -> None:
         assert SUSPECT.search(line), line
     for line in (
         'monkeypatch.setattr(os, "getuid", lambda: 0)',
-        'monkeypatch.setattr("phalanx.watch.lookout.reasons", None)',
+        'monkeypatch.setattr("phalanx_watch.lookout.reasons", None)',
         'monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")',
         'monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", "/nowhere")',
         'monkeypatch.setitem(vars(server), "reasons", None)',

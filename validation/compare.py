@@ -19,9 +19,9 @@ from statistics import fmean, median
 from typing import Literal
 from zlib import crc32
 
-from phalanx.plan.search.options import free_share, with_room_first
-from phalanx.plan.step_cost.estimate import Estimate, estimates
-from phalanx.plan.workload.candidates import PlannedLayout
+from phalanx_plan.search.options import free_share, with_room_first
+from phalanx_plan.step_cost.estimate import Estimate, estimates
+from phalanx_plan.workload.candidates import PlannedLayout
 from validation.factors import NO_SCALAR, CalibrationPoint, Scalar, scalar_for, scalars
 from validation.runs import Excluded, PublishedRun, measured_step, read_published
 from validation.setup import Setup, counts_of, setup_of

@@ -118,7 +118,7 @@ Made by `python -m validation --report docs/planner-accuracy.md`; do not edit. T
 
 - *Raw*: data sheets and micro-benchmarks, and four constants that whole training steps were needed for: the scale tax, the
   host's time to launch a kernel, what an overlapped exchange of tokens hides, and how much more energy a FLOP takes on H100 than
-  on GB200, where it was measured (fitted on one half of the models). Not blind all the same: what `phalanx.plan.workload.software` and `recipes` say of each
+  on GB200, where it was measured (fitted on one half of the models). Not blind all the same: what `phalanx_plan.workload.software` and `recipes` say of each
   software (which fused attention, which loss, eager or fused, format of gradients, dispatcher, CUDA graphs) was written down
   after a first comparison, from the sources' own repositories where they say it.
 - *With the factor*: multiplied by the median of measured over predicted time of other runs of the same software on the same

@@ -1,7 +1,7 @@
 """Recomputation modes of a published row, translated to the planner's parts of a layer.
 
 Sources name parts of a layer as their software does: Megatron's ``recompute_modules``, MaxText's policies, torchtitan's selective
-checkpointing. A row that names none follows its recipe (``phalanx.plan.workload.recipes``); without one, several modes are tried.
+checkpointing. A row that names none follows its recipe (``phalanx_plan.workload.recipes``); without one, several modes are tried.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
-from phalanx.plan.workload.candidates import MODULES
+from phalanx_plan.workload.candidates import MODULES, RECOMPUTE, Recompute
 from validation.runs import PublishedRun
 from validation.software import RunSoftware
 

@@ -112,7 +112,7 @@ class PublishedRun:
     memory_gb: float | None = None
     """Memory of an accelerator, in ``memory_unit``."""
     software: str = "megatron-core"
-    """Name of an entry of ``phalanx.plan.workload.software.SOFTWARE``."""
+    """Name of an entry of ``phalanx_plan.workload.software.SOFTWARE``."""
     outcome: Literal["ran", "out of memory", "regression"] = "ran"
     """A regression is a run that its source calls slower than it should be."""
     flop_basis: FlopBasis = "model"

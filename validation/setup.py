@@ -17,11 +17,10 @@ from typing import Literal
 
 from phalanx.model.facts.counts import Counts, count
 from phalanx.parallel.pipeline.schedules import ScheduleName
-from phalanx.plan.workload.candidates import divisors
-from phalanx.plan.workload.candidates import PlannedLayout
-from phalanx.plan.workload.stacks import Job, Workload
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
+from phalanx_plan.workload.candidates import PlannedLayout, divisors
+from phalanx_plan.workload.stacks import Job, Workload
 from validation.recompute import recompute_modes
 from validation.runs import Excluded, PublishedRun
 from validation.software import Habits, RunSoftware, cluster_of_run, profile_of_run, software_of_run

@@ -1,6 +1,6 @@
 """Software of a published row: its stack as the row's circumstances set it, and the machines it ran on.
 
-A row names its software (column ``software``). What that does is in ``phalanx.plan.workload.software``, which ``phalanx plan
+A row names its software (column ``software``). What that does is in ``phalanx_plan.workload.software``, which ``phalanx plan
 --stack`` plans with too; ``HABITS`` says what only a row needs: which choices its software leaves, and which machines it had.
 ``software_of_run`` joins both with the row's recipe into the one stack that a row is planned with.
 
@@ -16,10 +16,17 @@ from dataclasses import dataclass, replace
 from phalanx.hardware.catalog import cluster, systems
 from phalanx.hardware.cluster import Accelerator, Cluster, Fact
 from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.plan.workload.software import FSDP, STACKS, stack_on
-from phalanx.plan.workload.recipes import Circumstances, PerformanceRecipe, recipe_of
-from phalanx.plan.workload.software import SOFTWARE, Software, profile_of_software, stack_of_software
-from phalanx.plan.workload.stacks import Stack
+from phalanx_plan.workload.recipes import Circumstances, PerformanceRecipe, recipe_of
+from phalanx_plan.workload.software import (
+    FSDP,
+    SOFTWARE,
+    STACKS,
+    Software,
+    profile_of_software,
+    stack_of_software,
+    stack_on,
+)
+from phalanx_plan.workload.stacks import Stack
 from validation.runs import Excluded, PublishedRun
 
 

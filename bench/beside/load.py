@@ -8,7 +8,7 @@ import torch
 
 from bench.serve.engine import random_model
 from phalanx.model.transformer import Transformer
-from phalanx.serve.numerics import Numerics
+from phalanx_serve.numerics import Numerics
 
 ROWS = tuple((texts, tokens) for texts in (1, 16) for tokens in (1, 32))
 """Texts, and tokens that each is to write: a prompt alone, and decoding behind it."""

@@ -43,8 +43,8 @@ from bench.running import record, run_bench
 from phalanx.fleet.node.agent_args import WORKER_PROGRAM
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Event, Step
+from phalanx.observe.logs.read_lines import LogQuery, read_lines
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.log_lines import LogQuery, read_lines
 
 MODEL = {"layers": 4, "dim": 64, "heads": 4, "kv_heads": 4, "ffn_dim": 128, "vocab_size": 4096}
 SEQ_LEN, SEQUENCES, RANKS = 64, 12, 3

@@ -1,4 +1,4 @@
-"""What each phase of a start costs for one node or rank, measured here, and what follows for thousands (``phalanx.plan.whole_run.start``).
+"""What each phase of a start costs for one node or rank, measured here, and what follows for thousands (``phalanx_plan.whole_run.start``).
 
     python -m bench.fleet.start                                  # about a minute on two cores
     python -m bench.fleet.start --only attach --agents 500 1000 2000 --tls
@@ -38,8 +38,8 @@ from bench.running import run_bench
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file
 from phalanx.parallel.process_group.sealed_store import challenge_of, proof_of
-from phalanx.plan.whole_run.start import start
 from phalanx.run.spec import RunSpec
+from phalanx_plan.whole_run.start import start
 
 HEARTBEAT_S, PATIENCE_S = 5.0, 300.0
 AT_ONCE, PAUSE_S = 50, 0.1

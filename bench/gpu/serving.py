@@ -24,8 +24,8 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.errors import EngineError
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.engine.errors import EngineError
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ import torch
 from bench.running import record, run_bench
 from phalanx.hardware.catalog import cluster
 from phalanx.hardware.cluster import Cluster
-from phalanx.plan.search.layout_text import estimate_written
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, TrainSpec
 from phalanx.train.measure.calibrate import usual_clock
 from phalanx.train.measure.calibrate_ranks import measure_step
+from phalanx_plan.search.layout_text import estimate_written
 
 
 @dataclasses.dataclass(frozen=True)

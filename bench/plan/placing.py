@@ -17,13 +17,13 @@ from statistics import mean, median
 
 from bench.running import run_bench
 from launch.placing.small_trees import small_case
-from phalanx.launch.placing.choose import choices
 from phalanx.launch.placing.place import place_units
-from phalanx.launch.placing.price import price
 from phalanx.launch.placing.seats import Shape
 from phalanx.launch.placing.topology import Level, Topology
-from phalanx.plan.step_cost.traffic import Flow
 from phalanx.run.layout import Layout
+from phalanx_plan.placing.choose import choices
+from phalanx_plan.placing.price import price
+from phalanx_plan.step_cost.traffic import Flow
 
 _TIMES, _SMALL = 21, 100
 

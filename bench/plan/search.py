@@ -12,10 +12,10 @@ from bench.running import run_bench
 from phalanx.hardware import catalog
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.search.search import search
-from phalanx.plan.workload.software import STACKS
-from phalanx.plan.workload.stacks import Job, Workload
 from phalanx.run.kinds.whole_model import resolve
+from phalanx_plan.search.search import search
+from phalanx_plan.workload.software import STACKS
+from phalanx_plan.workload.stacks import Job, Workload
 
 SPACES = (
     ("llama3-405b", "h100:16384", 2048, 8192, "megatron"),

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 
 from bench.running import run_bench
 from phalanx.hardware.catalog import cluster
-from phalanx.launch.placing.price import price
 from phalanx.launch.placing.topology import Level, Topology
-from phalanx.plan.search.query import job_of, run_of_model
-from phalanx.plan.step_cost.estimate import estimate
-from phalanx.plan.step_cost.traffic import flows
-from phalanx.plan.workload.candidates import PlannedLayout
-from phalanx.simulate.large import Scenario, simulate
-from phalanx.simulate.spares import NetworkUse
+from phalanx_plan.placing.price import price
+from phalanx_plan.search.query import job_of, run_of_model
+from phalanx_plan.simulate.large import Scenario, simulate
+from phalanx_plan.simulate.spares import NetworkUse
+from phalanx_plan.step_cost.estimate import estimate
+from phalanx_plan.step_cost.traffic import flows
+from phalanx_plan.workload.candidates import PlannedLayout
 
 _TOKENS = 131_072
 NODES = 12_288

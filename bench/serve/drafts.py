@@ -25,11 +25,11 @@ from phalanx.model.mtp import PredictionAhead
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.engine import Engine
-from phalanx.serve.numerics import Numerics
-from phalanx.serve.prompt import encode_prompt, load_run_tokenizer
-from phalanx.traffic.requests import Request, Sampling, Token
 from phalanx.train.score.score import restored_model
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.numerics import Numerics
+from phalanx_serve.prompt import encode_prompt, load_run_tokenizer
+from phalanx_serve.traffic.requests import Request, Sampling, Token
 
 PROMPT = "def "
 COUNT = 256

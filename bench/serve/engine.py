@@ -23,8 +23,8 @@ from phalanx.hardware.portable import operations
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.engine import Engine
-from phalanx.traffic.requests import Request, Sampling
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.traffic.requests import Request, Sampling
 
 GREEDY = Sampling(temperature=0)
 

@@ -32,11 +32,11 @@ BODY = {"model": "free", "prompt": [1], "max_tokens": TOKENS, "stream": True, "s
 def gateway() -> ASGIApp:
     """The gateway over an engine that costs nothing."""
     from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-    from phalanx.serve.http.admission import Limits
-    from phalanx.serve.http.app import Gateway, application
-    from phalanx.serve.http.worker import EngineWorker, Identity
-    from phalanx.serve.prompt import ModelText
-    from phalanx.traffic.requests import Ended, EngineOutput, Request, Token
+    from phalanx_serve.http.admission import Limits
+    from phalanx_serve.http.app import Gateway, application
+    from phalanx_serve.http.worker import EngineWorker, Identity
+    from phalanx_serve.prompt import ModelText
+    from phalanx_serve.traffic.requests import Ended, EngineOutput, Request, Token
 
     class Free:
         def __init__(self) -> None:

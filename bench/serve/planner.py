@@ -20,8 +20,8 @@ from statistics import median
 from bench.running import run_bench
 from phalanx.hardware.catalog import cluster
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.serving.step_cost import Division, Step, step_s, tokens_per_s
 from phalanx.run.kinds.whole_model import resolve
+from phalanx_plan.serving.step_cost import Division, Step, step_s, tokens_per_s
 
 ROWS = Path(__file__).parents[2] / "validation" / "data" / "published_serving.csv"
 Row = dict[str, str]

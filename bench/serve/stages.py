@@ -25,10 +25,10 @@ from bench.common.saved_run import save_run
 from bench.running import record, run_bench
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.engine import Engine
-from phalanx.serve.served.of_run import open_engine
-from phalanx.serve.served.served_run import ServedRun
-from phalanx.traffic.requests import Request, Sampling, Token
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.served.of_run import open_engine
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.requests import Request, Sampling, Token
 
 _PROMPT = 64
 

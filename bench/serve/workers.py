@@ -16,10 +16,10 @@ import threading
 import time
 
 from bench.running import record, run_bench
-from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, NixlError, require_installed
-from phalanx.serve.workers.page_client import Way, pull
-from phalanx.serve.workers.page_server import OfferedPages, PageServer
-from phalanx.traffic.events import Identity
+from phalanx_serve.traffic.events import Identity
+from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, NixlError, require_installed
+from phalanx_serve.workers.page_client import Way, pull
+from phalanx_serve.workers.page_server import OfferedPages, PageServer
 
 PAGE_BYTES, PAGES, ROUNDS = 1 << 20, 256, 9
 IDENTITY = Identity("weights", "numerics")

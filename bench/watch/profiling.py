@@ -24,7 +24,7 @@ from typing import Any
 from bench.running import record, run_bench
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ParallelSpec, RunSpec
-from phalanx.watch.profile.read import make_summary
+from phalanx_watch.profile.read import make_summary
 from profiled_runs import NAME, PLANTS, ask, profiled_run, train_planted
 from ranks import Ranks
 from tiny_runs import make_dataset, train_on_this_rank

@@ -29,7 +29,7 @@ import numpy as np
 from bench.running import record, run_bench
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStream, RankStreamWriter
 from phalanx.run.layout import Layout
-from phalanx.watch.ranks import newest_windows, slowest, values_of
+from phalanx_watch.ranks import newest_windows, slowest, values_of
 
 STEP_S, WINDOW_STEPS = 10.0, 10
 TYPICAL = {"compute_s": 0.6, "data_wait_s": 0.002, "memory_bytes": 6e10, "temperature_c": 62.0}

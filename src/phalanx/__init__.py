@@ -15,9 +15,8 @@ TYPE_CHECKING = (
     False  # as type checkers understand it; importing ``typing`` for it takes longer than all of this file
 )
 if TYPE_CHECKING:
-    from phalanx.api.planning import plan_run
     from phalanx.api.training import Run, RunStoppedError, open_run, read_run_file, train_run
-    from phalanx.api.weights import generate_text, load_weights, weights_sha256
+    from phalanx.api.weights import load_weights, weights_sha256
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.model.custom import CustomModel, CustomModelError
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
     from phalanx.run.problems import RunFileError
     from phalanx.run.spec import ModelSpec, RunSpec
     from phalanx.train.lifecycle.ending import RunFailedError
+    from phalanx_plan.api import plan_run
+    from phalanx_serve.api import generate_text
 
 _HOMES = {
     "CheckpointError": "phalanx.checkpoint.format.errors",
@@ -44,10 +45,10 @@ _HOMES = {
     "RunResult": "phalanx.run.directory.result",
     "RunSpec": "phalanx.run.spec",
     "RunStoppedError": "phalanx.api.training",
-    "generate_text": "phalanx.api.weights",
+    "generate_text": "phalanx_serve.api",
     "load_weights": "phalanx.api.weights",
     "open_run": "phalanx.api.training",
-    "plan_run": "phalanx.api.planning",
+    "plan_run": "phalanx_plan.api",
     "read_run_file": "phalanx.api.training",
     "train_run": "phalanx.api.training",
     "weights_sha256": "phalanx.api.weights",

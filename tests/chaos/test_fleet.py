@@ -18,8 +18,8 @@ from phalanx.observe.ledger.goodput import goodput
 from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.layout import Layout
-from phalanx.watch.ranks import newest_windows, slowest, values_of
 from phalanx_process import last_json, run, steps_done
+from phalanx_watch.ranks import newest_windows, slowest, values_of
 from tiny_runs import make_dataset
 
 pytestmark = pytest.mark.timeout(0)

@@ -6,7 +6,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.weights import export_command, generate_command, score_command, serve_command
+from phalanx.cli.weights import export_command
+from phalanx_serve.cli import generate_command, score_command, serve_command
 
 COMMANDS = {
     "serve": serve_command.command,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.plan.spec_command import command
+from phalanx.cli.train.spec_command import command
 from phalanx.run.problems import Problem
 from phalanx.run.read import read_run
 from phalanx.run.section_reader import read_section, sections

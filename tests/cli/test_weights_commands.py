@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from parity.llama3_folder import save_llama3
-from phalanx.cli.weights import export_command, generate_command, import_command
+from phalanx.cli.weights import export_command, import_command
+from phalanx_serve.cli import generate_command
 
 
 @pytest.fixture(scope="module")

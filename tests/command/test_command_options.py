@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,6 +19,7 @@ from phalanx.command.options import (
     Overrides,
     Sets,
     command_options,
+    given_options,
     set_fields,
     written_options,
 )
@@ -152,3 +154,18 @@ def test_options_with_a_value_are_named_as_the_user_writes_them() -> None:
     assert written_options(SubmitOptions(), *fields) == []
     options = SubmitOptions(folders=(Path("a"),), spares=0, job=False, name="x", is_quiet=True)
     assert written_options(options, *fields) == ["FOLDERS", "--more", "--lines", "--name", "--is-quiet"]
+
+
+def test_options_on_the_command_line_are_told_from_defaults_of_the_same_value() -> None:
+    @click.command("submit")
+    @command_options(SubmitOptions)
+    def submit(_options: SubmitOptions) -> None:
+        click.echo(json.dumps(given_options()))
+
+    result = CliRunner().invoke(submit, ["folder", "--name", "", "--more", "1", "--lines"])
+    assert json.loads(result.output) == {
+        "folders": "folders",
+        "spares": "--more",
+        "job": "--job",
+        "name": "--name",
+    }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from phalanx.watch.why.observed import CODES
+from phalanx_watch.why.observed import CODES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "rules"

@@ -31,9 +31,9 @@ from phalanx.fleet.node.node_metrics import AGENT_METRICS, MACHINE_METRICS, SOFT
 from phalanx.hardware.local.throttle import THROTTLED
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
-from phalanx.serve.http.counts import Counts
-from phalanx.watch.lookout import WATCHED_METRICS
-from phalanx.watch.why.observed import CODES
+from phalanx_serve.http.counts import Counts
+from phalanx_watch.lookout import WATCHED_METRICS
+from phalanx_watch.why.observed import CODES
 
 SERVED = {
     name

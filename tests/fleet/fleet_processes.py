@@ -18,10 +18,10 @@ import tomli_w
 import forked_python
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import make_token
+from phalanx.observe.logs.read_blocks import Span, forward, streams
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
-from phalanx.watch.log_blocks import Span, forward, streams
 
 PATIENCE_S = 280.0
 """For what takes seconds on an idle machine; soon after it pytest ends a test of the suite, without the logs."""

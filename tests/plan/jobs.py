@@ -7,12 +7,12 @@ from typing import Any
 from phalanx.hardware import catalog
 from phalanx.hardware.profiles import profile_of
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.workload.candidates import RECOMPUTE, Candidates, PlannedLayout, candidates_of
-from phalanx.plan.workload.software import STACKS
-from phalanx.plan.workload.stacks import Job, Stack, Workload
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
+from phalanx_plan.workload.candidates import RECOMPUTE, Candidates, PlannedLayout, candidates_of
+from phalanx_plan.workload.software import STACKS
+from phalanx_plan.workload.stacks import Job, Stack, Workload
 
 
 def job(

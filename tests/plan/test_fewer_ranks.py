@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 
 from phalanx.hardware.catalog import cluster
+from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.overrides import with_value
-from phalanx.plan.fewer_ranks import first_halved
-from phalanx.plan.search.layout_text import estimate_written
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import FleetSpec, ModelSpec, ParallelSpec, RunSpec, TrainSpec
+from phalanx_plan.fewer_ranks import first_halved
+from phalanx_plan.search.layout_text import estimate_written
+from phalanx_plan.step_cost.estimate import Estimate
 
 H100 = cluster("h100:16")
 
@@ -27,33 +29,35 @@ def run(seq_len: int, fleet: FleetSpec | None = None) -> RunSpec:
     )
 
 
+def halves_of(spec: RunSpec, kind: Cluster) -> dict[str, Estimate]:
+    """The planner's estimates of the run on two ranks, with half of each degree."""
+    two = replace(kind, accelerators=2)
+    return {
+        axis: estimate_written(replace(spec, parallel=replace(spec.parallel, **{axis: 1})), two, 2)
+        for axis in ("tensor", "context")
+    }
+
+
 @pytest.mark.parametrize(("seq_len", "axis"), [(2048, "context"), (65_536, "tensor")])
 def test_the_degree_falls_first_without_which_the_step_is_shorter(seq_len: int, axis: str) -> None:
     spec = run(seq_len)
     answer = first_halved(spec, H100)
     assert answer is not None
     assert (answer.axis, answer.ranks) == (axis, 2)
-    steps = {
-        name: estimate_written(replace(spec, parallel=parallel), cluster("h100:2"), 2).step_s
-        for name, parallel in (
-            ("tensor", replace(spec.parallel, tensor=1)),
-            ("context", replace(spec.parallel, context=1)),
-        )
-    }
-    assert {name: found.step_s for name, found in answer.estimates.items()} == steps
+    steps = {name: half.step_s for name, half in halves_of(spec, H100).items()}
+    assert answer.step_s == steps
     assert min(steps, key=lambda name: steps[name]) == axis
 
 
 def test_a_degree_whose_half_does_not_fit_in_memory_falls_last() -> None:
-    answer = first_halved(run(65_536), H100)
-    assert answer is not None
-    needed = {axis: found.memory_bytes for axis, found in answer.estimates.items()}
+    spec = run(65_536)
+    needed = {axis: half.memory_bytes for axis, half in halves_of(spec, H100).items()}
     assert needed["tensor"] != needed["context"]
     roomier = min(needed, key=lambda axis: needed[axis])
     tight = with_value(H100, "accelerator.memory_bytes", sum(needed.values()) / 2)
-    fitting = first_halved(run(65_536), tight)
+    fitting = first_halved(spec, tight)
     assert fitting is not None
-    assert sum(found.fits for found in fitting.estimates.values()) == 1
+    assert sum(half.fits for half in halves_of(spec, tight).values()) == 1
     assert fitting.axis == roomier
 
 

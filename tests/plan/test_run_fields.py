@@ -16,10 +16,6 @@ import pytest
 
 import phalanx
 from phalanx.hardware.catalog import cluster
-from phalanx.plan.run_fields import RUN_FIELDS, notes_of
-from phalanx.plan.search.as_json import plan_json
-from phalanx.plan.search.plan import make_plan
-from phalanx.plan.search.query import Aim
 from phalanx.run.spec import (
     CheckpointSpec,
     DataSpec,
@@ -35,6 +31,10 @@ from phalanx.run.spec import (
     RuntimeSpec,
     TrainSpec,
 )
+from phalanx_plan.run_fields import RUN_FIELDS, notes_of
+from phalanx_plan.search.as_json import plan_json
+from phalanx_plan.search.plan import make_plan
+from phalanx_plan.search.query import Aim
 
 DENSE = RunSpec(
     model=ModelSpec(layers=8, dim=1024, heads=16, kv_heads=8),

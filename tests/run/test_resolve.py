@@ -8,12 +8,12 @@ from typing import Literal
 
 import pytest
 
-from phalanx.cli.plan.show_command import resolved
+from phalanx.cli.train.show_command import resolved
 from phalanx.hardware.catalog import cluster
-from phalanx.plan.search.query import job_of
-from phalanx.plan.workload.stacks import stack_of
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, RuntimeSpec
+from phalanx_plan.search.query import job_of
+from phalanx_plan.workload.stacks import stack_of
 
 SPEC = RunSpec(model=ModelSpec(vocab_size=512))
 

@@ -11,27 +11,27 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from phalanx.cli.weights import generate_command, score_command, serve_command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
-from phalanx.serve.generate import generate
-from phalanx.serve.http.worker import explained
-from phalanx.serve.kv_cache.memory import PageMemory, TextKV
-from phalanx.serve.numerics import computing_on, device_named, numerics_id, shown_device
-from phalanx.serve.served.of_run import open_engine
-from phalanx.serve.served.opened import TurnsEngine
-from phalanx.serve.served.served_run import ServedRun
-from phalanx.serve.workers.messages import RunJob
-from phalanx.serve.workers.page_client import Pulled
-from phalanx.serve.workers.service import WorkerDivision, devices_of
-from phalanx.serve.workers.serving_worker import ServingWorker, _Came
-from phalanx.traffic.block_table import page_names
-from phalanx.traffic.events import Identity, Role
-from phalanx.traffic.requests import Ended, Request, Sampling
+from phalanx_serve.cli import generate_command, score_command, serve_command
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
+from phalanx_serve.generate import generate
+from phalanx_serve.http.worker import explained
+from phalanx_serve.kv_cache.memory import PageMemory, TextKV
+from phalanx_serve.numerics import computing_on, device_named, numerics_id, shown_device
+from phalanx_serve.served.of_run import open_engine
+from phalanx_serve.served.opened import TurnsEngine
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.block_table import page_names
+from phalanx_serve.traffic.events import Identity, Role
+from phalanx_serve.traffic.requests import Ended, Request, Sampling
+from phalanx_serve.workers.messages import RunJob
+from phalanx_serve.workers.page_client import Pulled
+from phalanx_serve.workers.service import WorkerDivision, devices_of
+from phalanx_serve.workers.serving_worker import ServingWorker, _Came
 from serve.engine.test_engine import built, run
 from serve.packed_runs import DENSE, make_run
 
@@ -91,7 +91,7 @@ def served(**options: object) -> ServedRun:
 def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, object], expected: str
 ) -> None:
-    monkeypatch.setattr("phalanx.serve.served.opened.gpus", lambda: 2)
+    monkeypatch.setattr("phalanx_serve.served.opened.gpus", lambda: 2)
     assert str(devices_of(served(**options), 1)[0]) == expected
     if expected == "cpu":
         with pytest.raises(EngineError, match="--device cuda: "):
@@ -101,7 +101,7 @@ def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_
 
 
 def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.serve.served.opened.gpus", lambda: 2)
+    monkeypatch.setattr("phalanx_serve.served.opened.gpus", lambda: 2)
     roles: dict[Role, WorkerDivision] = {"prefill": WorkerDivision(tensor=2), "decode": WorkerDivision()}
     assert list(map(str, devices_of(served(), 3, roles))) == ["cpu"]
     whole = dict.fromkeys(roles, WorkerDivision())
@@ -122,7 +122,7 @@ def test_workers_of_all_roles_compute_on_one_kind_of_device(monkeypatch: pytest.
 def test_serve_says_why_a_gpu_cannot_compute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("phalanx.serve.served.opened.gpus", lambda: 0)
+    monkeypatch.setattr("phalanx_serve.served.opened.gpus", lambda: 0)
     assert message in flat(CliRunner().invoke(serve_command.command, [str(tmp_path), "--port", "0", *words]))
 
 
@@ -173,7 +173,7 @@ def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without
         except torch.OutOfMemoryError:
             raise type(lost)(f"{lost} for {what}") from None
 
-    monkeypatch.setattr("phalanx.serve.numerics.computing_on", on_a_gpu)
+    monkeypatch.setattr("phalanx_serve.numerics.computing_on", on_a_gpu)
     monkeypatch.setattr("phalanx.train.score.score.Scorer.score", failing)
     scored = CliRunner().invoke(score_command.command, [str(place), str(text)])
     assert f"Error: {lost} for the scores of a text" in flat(scored)
@@ -182,7 +182,7 @@ def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without
         yield "some"
         raise lost
 
-    monkeypatch.setattr("phalanx.serve.generate.continued", broken_off)
+    monkeypatch.setattr("phalanx_serve.generate.continued", broken_off)
     assert f"Error: {lost}" in flat(CliRunner().invoke(generate_command.command, [str(place)]))
 
 
@@ -205,7 +205,7 @@ def test_pages_that_a_gpu_has_no_memory_for_are_computed_and_take_no_place(
     (name,) = page_names(request.prompt, engine.root)
     worker = ServingWorker(engine, Identity("w", "n", "p"), engine.page_bytes, "token", None)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
-        patch.setattr("phalanx.serve.engine.engine.computing_on", on_a_gpu)
+        patch.setattr("phalanx_serve.engine.engine.computing_on", on_a_gpu)
         patch.setattr(PageMemory, "write", failing)
         with pytest.raises(DeviceMemoryError, match="no memory"):
             engine.write_page(name, bytes(engine.page_bytes), engine.root)
@@ -245,7 +245,7 @@ def test_models_of_ones_own_say_what_would_help_and_end_with_their_gpu(
             raise lost[0] from None
 
     for place in ("generate", "served.opened"):
-        monkeypatch.setattr(f"phalanx.serve.{place}.computing_on", on_a_gpu)
+        monkeypatch.setattr(f"phalanx_serve.{place}.computing_on", on_a_gpu)
     engine, request = TurnsEngine(NoMemory(), 64), Request("r", (1, 2, 3), 4)
     lost.append(DeviceMemoryError("no memory: compute on the CPU"))
     engine.submit(request)
@@ -269,9 +269,9 @@ def test_packed_weights_of_portable_numerics_generate_on_the_cpu_as_the_runs_own
             asked.append(str(device))
 
     monkeypatch.setattr("phalanx.hardware.local.device.gpus", lambda: 1)
-    monkeypatch.setattr("phalanx.serve.numerics.make_current", lambda _: None)
-    monkeypatch.setattr("phalanx.serve.generate.continued", lambda *_, **__: iter(["text"]))
-    monkeypatch.setattr("phalanx.serve.weights.open_model.open_model", lambda *_, **__: (Opened(), None))
+    monkeypatch.setattr("phalanx_serve.numerics.make_current", lambda _: None)
+    monkeypatch.setattr("phalanx_serve.generate.continued", lambda *_, **__: iter(["text"]))
+    monkeypatch.setattr("phalanx_serve.weights.open_model.open_model", lambda *_, **__: (Opened(), None))
     for portable in (False, True):
         monkeypatch.setattr("phalanx.hardware.portable.operations.begun", lambda portable=portable: portable)
         for device in ("auto", "cuda"):
@@ -300,7 +300,7 @@ def test_an_engine_on_a_device_by_the_name_of_the_cpu_is_the_engine_of_before() 
 def test_the_id_of_numerics_holds_the_kind_of_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = {numerics_id("fast", torch.bfloat16)}
     for name in ("NVIDIA H100", "NVIDIA H200"):
-        monkeypatch.setattr("phalanx.serve.numerics.device_name", lambda _, name=name: name)
+        monkeypatch.setattr("phalanx_serve.numerics.device_name", lambda _, name=name: name)
         ids |= {numerics_id("fast", torch.bfloat16, device=torch.device("cuda", n)) for n in range(2)}
     assert len(ids) == 3
 
@@ -308,7 +308,7 @@ def test_the_id_of_numerics_holds_the_kind_of_gpu(monkeypatch: pytest.MonkeyPatc
 def test_memory_that_gives_out_is_told_with_what_would_help_and_a_dead_gpu_as_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place = "phalanx.serve.numerics"
+    place = "phalanx_serve.numerics"
     for name in ("make_current", "give_back_memory"):
         monkeypatch.setattr(f"{place}.{name}", lambda _: None)
     with pytest.raises(DeviceMemoryError) as found, computing_on(GPU, "a step of 3 texts"):

@@ -23,7 +23,7 @@ from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import to_table
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
-from phalanx.serve.generate import generate, load_model
+from phalanx_serve.generate import generate, load_model
 
 # Large weights, so that the likeliest token is likelier by far more than rounding.
 SPEC = resolve(ModelSpec(layers=2, dim=32, heads=4, kv_heads=2, vocab_size=50, qk_norm=True, init_std=0.5))

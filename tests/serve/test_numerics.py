@@ -15,8 +15,8 @@ import torch
 from phalanx.hardware.portable import operations, processor
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec
-from phalanx.serve.engine.errors import NotExactError
-from phalanx.serve.numerics import begin_exact, bits_of, numerics_id
+from phalanx_serve.engine.errors import NotExactError
+from phalanx_serve.numerics import begin_exact, bits_of, numerics_id
 
 RUN = RunSpec(
     model=resolve(ModelSpec(layers=1, dim=32, heads=2, vocab_size=64)),
@@ -89,8 +89,8 @@ def test_a_processor_without_portable_kernels_is_refused_with_fast_numerics_as_t
 PROGRAM = """
 import sys
 from phalanx.hardware.portable.operations import begun
-from phalanx.serve.served.of_run import open_engine
-from phalanx.serve.served.served_run import ServedRun
+from phalanx_serve.served.of_run import open_engine
+from phalanx_serve.served.served_run import ServedRun
 open_engine(ServedRun(sys.argv[1], None, "float32", 64, 1 << 22, 64, sys.argv[2]))
 print(begun())
 """

@@ -18,9 +18,9 @@ from phalanx.data.chat.template import ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, tokenizer_from_file, train_bpe
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.serve import prompt as prompt_module
-from phalanx.serve.generate import continued, generate, load_model
-from phalanx.serve.prompt import (
+from phalanx_serve import prompt as prompt_module
+from phalanx_serve.generate import continued, generate, load_model
+from phalanx_serve.prompt import (
     Framing,
     encode_chat,
     encode_messages,

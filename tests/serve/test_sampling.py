@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.engine.sampler import (
+from phalanx_serve.engine.sampler import (
     LogitsError,
     draw,
     draw_rows,
@@ -19,7 +19,7 @@ from phalanx.serve.engine.sampler import (
     kept,
     require_sampling,
 )
-from phalanx.traffic.requests import Sampling
+from phalanx_serve.traffic.requests import Sampling
 
 # Few values, so that many are equal.
 logits = st.lists(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.plan.workload.candidates import PARTS
-from phalanx.plan.workload.recipes import RECIPES, recipe_of, with_recipe
-from phalanx.plan.workload.software import MEGATRON
-from phalanx.plan.workload.stacks import Stack
+from phalanx_plan.workload.candidates import PARTS
+from phalanx_plan.workload.recipes import RECIPES, recipe_of, with_recipe
+from phalanx_plan.workload.software import MEGATRON
+from phalanx_plan.workload.stacks import Stack
 from validation.runs import read_published
 from validation.setup import setup_of
 from validation.software import circumstances_of

@@ -21,46 +21,57 @@ from types import FrameType
 import click
 
 from phalanx.cli.safe_output import safe_output
+from phalanx.plugins import load_plugin
 from phalanx.version import __version__
 
 _COMMANDS = {
-    "train": ("train", "Train a run on this machine, or as a rank of torchrun or srun."),
-    "new": ("train", "Write a first run file, each field explained."),
-    "data": ("data", "Prepare and check token shards; what a run reads of them, and when."),
-    "generate": ("weights", "Text from a checkpoint."),
-    "serve": ("weights", "A run's model behind OpenAI's HTTP interface."),
-    "score": ("weights", "Log-probabilities of given text, by the trainer's arithmetic."),
-    "show": ("plan", "Parameters, FLOPs per token and state bytes of a run's model."),
-    "hash": ("weights", "SHA-256 of all weights of a run or checkpoint."),
-    "checkpoint": ("weights", "List, verify and export checkpoints."),
-    "export": ("weights", "Write a run's weights for other software."),
-    "pack": ("weights", "A run's weights as one file, in the order in which serving reads them."),
-    "import": ("weights", "Read a Hugging Face model into a run directory."),
-    "simulate": ("fleet", "A fleet under failures, by the code that keeps a real one alive."),
-    "goodput": ("watch", "Where every second of a run went."),
-    "profile": ("watch", "Where the time of a running run's next steps goes, across its ranks."),
-    "status": ("watch", "How far a run is, and its fleet's members, spares and happenings."),
-    "ranks": ("watch", "The ranks side by side: which are slower than their peers, and where they sit."),
-    "why": ("watch", "What is wrong with a run, since when, and what to do."),
-    "diff": ("watch", "Where two runs part: field, step, tensor, and by a replay the module and rank."),
-    "runs": ("runs", "The runs in a folder: list, show, compare, tag and remove them."),
-    "reproduce": ("runs", "Run a run again, or say what differs between then and now."),
-    "fleet": ("fleet", "Drain, add or stop: ask something of a running fleet."),
-    "place": ("launch", "Where in a network a run's nodes should lie, and what that costs a step."),
-    "submit": ("launch", "Start a run on a cluster."),
-    "cancel": ("launch", "End a submitted run, saved."),
-    "logs": ("launch", "What the processes of a run have said: merged, filtered, grouped, followed."),
-    "agent": ("fleet", "Take part in a run with this node of a cluster."),
-    "pod": ("fleet", "Take part in a run as a pod of a Kubernetes job."),
-    "sinks": ("watch", "Send a run's trackers what they missed."),
-    "watch": ("watch", "Look at a run while it goes on, or afterwards."),
-    "ui": ("watch", "A page over all runs: curves, comparisons, where the time went."),
-    "plan": ("plan", "The best layouts of a run on a cluster: memory, time, cost, and why."),
-    "calibrate": ("plan", "Measure this machine, for plans that are made for it."),
-    "hardware": ("plan", "Accelerators and systems that plans are made for, with sources."),
-    "models": ("plan", "The model shapes that are known by name."),
-    "health": ("fleet", "Check that this machine is fit to train."),
-    "spec": ("plan", "Every field of a run file, with its default and meaning."),
+    # Other projects add commands by entry points of the group "phalanx.commands".
+    "train": ("phalanx.cli.train", "Train a run on this machine, or as a rank of torchrun or srun."),
+    "new": ("phalanx.cli.train", "Write a first run file, each field explained."),
+    "data": ("phalanx.cli.data", "Prepare and check token shards; what a run reads of them, and when."),
+    "generate": ("phalanx_serve.cli", "Text from a checkpoint."),
+    "serve": ("phalanx_serve.cli", "A run's model behind OpenAI's HTTP interface."),
+    "score": ("phalanx_serve.cli", "Log-probabilities of given text, by the trainer's arithmetic."),
+    "show": ("phalanx.cli.train", "Parameters, FLOPs per token and state bytes of a run's model."),
+    "hash": ("phalanx.cli.weights", "SHA-256 of all weights of a run or checkpoint."),
+    "checkpoint": ("phalanx.cli.weights", "List, verify and export checkpoints."),
+    "export": ("phalanx.cli.weights", "Write a run's weights for other software."),
+    "pack": ("phalanx_serve.cli", "A run's weights as one file, in the order in which serving reads them."),
+    "import": ("phalanx.cli.weights", "Read a Hugging Face model into a run directory."),
+    "simulate": ("phalanx_plan.cli", "A fleet under failures, by the code that keeps a real one alive."),
+    "goodput": ("phalanx_watch.cli", "Where every second of a run went."),
+    "profile": ("phalanx_watch.cli", "Where the time of a running run's next steps goes, across its ranks."),
+    "status": ("phalanx.cli.fleet", "How far a run is, and its fleet's members, spares and happenings."),
+    "ranks": (
+        "phalanx_watch.cli",
+        "The ranks side by side: which are slower than their peers, and where they sit.",
+    ),
+    "why": ("phalanx_watch.cli", "What is wrong with a run, since when, and what to do."),
+    "diff": (
+        "phalanx_watch.cli",
+        "Where two runs part: field, step, tensor, and by a replay the module and rank.",
+    ),
+    "runs": ("phalanx_watch.cli.runs", "The runs in a folder: list, show, compare, tag and remove them."),
+    "reproduce": ("phalanx_watch.cli.runs", "Run a run again, or say what differs between then and now."),
+    "fleet": ("phalanx.cli.fleet", "Drain, add or stop: ask something of a running fleet."),
+    "place": ("phalanx_plan.cli", "Where in a network a run's nodes should lie, and what that costs a step."),
+    "submit": ("phalanx.cli.launch", "Start a run on a cluster."),
+    "cancel": ("phalanx.cli.launch", "End a submitted run, saved."),
+    "logs": (
+        "phalanx.cli.launch",
+        "What the processes of a run have said: merged, filtered, grouped, followed.",
+    ),
+    "agent": ("phalanx.cli.fleet", "Take part in a run with this node of a cluster."),
+    "pod": ("phalanx.cli.fleet", "Take part in a run as a pod of a Kubernetes job."),
+    "sinks": ("phalanx_watch.cli", "Send a run's trackers what they missed."),
+    "watch": ("phalanx_watch.cli", "Look at a run while it goes on, or afterwards."),
+    "ui": ("phalanx_watch.cli", "A page over all runs: curves, comparisons, where the time went."),
+    "plan": ("phalanx_plan.cli", "The best layouts of a run on a cluster: memory, time, cost, and why."),
+    "calibrate": ("phalanx_plan.cli", "Measure this machine, for plans that are made for it."),
+    "hardware": ("phalanx_plan.cli", "Accelerators and systems that plans are made for, with sources."),
+    "models": ("phalanx_plan.cli", "The model shapes that are known by name."),
+    "health": ("phalanx.cli.fleet", "Check that this machine is fit to train."),
+    "spec": ("phalanx.cli.train", "Every field of a run file, with its default and meaning."),
 }
 
 
@@ -72,9 +83,10 @@ class _Lazy(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
-            return None
-        folder, _ = _COMMANDS[cmd_name]
-        module = importlib.import_module(f"phalanx.cli.{folder}.{cmd_name}_command")
+            other: click.Command | None = load_plugin("phalanx.commands", cmd_name)
+            return other
+        package, _ = _COMMANDS[cmd_name]
+        module = importlib.import_module(f"{package}.{cmd_name}_command")
         command: click.Command = module.command
         return command
 
@@ -82,7 +94,7 @@ class _Lazy(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
-        if near and args[0] not in _COMMANDS and not args[0].startswith("-"):
+        if near and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             raise click.UsageError(f"no such command {args[0]!r}; did you mean {near[0]}?", ctx)
         return super().resolve_command(ctx, args)
 
@@ -152,6 +164,12 @@ def _exit_code(words: Sequence[str]) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except ModuleNotFoundError as error:
+        extra = _extra_of(words)
+        if not extra:
+            raise
+        click.echo(f"Error: {error}: pip install 'phalanx-train[{extra}]'", err=True)
+        return 1
     except BrokenPipeError:
         return 0
     except OSError as error:
@@ -165,6 +183,12 @@ def _exit_code(words: Sequence[str]) -> int:
         # A name that is too long, a link to itself, a file of another user, a full disk: the system says it as well as we could.
         click.echo(f"Error: {error.filename}: {error.strerror}", err=True)
         return 1
+
+
+def _extra_of(words: Sequence[str]) -> str:
+    """The extra that brings what a command imports, of the packages beside the core; empty for the core's own commands."""
+    package, _ = _COMMANDS.get(next(iter(words), ""), ("", ""))
+    return package.partition(".")[0].removeprefix("phalanx").removeprefix("_")
 
 
 def _output_fails() -> bool:

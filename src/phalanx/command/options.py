@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import click
+from click.core import ParameterSource
 
 from phalanx.run.fields import ValueRange, field_docs
 
@@ -118,6 +119,16 @@ def written_options(options: Any, *fields: str) -> list[str]:
         elif not (value is None or value is False or value in ((), "")):
             written.append(names[0])
     return written
+
+
+def given_options() -> dict[str, str]:
+    """Return the fields on the command line that is being run, each with its option's first name; of an argument its field."""
+    context = click.get_current_context()
+    return {
+        param.name: param.opts[0]
+        for param in context.command.params
+        if param.name and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    }
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 The module of depth 1 takes the last hidden state of each token and the embedding of the token after it, and predicts the
 one after that; depth 2 takes depth 1's hidden states, and so on. Embedding and output projection are the main model's. Such
-layers are for training, where they make the hidden states plan ahead; serving drafts tokens with them (``phalanx.serve.engine.drafts``).
+layers are for training, where they make the hidden states plan ahead; serving drafts tokens with them (``phalanx_serve.engine.drafts``).
 
 Here a sequence keeps its length at every depth, so that shapes stay what the layout divided: the last ``depth`` positions
 have no token that far ahead, get an arbitrary one, and their targets are ignored. Attention is causal, so they spoil

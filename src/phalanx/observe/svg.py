@@ -37,7 +37,8 @@ def padded(values: Iterable[float], margin: float) -> tuple[float, float]:
     values = list(values)
     low, high = min(values), max(values)
     more = margin * (high - low) or 0.05 * abs(high) or 1.0
-    return low - more, high + more
+    # Between neighboring floats the margin is lost to rounding.
+    return min(low - more, math.nextafter(low, -math.inf)), max(high + more, math.nextafter(high, math.inf))
 
 
 def round_ticks(low: float, high: float, about: int, units: Sequence[float] = (1, 2, 5, 10)) -> list[float]:

@@ -1,6 +1,6 @@
 """The layout: how a run's ranks are divided over the axes of the mesh, and which ways are legal.
 
-The planner's search enumerates the legal layouts (``phalanx.plan.search.space``). Both use the arithmetic of
+The planner's search enumerates the legal layouts (``phalanx_plan.search.space``). Both use the arithmetic of
 ``phalanx.run.degrees.legality``, and a test compares what they accept.
 
 The mesh is ``pipeline x replicate x shard x context x tensor``, the tensor axis fastest, because it talks most and its

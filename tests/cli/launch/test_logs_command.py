@@ -15,15 +15,15 @@ import pytest
 from click.testing import CliRunner
 
 from forked_python import Popen
+from phalanx.cli.fleet import status_command
 from phalanx.cli.launch import logs_command
 from phalanx.cli.launch.log_lines import moment, ranks_of
-from phalanx.cli.watch import status_command
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.launch.engines.submission import Submitted
 from phalanx.observe.logs.line import LogLine, encode
+from phalanx.observe.logs.read_lines import LogQuery, read_lines, told_failure
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.log_lines import LogQuery, read_lines, told_failure
 from phalanx_process import ENVIRONMENT, TIMEOUT_S, last_json, run
 from watch.why.watched import fleet_file
 

@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.fleet import ask, fleet_command, resize_command
+from phalanx.cli.fleet import ask, fleet_command, resize_command, status_command
 from phalanx.cli.launch import cancel_command, submit_command, submit_to_hosts
 from phalanx.cli.launch.submit_command import SubmitOptions
-from phalanx.cli.watch import status_command
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.state import FleetPhase

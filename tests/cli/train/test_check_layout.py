@@ -12,8 +12,8 @@ import torch
 from click.testing import CliRunner, Result
 
 from phalanx.cli.train import check_layout
+from phalanx.cli.train.compared_text import left_out_lines
 from phalanx.cli.train.train_command import command
-from phalanx.cli.watch.text.diff_text import left_out_lines
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.observation import Compared, RankReplay, Replay, ReplayOrder

@@ -22,7 +22,7 @@ def test_a_text_that_cannot_be_computed_is_a_line_and_no_text(
     def refuse(_path: Path, _sample: SampleSpec) -> str:
         raise error
 
-    monkeypatch.setattr("phalanx.serve.generate.sample_text", refuse)
+    monkeypatch.setattr("phalanx_serve.generate.sample_text", refuse)
     console = Console(file=io.StringIO(), width=200, markup=False)
     assert _sample(Path("run"), SampleSpec(prompt="x"), console) is None
     assert "PyTorch uses AVX512 [already]" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -25,9 +25,9 @@ from phalanx.data.reading.places import open_places, template_folder
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.data.tokenizers.tokenizer import tokenizer_from_file
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.serve.prompt import encode_chat, published_with, read_model_text
-from phalanx.serve.prompt import template_folder as folder_of_run
 from phalanx.train.start.open_run import open_run
+from phalanx_serve.prompt import encode_chat, published_with, read_model_text
+from phalanx_serve.prompt import template_folder as folder_of_run
 from tiny_runs import tiny_run
 
 OWN = CHAT_TEMPLATE.replace("<|end_header_id|>\n\n", "<|end_header_id|>:")

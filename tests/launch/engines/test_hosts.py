@@ -23,10 +23,11 @@ from phalanx.cli.launch.submit_to_hosts import hosts_in
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.launch.engines import standing
 from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on
-from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script, unreachable
+from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.submission import Submitted, problems_of, read_record
 from phalanx.launch.engines.tools import EngineError
+from phalanx.launch.placing.topology import TopologyError
 from phalanx.run.read import to_table
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import RUN_FILE
@@ -260,3 +261,30 @@ def test_a_file_of_hosts_that_is_none_is_refused(tmp_path: Path, content: bytes 
         path.write_bytes(content)
     with pytest.raises(EngineError, match=message):
         hosts_in(order, str(path))
+
+
+def host_in(name: str, *domain: str) -> Host:
+    return Host(name, name, 0, name, domain)
+
+
+def test_the_network_of_hosts_has_a_level_for_each_part_of_their_domains() -> None:
+    network = network_of(
+        [host_in("a", "pod-1", "rack-1"), host_in("b", "pod-1", "rack-2"), host_in("c", "pod-2")]
+    )
+    assert [level.name for level in network.levels] == ["level 1", "level 2"]
+    assert network.nodes["a"] == ("pod-1", "rack-1")
+    assert network.nodes["c"][0] == "pod-2"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ([host_in("a"), host_in("b")], "no host says where it is"),
+        ([host_in("a", "pod-1"), host_in("b")], "b: no domain=, and other hosts have one"),
+    ],
+)
+def test_hosts_of_which_it_is_not_known_where_they_are_have_no_network(
+    hosts: list[Host], message: str
+) -> None:
+    with pytest.raises(TopologyError, match=message):
+        network_of(hosts)

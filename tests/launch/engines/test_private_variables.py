@@ -21,9 +21,9 @@ from phalanx.observe.sinks.base import hyperparameters
 from phalanx.run.launch_variables import variable_problems
 from phalanx.run.read import to_table
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
-from phalanx.watch.page.export import exported
-from phalanx.watch.page.runs import Runs
-from phalanx.watch.runs.compare import compare
+from phalanx_watch.page.export import exported
+from phalanx_watch.page.runs import Runs
+from phalanx_watch.runs.compare import compare
 from recorded_runs import RecordedRun
 
 SECRET = "SECRETSECRET123"

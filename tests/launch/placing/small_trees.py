@@ -9,8 +9,8 @@ from random import Random
 from launch.placing.milp import Message, least_slowest_s
 from phalanx.launch.placing.seats import Shape
 from phalanx.launch.placing.topology import Domains, Level, Topology
-from phalanx.plan.step_cost.traffic import Flow, Pattern
 from phalanx.run.layout import Layout
+from phalanx_plan.step_cost.traffic import Flow, Pattern
 
 LAYOUTS = ((1, 4, 1), (1, 6, 1), (1, 8, 1), (2, 2, 1), (2, 3, 1), (4, 2, 1), (1, 4, 2), (2, 2, 2))
 """Degrees of pipeline, shard and tensor."""

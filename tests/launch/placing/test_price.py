@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.placing.small_trees import messages
-from phalanx.launch.placing.choose import choices
-from phalanx.launch.placing.price import leaving, price
 from phalanx.launch.placing.seats import Shape, sequence
 from phalanx.launch.placing.topology import Level, Topology, TopologyError
-from phalanx.launch.placing.verify import verify
-from phalanx.plan.step_cost.traffic import Flow
 from phalanx.run.layout import Layout
+from phalanx_plan.placing.choose import choices
+from phalanx_plan.placing.price import leaving, price
+from phalanx_plan.placing.verify import verify
+from phalanx_plan.step_cost.traffic import Flow
 
 
 @st.composite

@@ -11,7 +11,7 @@ from phalanx.fleet.node import node_metrics
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
 from phalanx.observe.metrics.samples import Metric
-from phalanx.watch.lookout import SERVING_METRICS, WATCHED_METRICS
+from phalanx_watch.lookout import SERVING_METRICS, WATCHED_METRICS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "metrics.md").read_text()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.hardware.catalog import accelerators
-from phalanx.plan.evidence.learned import UNKNOWN_MACHINE, evidence_for, generation_of, learned, maker_of
-from phalanx.plan.workload.software import SOFTWARE
+from phalanx_plan.evidence.learned import UNKNOWN_MACHINE, evidence_for, generation_of, learned, maker_of
+from phalanx_plan.workload.software import SOFTWARE
 
 
 def test_software_with_runs_on_the_accelerator_has_their_factor_and_a_band_of_its_own() -> None:

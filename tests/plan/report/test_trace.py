@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
-from phalanx.plan.report.trace import TraceEvent, perfetto, step_timeline
-from phalanx.plan.step_cost.estimate import estimate
-from phalanx.plan.workload.candidates import PlannedLayout
-from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import Layout
+from phalanx_plan.report.trace import TraceEvent, perfetto, step_timeline
+from phalanx_plan.step_cost.estimate import estimate
+from phalanx_plan.workload.candidates import PlannedLayout
+from phalanx_plan.workload.stacks import Job
 from plan.jobs import LAYOUTS, job, planned
 
 MORE = {

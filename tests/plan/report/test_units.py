@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.report.elements import (
+from phalanx_plan.report.elements import (
     BETWEEN,
     CO2,
     DAYS,

@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cli.plan.plan_command import command
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.scaling.shapes import MODEL_KINDS, run_of_shape, shape_of
 from phalanx.run.read import read_run
+from phalanx_plan.cli.plan_command import command
+from phalanx_plan.scaling.shapes import MODEL_KINDS, run_of_shape, shape_of
 
 
 def plan(*arguments: str) -> Result:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.scaling.optimum import Budget, BudgetError, read_budget
+from phalanx_plan.scaling.optimum import Budget, BudgetError, read_budget
 
 
 @pytest.mark.parametrize(

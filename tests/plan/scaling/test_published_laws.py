@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.scaling.laws import (
+from phalanx_plan.scaling.laws import (
     CHINCHILLA,
     DENSE_LAWS,
     KAPLAN,
@@ -21,7 +21,7 @@ from phalanx.plan.scaling.laws import (
     RoutedLaw,
     effective,
 )
-from phalanx.plan.scaling.optimum import (
+from phalanx_plan.scaling.optimum import (
     BudgetError,
     flops_per_token,
     optimum,

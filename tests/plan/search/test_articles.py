@@ -16,13 +16,13 @@ import pytest
 from example_clusters import H100, fact, h100s
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.whole_run.assumptions import RunAssumptions, RunInputs
-from phalanx.plan.whole_run.cost import J_PER_KWH, cost, energy
-from phalanx.plan.whole_run.estimate import estimate_run
-from phalanx.plan.whole_run.failures import FailureClass, failures_per_s, mtti_s
-from phalanx.plan.whole_run.goodput import RecoveryPhase, Risk, breakdown
-from phalanx.plan.whole_run.recovery import tiers
 from phalanx.run.kinds.whole_model import resolve
+from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs
+from phalanx_plan.whole_run.cost import J_PER_KWH, cost, energy
+from phalanx_plan.whole_run.estimate import estimate_run
+from phalanx_plan.whole_run.failures import FailureClass, failures_per_s, mtti_s
+from phalanx_plan.whole_run.goodput import RecoveryPhase, Risk, breakdown
+from phalanx_plan.whole_run.recovery import tiers
 
 DOC = Path(__file__).parents[3] / "docs" / "planner-articles.md"
 

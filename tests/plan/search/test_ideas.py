@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.plan.search.alternatives import Idea, ideas_of, short
-from phalanx.plan.search.search import search
+from phalanx_plan.search.alternatives import Idea, ideas_of, short
+from phalanx_plan.search.search import search
 from plan.jobs import job
 
 

@@ -7,13 +7,13 @@ from dataclasses import fields, replace
 import pytest
 
 from phalanx.hardware.catalog import cluster
-from phalanx.plan.search.layout_text import read_layout
-from phalanx.plan.search.options import Options, requirement
-from phalanx.plan.search.query import Aim, RequestError, job_of, run_of_model, with_modes_asked
-from phalanx.plan.search.search import search
-from phalanx.plan.step_cost.estimate import estimate
-from phalanx.plan.workload.candidates import LAYOUT_FIELDS, Candidates, PlannedLayout, layout_field
 from phalanx.run.spec import MlaSpec, RunSpec
+from phalanx_plan.search.layout_text import read_layout
+from phalanx_plan.search.options import Options, requirement
+from phalanx_plan.search.query import Aim, RequestError, job_of, run_of_model, with_modes_asked
+from phalanx_plan.search.search import search
+from phalanx_plan.step_cost.estimate import estimate
+from phalanx_plan.workload.candidates import LAYOUT_FIELDS, Candidates, PlannedLayout, layout_field
 
 SPEC = run_of_model("llama3-8b", 4096, 128)
 JOB = job_of(SPEC, cluster("h100:64"), keep_slots=False)

@@ -13,16 +13,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import cluster
-from phalanx.plan.search.layout_text import parallel_of, run_of_layout, written_layout
-from phalanx.plan.search.options import Options
-from phalanx.plan.search.query import job_of
-from phalanx.plan.search.space import exclusions, space
-from phalanx.plan.workload.candidates import PlannedLayout, divisors
-from phalanx.plan.workload.stacks import Job
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_problems
 from phalanx.run.rules.check import check
 from phalanx.run.spec import ModelSpec, MoeSpec, OptimizerSpec, RunSpec, RuntimeSpec, TrainSpec
+from phalanx_plan.search.layout_text import parallel_of, run_of_layout, written_layout
+from phalanx_plan.search.options import Options
+from phalanx_plan.search.query import job_of
+from phalanx_plan.search.space import exclusions, space
+from phalanx_plan.workload.candidates import PlannedLayout, divisors
+from phalanx_plan.workload.stacks import Job
 
 MICRO_BATCHES, STAGES = (1, 2, 3), (2, 3)
 SCHEDULES = (("1f1b", 1), *(("interleaved", stages) for stages in STAGES), ("zbv", 2), ("dualpipev", 2))

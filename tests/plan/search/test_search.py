@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from phalanx.hardware.cluster import Fact
-from phalanx.plan.search.options import Options, requirement
-from phalanx.plan.search.search import NothingFitsError, SearchResult, search
-from phalanx.plan.search.space import exclusions, space
-from phalanx.plan.step_cost.estimate import estimate, estimates, prepare
-from phalanx.plan.workload.candidates import candidates_of
-from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import ParallelSpec, RunSpec, RuntimeSpec, TrainSpec
+from phalanx_plan.search.options import Options, requirement
+from phalanx_plan.search.search import NothingFitsError, SearchResult, search
+from phalanx_plan.search.space import exclusions, space
+from phalanx_plan.step_cost.estimate import estimate, estimates, prepare
+from phalanx_plan.workload.candidates import candidates_of
+from phalanx_plan.workload.stacks import Job
 from plan.jobs import job
 
 _SMALL = Options(micro_batches=(1, 2), stages_per_rank=(2,), offload=False, require=("tp<=4", "cp<=2"))

@@ -8,9 +8,10 @@ import pytest
 
 from phalanx.hardware.catalog import cluster
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.serving import fleet
-from phalanx.plan.serving.fleet import nearest, plan_service, split
-from phalanx.plan.serving.workers import (
+from phalanx.run.kinds.whole_model import resolve
+from phalanx_plan.serving import fleet
+from phalanx_plan.serving.fleet import nearest, plan_service, split
+from phalanx_plan.serving.workers import (
     DemandError,
     Objectives,
     Service,
@@ -19,7 +20,6 @@ from phalanx.plan.serving.workers import (
     read_traffic,
     workers_of,
 )
-from phalanx.run.kinds.whole_model import resolve
 
 SMALL = Service(
     resolve(PRESETS["llama3-8b"]),

@@ -10,7 +10,8 @@ from phalanx.hardware.catalog import cluster
 from phalanx.hardware.overrides import with_value
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.serving.step_cost import (
+from phalanx.run.kinds.whole_model import resolve
+from phalanx_plan.serving.step_cost import (
     Division,
     Step,
     pass_s,
@@ -24,7 +25,6 @@ from phalanx.plan.serving.step_cost import (
     touched_experts,
     weight_bytes,
 )
-from phalanx.run.kinds.whole_model import resolve
 
 DEEPSEEK, LLAMA = resolve(PRESETS["deepseek-v3"]), resolve(PRESETS["llama3-405b"])
 MOE = DEEPSEEK.moe

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from phalanx.plan.serving.fleet import erlang_c, mean_wait_s, most_running, wait_percentile_s
+from phalanx_plan.serving.fleet import erlang_c, mean_wait_s, most_running, wait_percentile_s
 
 
 def waits(rate: float, services: np.ndarray, servers: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName
-from phalanx.plan.step_cost.pipeline import (
+from phalanx_plan.step_cost.pipeline import (
     Pipelines,
     StageTimes,
     exposed_hops,
@@ -17,7 +17,7 @@ from phalanx.plan.step_cost.pipeline import (
     in_flight,
     legal,
 )
-from phalanx.plan.workload.candidates import SCHEDULES
+from phalanx_plan.workload.candidates import SCHEDULES
 
 _PIPELINES = st.sampled_from(
     [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zbv", 2), ("dualpipev", 2)]

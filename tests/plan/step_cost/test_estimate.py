@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.plan.step_cost.estimate import estimate, estimates
-from phalanx.plan.workload.candidates import PlannedLayout
 from phalanx.run.layout import Layout
+from phalanx_plan.step_cost.estimate import estimate, estimates
+from phalanx_plan.workload.candidates import PlannedLayout
 from plan.jobs import LAYOUTS, job, planned
 
 

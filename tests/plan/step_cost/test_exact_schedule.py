@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.parallel.pipeline.schedules import ScheduleName
-from phalanx.plan.step_cost.pipeline import StageTimes, flush_s, timeline
+from phalanx_plan.step_cost.pipeline import StageTimes, flush_s, timeline
 
 _SCHEDULES: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),

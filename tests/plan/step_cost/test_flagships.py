@@ -16,11 +16,11 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.plan.step_cost.estimate import Estimate, estimate
-from phalanx.plan.workload.candidates import RECOMPUTE, Recompute
-from phalanx.plan.workload.recipes import Circumstances
-from phalanx.plan.workload.software import SOFTWARE, profile_of_software, stack_of_software
 from phalanx.run.layout import Layout
+from phalanx_plan.step_cost.estimate import Estimate, estimate
+from phalanx_plan.workload.candidates import RECOMPUTE, Recompute
+from phalanx_plan.workload.recipes import Circumstances
+from phalanx_plan.workload.software import SOFTWARE, profile_of_software, stack_of_software
 from plan.jobs import job, planned
 
 GOAL = 0.10

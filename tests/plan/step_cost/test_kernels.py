@@ -14,7 +14,7 @@ from phalanx.hardware.catalog import accelerator, accelerators
 from phalanx.hardware.cluster import Accelerator, Fact
 from phalanx.hardware.profiles import Profile, profile_of
 from phalanx.hardware.tables import HardwareError
-from phalanx.plan.step_cost.kernels import (
+from phalanx_plan.step_cost.kernels import (
     attention_s,
     fitted_format,
     grouped_matmul_s,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.step_cost.estimate import estimate, estimates, prepare
-from phalanx.plan.step_cost.memory import lasting_bytes, passing_bytes, total
 from phalanx.run.layout import Layout
+from phalanx_plan.step_cost.estimate import estimate, estimates, prepare
+from phalanx_plan.step_cost.memory import lasting_bytes, passing_bytes, total
 from plan.jobs import LAYOUTS, job, one, planned, small_gpt
 
 

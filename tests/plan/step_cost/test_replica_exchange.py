@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
-from phalanx.plan.step_cost.estimate import estimate
-from phalanx.plan.workload.stacks import PHALANX, Job, Stack
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
+from phalanx_plan.step_cost.estimate import estimate
+from phalanx_plan.workload.stacks import PHALANX, Job, Stack
 from plan.jobs import job, planned
 
 WIDE = ModelSpec(layers=2, dim=512, heads=8, ffn_dim=1536, vocab_size=8192)

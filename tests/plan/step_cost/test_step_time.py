@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from phalanx.hardware.cluster import Cluster, Fact
 from phalanx.hardware.profiles import profile_of
-from phalanx.plan.step_cost import kernels
-from phalanx.plan.step_cost.estimate import estimate, prepare
-from phalanx.plan.step_cost.memory import total
-from phalanx.plan.step_cost.step_time import scale_tax
-from phalanx.plan.workload.software import MEGATRON
-from phalanx.plan.workload.stacks import Job, Kernels
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
+from phalanx_plan.step_cost import kernels
+from phalanx_plan.step_cost.estimate import estimate, prepare
+from phalanx_plan.step_cost.memory import total
+from phalanx_plan.step_cost.step_time import scale_tax
+from phalanx_plan.workload.software import MEGATRON
+from phalanx_plan.workload.stacks import Job, Kernels
 from plan.jobs import LAYOUTS, job, one, planned, small_gpt
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from phalanx.model.facts.counts import count
-from phalanx.plan.step_cost.traffic import Flow, flows
-from phalanx.plan.workload.candidates import PlannedLayout
-from phalanx.plan.workload.stacks import Job
 from phalanx.run.layout import Layout
+from phalanx_plan.step_cost.traffic import Flow, flows
+from phalanx_plan.workload.candidates import PlannedLayout
+from phalanx_plan.workload.stacks import Job
 from plan.jobs import job, planned
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
 from phalanx.hardware.catalog import cluster, systems
-from phalanx.plan.whole_run.recovery import TierError, host_bytes_per_node, tiers
+from phalanx_plan.whole_run.recovery import TierError, host_bytes_per_node, tiers
 
 STATE_1T_BYTES = 14e12
 

@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_clusters import h100s
-from phalanx.cli.plan.plan_command import command
 from phalanx.data.reading.cache import requests
 from phalanx.data.stored.block_sums import BLOCK_BYTES as STORED_BLOCK_BYTES
-from phalanx.plan.whole_run.assumptions import RunAssumptions, RunEstimateError, RunInputs, assumed
-from phalanx.plan.whole_run.data_reading import (
+from phalanx_plan.cli.plan_command import command
+from phalanx_plan.whole_run.assumptions import RunAssumptions, RunEstimateError, RunInputs, assumed
+from phalanx_plan.whole_run.data_reading import (
     BLOCK_BYTES,
     REQUESTS_AT_ONCE,
     DataNeed,
     data_reading,
     stored_sample_bytes,
 )
-from phalanx.plan.whole_run.estimate import estimate_run
+from phalanx_plan.whole_run.estimate import estimate_run
 
 TRILLION = DataNeed(samples=512, sample_bytes=stored_sample_bytes(8192, 128_000), remote=True)
 RATES = st.floats(1e-3, 1e12)

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
-from phalanx.plan.evidence.learned import EXACT, Band, normal_band
-from phalanx.plan.whole_run.assumptions import (
+from phalanx.run.spec import CheckpointSpec, FleetSpec, RunSpec
+from phalanx_plan.evidence.learned import EXACT, Band, normal_band
+from phalanx_plan.whole_run.assumptions import (
     MOST_SECONDS,
     RunAssumptions,
     RunEstimateError,
     RunInputs,
     assumed,
 )
-from phalanx.plan.whole_run.estimate import RunEstimate, estimate_run, goodput_plan
-from phalanx.plan.whole_run.failures import classes_at_node_rate
-from phalanx.run.spec import CheckpointSpec, FleetSpec, RunSpec
+from phalanx_plan.whole_run.estimate import RunEstimate, estimate_run, goodput_plan
+from phalanx_plan.whole_run.failures import classes_at_node_rate
 
 FEW = RunAssumptions(draws=20)
 METHODS = ("spare", "shrink", "restart")

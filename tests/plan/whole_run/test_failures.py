@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_clusters import h100s
-from phalanx.plan.whole_run.failures import (
+from phalanx_plan.whole_run.failures import (
     CLASSES,
     DAY_S,
     FLEETS,

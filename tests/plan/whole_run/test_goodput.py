@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
-from phalanx.plan.whole_run.goodput import (
+from phalanx_plan.whole_run.goodput import (
     CheckpointPlan,
     GoodputError,
     RecoveryPhase,

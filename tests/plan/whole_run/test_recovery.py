@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from example_clusters import h100s
 from phalanx.observe.ledger.ledger import Bucket
-from phalanx.plan.whole_run.recovery import (
+from phalanx_plan.whole_run.recovery import (
     TIER_OF,
     RecoveryError,
     RecoveryMethod,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from phalanx.model.facts.presets import PRESETS
-from phalanx.plan.step_cost.layer_costs import layer_costs
-from phalanx.plan.workload.architecture import KINDS, Layer, layers
-from phalanx.plan.workload.candidates import RECOMPUTE
-from phalanx.plan.workload.stacks import Job
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.operations import AttentionCore, MatrixProduct
 from phalanx.run.layout import Layout
+from phalanx_plan.step_cost.layer_costs import layer_costs
+from phalanx_plan.workload.architecture import KINDS, Layer, layers
+from phalanx_plan.workload.candidates import RECOMPUTE
+from phalanx_plan.workload.stacks import Job
 from plan.jobs import job, one
 
 

@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.workload.candidates import (
+from phalanx.run.layout import Layout
+from phalanx_plan.workload.candidates import (
     PARTS,
     RECOMPUTE,
     candidates_of,
     distinct,
     divisors,
 )
-from phalanx.run.layout import Layout
 from plan.jobs import one, planned
 
 LAYOUT = Layout(pipeline=2, replicate=3, shard=4, context=2, tensor=8, expert=16, expert_tensor=1)

@@ -7,9 +7,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.model.facts.holdings import RankPlace, holding, state_bytes
-from phalanx.plan.step_cost import memory
-from phalanx.plan.workload import stacks
-from phalanx.plan.workload.holdings import holdings, places
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import SPLIT_BACKWARD, layout_of, layout_problems, stages_per_rank
 from phalanx.run.spec import (
@@ -23,6 +20,9 @@ from phalanx.run.spec import (
     RuntimeSpec,
     TrainSpec,
 )
+from phalanx_plan.step_cost import memory
+from phalanx_plan.workload import stacks
+from phalanx_plan.workload.holdings import holdings, places
 from plan.jobs import job, one
 
 _MODELS = st.builds(

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.plan.step_cost import kernels
-from phalanx.plan.step_cost.estimate import Estimate, estimate
-from phalanx.plan.workload.candidates import PlannedLayout, Recompute
-from phalanx.plan.workload.software import MEGATRON, MEGATRON_2022
-from phalanx.plan.workload.stacks import AttentionPath, Overlap
 from phalanx.run.layout import Layout
+from phalanx_plan.step_cost import kernels
+from phalanx_plan.step_cost.estimate import Estimate, estimate
+from phalanx_plan.workload.candidates import PlannedLayout, Recompute
+from phalanx_plan.workload.software import MEGATRON, MEGATRON_2022
+from phalanx_plan.workload.stacks import AttentionPath, Overlap
 from plan.jobs import LAYOUTS, job, planned, small_gpt
 
 MIXTURE = planned(Layout(shard=64, expert=16), zero=1)

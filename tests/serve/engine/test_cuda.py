@@ -11,11 +11,11 @@ import torch
 from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.errors import DeviceMemoryError, EngineError
-from phalanx.serve.numerics import computing_on
-from phalanx.traffic.block_table import page_names
-from phalanx.traffic.requests import EngineOutput, PromptScored, Request, Sampling, Token
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.engine.errors import DeviceMemoryError, EngineError
+from phalanx_serve.numerics import computing_on
+from phalanx_serve.traffic.block_table import page_names
+from phalanx_serve.traffic.requests import EngineOutput, PromptScored, Request, Sampling, Token
 from serve.engine.test_engine import KINDS, prompt, run
 
 pytestmark = [
@@ -79,7 +79,7 @@ def test_a_gpu_gives_the_text_that_the_cpu_gives(kind: str) -> None:
 
 
 def test_a_token_is_drawn_by_the_same_numbers_on_a_gpu() -> None:
-    from phalanx.serve.engine.sampler import draw_rows
+    from phalanx_serve.engine.sampler import draw_rows
 
     scores = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)) * 3
     options = [replace(OPTIONS[row % 4], seed=row) for row in range(64)]

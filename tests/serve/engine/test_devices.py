@@ -20,18 +20,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import phalanx.serve.engine.sampler as sampling_module
+import phalanx_serve.engine.sampler as sampling_module
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
-from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.engine.sampler import BatchedSamplerOutput, LazySamplerOutput, SamplingRequest, sample_rows
-from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
-from phalanx.serve.kv_cache.memory import TextKV
-from phalanx.traffic.block_table import page_names
-from phalanx.traffic.requests import Request, Sampling, Token
 from phalanx.train.score.score import Scorer
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.engine.sampler import BatchedSamplerOutput, LazySamplerOutput, SamplingRequest, sample_rows
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx_serve.kv_cache.memory import TextKV
+from phalanx_serve.traffic.block_table import page_names
+from phalanx_serve.traffic.requests import Request, Sampling, Token
 from serve.engine.test_engine import DENSE, KINDS, MLA, prompt, run
 
 GREEDY, PLAIN = Sampling(temperature=0), Sampling(seed=3)
@@ -111,8 +111,8 @@ def elsewhere(device: str) -> Iterator[tuple[torch.device, Seen]]:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         for place in ("serve.engine.sampler", "serve.kv_cache.memory"):
             patch.setattr(f"phalanx.{place}.fetched", seen.fetch)
-        patch.setattr("phalanx.serve.numerics.make_current", lambda _: None)
-        patch.setattr("phalanx.serve.numerics.device_name", lambda _: "made up")
+        patch.setattr("phalanx_serve.numerics.make_current", lambda _: None)
+        patch.setattr("phalanx_serve.numerics.device_name", lambda _: "made up")
         sampling_module._on.cache_clear()
         try:
             with mode, seen:

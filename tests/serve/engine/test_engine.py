@@ -15,11 +15,11 @@ from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
-from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.errors import EngineError, RequestError
-from phalanx.traffic.block_table import page_names
-from phalanx.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling, Token
 from phalanx.train.step.loss import log_probabilities
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.engine.errors import EngineError, RequestError
+from phalanx_serve.traffic.block_table import page_names
+from phalanx_serve.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling, Token
 
 pytestmark = pytest.mark.usefixtures("portable_kernels")
 SEQUENCE = 192

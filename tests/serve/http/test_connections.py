@@ -18,10 +18,10 @@ import pytest
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.hardware.local.network import listen
-from phalanx.serve.http.admission import Limits
-from phalanx.serve.http.app import Gateway
-from phalanx.serve.http.server import DrainingServer
-from phalanx.serve.prompt import ModelText
+from phalanx_serve.http.admission import Limits
+from phalanx_serve.http.app import Gateway
+from phalanx_serve.http.server import DrainingServer
+from phalanx_serve.prompt import ModelText
 from serve.http.test_limits import Immediate
 
 MOST = 4
@@ -251,7 +251,7 @@ def test_as_many_connections_are_held_as_files_may_be_open_beside_those_that_are
     program = (
         "import resource\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (64, {allowed}))\n"
-        "from phalanx.serve.http.server import descriptors\n"
+        "from phalanx_serve.http.server import descriptors\n"
         "print(descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout

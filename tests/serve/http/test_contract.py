@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from parity.llama3_folder import byte_level_bpe
-from phalanx.serve.generate import continued
+from phalanx_serve.generate import continued
 
 PROMPT = "the cat sat on"
 VOCAB = byte_level_bpe().get_vocab_size()

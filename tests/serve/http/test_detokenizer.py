@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, train_bpe
-from phalanx.serve.http.detokenizer import IncrementalDetokenizer
+from phalanx_serve.http.detokenizer import IncrementalDetokenizer
 
 BYTES = BytesTokenizer()
 BPE = train_bpe(["the naïve 日本語 👩‍🚀 日本 日本 é é é 🚀🚀🚀 " * 3], vocab_size=320)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-from phalanx.serve.http.detokenizer import TextDelta
-from phalanx.serve.http.response import ResponseFormat, sse_event
+from phalanx_serve.http.detokenizer import TextDelta
+from phalanx_serve.http.response import ResponseFormat, sse_event
 
 
 @given(

@@ -18,19 +18,19 @@ from click.testing import CliRunner
 
 from checkpoint.saved_models import save_models
 from phalanx.checkpoint.format.errors import StorageError
-from phalanx.cli.weights.serve_command import command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.engine import Engine, KeptPages, Prepared
-from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.http.app import Gateway, application
-from phalanx.serve.http.worker import EngineWorker, Swap
-from phalanx.serve.prompt import ModelText
-from phalanx.serve.served import of_run
-from phalanx.serve.served.of_run import Follower, open_engine, weights_digest
-from phalanx.serve.served.served_run import ServedRun
-from phalanx.traffic.requests import Ended, EngineOutput, Request
+from phalanx_serve.cli.serve_command import command
+from phalanx_serve.engine.engine import Engine, KeptPages, Prepared
+from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.http.app import Gateway, application
+from phalanx_serve.http.worker import EngineWorker, Swap
+from phalanx_serve.prompt import ModelText
+from phalanx_serve.served import of_run
+from phalanx_serve.served.of_run import Follower, open_engine, weights_digest
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.requests import Ended, EngineOutput, Request
 from serve.packed_runs import DENSE, make_run, random_model
 
 SWAP_AT = 5
@@ -222,7 +222,7 @@ def test_a_gpu_without_memory_for_a_second_copy_of_the_weights_is_told_with_what
 
     monkeypatch.setattr(of_run, "restored_model", reading)
     for name in ("make_current", "give_back_memory"):
-        monkeypatch.setattr(f"phalanx.serve.numerics.{name}", lambda _: None)
+        monkeypatch.setattr(f"phalanx_serve.numerics.{name}", lambda _: None)
     said: list[str] = []
     worker = EngineWorker(opened.engine, opened.identity, step=1)
     engine = cast(Engine, OnGpu(opened.engine, RuntimeError(), 0))

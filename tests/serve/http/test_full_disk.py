@@ -78,7 +78,7 @@ def test_a_pack_for_streaming_that_finds_no_room_is_refused_with_what_it_takes(
     chat_run: Path, disk: Path
 ) -> None:
     from phalanx.checkpoint.format.errors import CheckpointError
-    from phalanx.serve.weights.open_model import open_model
+    from phalanx_serve.weights.open_model import open_model
 
     run = disk / "run"
     shutil.copytree(chat_run, run)

@@ -13,15 +13,15 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.weights.serve_command import command
 from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, train_bpe
 from phalanx.run.peers.addresses import loopback_names
-from phalanx.serve.http.app import Gateway, application
-from phalanx.serve.http.keys import add_key, parse_limits, read_keys
-from phalanx.serve.http.worker import Identity, WorkerLoad
-from phalanx.serve.prompt import ModelText
-from phalanx.traffic.requests import Ended, EngineOutput, Request, Token
+from phalanx_serve.cli.serve_command import command
+from phalanx_serve.http.app import Gateway, application
+from phalanx_serve.http.keys import add_key, parse_limits, read_keys
+from phalanx_serve.http.worker import Identity, WorkerLoad
+from phalanx_serve.prompt import ModelText
+from phalanx_serve.traffic.requests import Ended, EngineOutput, Request, Token
 
 
 class Immediate:

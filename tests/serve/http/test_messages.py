@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.http.protocol import (
+from phalanx_serve.http.protocol import (
     Chat,
     Completion,
     RefusedError,

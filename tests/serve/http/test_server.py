@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner
 from openai import OpenAI
 
-from phalanx.cli.weights.serve_command import command
 from phalanx.observe.serving import read_serving
 from phalanx.run.directory.paths import RunDirectory
+from phalanx_serve.cli.serve_command import command
 from serve.http.served import server
 
 pytestmark = pytest.mark.slow

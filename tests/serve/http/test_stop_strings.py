@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
-from phalanx.serve.http.detokenizer import IncrementalDetokenizer, StopStrings
+from phalanx_serve.http.detokenizer import IncrementalDetokenizer, StopStrings
 
 # Two letters and an emoji, so that strings begin within each other and characters span bytes.
 texts = st.text(alphabet="ab\U0001f600", max_size=30)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizers.published.sentencepiece_model import read_model, to_tokenizer_json
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, train_bpe
-from phalanx.serve.http.detokenizer import TextDelta
-from phalanx.serve.http.response import ResponseFormat
-from phalanx.traffic.requests import PromptScored, Token
+from phalanx_serve.http.detokenizer import TextDelta
+from phalanx_serve.http.response import ResponseFormat
+from phalanx_serve.traffic.requests import PromptScored, Token
 
 
 def with_byte_fallback() -> FallbackTokenizer:

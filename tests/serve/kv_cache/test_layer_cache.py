@@ -15,8 +15,8 @@ from phalanx.model.layers.attention.absorbed import latents_as_keys
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec
-from phalanx.serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
-from phalanx.serve.kv_cache.memory import TextKV
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx_serve.kv_cache.memory import TextKV
 
 pytestmark = pytest.mark.usefixtures("portable_kernels")
 SPEC = resolve(ModelSpec(layers=1, dim=64, heads=4, kv_heads=2, head_dim=18, vocab_size=32))

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.kv_cache.memory import PageBox, PageShape
+from phalanx_serve.kv_cache.memory import PageBox, PageShape
 
 boxes = st.integers(1, 3).flatmap(
     lambda layers: st.integers(1, 4).flatmap(

@@ -10,10 +10,10 @@ from msgspec import structs
 
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.served.of_run import open_engine
-from phalanx.serve.served.opened import OpenedEngine
-from phalanx.serve.served.served_run import ServedRun
-from phalanx.serve.stages.stage_main import StageTask, join
+from phalanx_serve.served.of_run import open_engine
+from phalanx_serve.served.opened import OpenedEngine
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.stages.stage_main import StageTask, join
 from serve.packed_runs import DENSE, LATENT, MIXTURE
 
 TOKEN = "a token that nobody else has"

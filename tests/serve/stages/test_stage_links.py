@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.serve.engine.errors import PartLostError
-from phalanx.serve.stages import link
-from phalanx.serve.stages import messages as m
-from phalanx.serve.stages.door import Door
-from phalanx.serve.stages.far_layers import FarShare, FarShares, FarStage, FarStages
-from phalanx.serve.stages.link import StageLink
-from phalanx.serve.stages.shares import Share
 from phalanx.wire.messages import UnprovenError
+from phalanx_serve.engine.errors import PartLostError
+from phalanx_serve.stages import link
+from phalanx_serve.stages import messages as m
+from phalanx_serve.stages.door import Door
+from phalanx_serve.stages.far_layers import FarShare, FarShares, FarStage, FarStages
+from phalanx_serve.stages.link import StageLink
+from phalanx_serve.stages.shares import Share
 from serve.packed_runs import DENSE
 from serve.stages.staged_models import TOKEN
 from serve.workers.services import until

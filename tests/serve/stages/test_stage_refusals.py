@@ -11,15 +11,15 @@ import torch
 from click.testing import CliRunner
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.cli.weights.serve_command import command as serve_command
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
-from phalanx.serve.engine.errors import EngineError, PartLostError
-from phalanx.serve.served import of_processes
-from phalanx.serve.served.of_run import open_engine
-from phalanx.serve.stages import far_part
-from phalanx.serve.stages.door import Door, read_token
-from phalanx.serve.stages.shares import require_shares, restored_part
+from phalanx_serve.cli.serve_command import command as serve_command
+from phalanx_serve.engine.errors import EngineError, PartLostError
+from phalanx_serve.served import of_processes
+from phalanx_serve.served.of_run import open_engine
+from phalanx_serve.stages import far_part
+from phalanx_serve.stages.door import Door, read_token
+from phalanx_serve.stages.shares import require_shares, restored_part
 from serve.packed_runs import DENSE, make_run
 from serve.stages.staged_models import KINDS, TOKEN, served, staged, token_file
 

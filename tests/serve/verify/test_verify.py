@@ -15,18 +15,18 @@ from safetensors.torch import load_file, save_file
 from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.cli.weights.export_command import command
-from phalanx.cli.weights.verify_export import held_out_prompts
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import read_chat_template
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.tokenizers.tokenizer import tokenizer_from_file
-from phalanx.serve import verify
-from phalanx.serve.generate import generate, load_model
-from phalanx.serve.other_engine import by_transformers
-from phalanx.serve.verify import TIE_NATS, VerifyError, judged, other_texts
 from phalanx.train.start.open_run import open_run
+from phalanx_serve import verify
+from phalanx_serve.cli.verify_export import held_out_prompts
+from phalanx_serve.generate import generate, load_model
+from phalanx_serve.other_engine import by_transformers
+from phalanx_serve.verify import TIE_NATS, VerifyError, judged, other_texts
 from tiny_runs import tiny_run
 
 PROMPTS = [[5, 6, 7], [200, 11], [17] * 9]

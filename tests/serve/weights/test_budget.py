@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.serve.weights.budget import Computing
+from phalanx_serve.weights.budget import Computing
 from serve.engine.test_engine import built
 
 

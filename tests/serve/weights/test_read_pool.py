@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from phalanx.serve.weights.ring import ReadPool
+from phalanx_serve.weights.ring import ReadPool
 
 
 def blocked_pool() -> tuple[ReadPool, threading.Event]:

@@ -15,22 +15,23 @@ from click.testing import CliRunner
 from checkpoint.saved_models import save_models
 from phalanx.checkpoint.pack.reader import open_pack
 from phalanx.checkpoint.pack.writer import pack
-from phalanx.cli.weights.serve_command import command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.model.custom import Chain
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.engine import Engine
-from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.generate import generate, load_model
-from phalanx.serve.http.counts import Counts
-from phalanx.serve.http.worker import EngineWorker, WorkerLoad
-from phalanx.serve.served import of_run
-from phalanx.serve.served.of_run import open_engine
-from phalanx.serve.served.opened import OpenedEngine
-from phalanx.serve.served.served_run import ServedRun
-from phalanx.serve.weights.budget import (
+from phalanx_serve.cli.serve_command import command
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.generate import generate, load_model
+from phalanx_serve.http.counts import Counts
+from phalanx_serve.http.worker import EngineWorker, WorkerLoad
+from phalanx_serve.served import of_run
+from phalanx_serve.served.of_run import open_engine
+from phalanx_serve.served.opened import OpenedEngine
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.requests import Ended, EngineOutput, Request, Sampling
+from phalanx_serve.weights.budget import (
     LIBRARIES,
     Computing,
     TooLargeError,
@@ -39,7 +40,6 @@ from phalanx.serve.weights.budget import (
     least_bytes,
     text_bytes,
 )
-from phalanx.traffic.requests import Ended, EngineOutput, Request, Sampling
 from serve.http.served import server
 from serve.packed_runs import DENSE, MIXTURE, MODELS, make_pack, make_run
 

@@ -21,11 +21,11 @@ from phalanx.model.layers.experts.expert_groups import Groups, grouped_product
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.generate import generate, load_model
-from phalanx.serve.weights.budget import TooLargeError, divide_memory
-from phalanx.serve.weights.open_model import empty_model, open_model, packed, scorer_of, stream_weights
-from phalanx.serve.weights.streamed import streamed_weights
 from phalanx.train.score.score import Compute, Scorer
+from phalanx_serve.generate import generate, load_model
+from phalanx_serve.weights.budget import TooLargeError, divide_memory
+from phalanx_serve.weights.open_model import empty_model, open_model, packed, scorer_of, stream_weights
+from phalanx_serve.weights.streamed import streamed_weights
 from serve.packed_runs import DENSE, MIXTURE, MODELS, make_pack, make_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -228,8 +228,8 @@ CAPPED = """
 import resource, sys
 from pathlib import Path
 import torch
-from phalanx.serve.generate import generate
-from phalanx.serve.weights.open_model import empty_model, open_model, packed, stream_weights
+from phalanx_serve.generate import generate
+from phalanx_serve.weights.open_model import empty_model, open_model, packed, stream_weights
 path, way = Path(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

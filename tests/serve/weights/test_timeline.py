@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.weights.ring import timeline
+from phalanx_serve.weights.ring import timeline
 
 SECONDS = st.floats(0.01, 10)
 

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.workers import page_client, page_server
-from phalanx.serve.workers.page_client import Pulled, Way, pull
-from phalanx.serve.workers.page_server import UNLEASED, OfferedPages, PageServer
-from phalanx.serve.workers.page_wire import Place, SharedPages, opened
-from phalanx.traffic.events import Identity
 from phalanx.wire import port
+from phalanx_serve.traffic.events import Identity
+from phalanx_serve.workers import page_client, page_server
+from phalanx_serve.workers.page_client import Pulled, Way, pull
+from phalanx_serve.workers.page_server import UNLEASED, OfferedPages, PageServer
+from phalanx_serve.workers.page_wire import Place, SharedPages, opened
 from serve.workers.services import until
 
 IDENTITY = Identity("weights", "numerics", "fp32")
@@ -269,8 +269,8 @@ def _is_page_file(descriptor: str) -> bool:
 
 SOURCE = """
 import sys
-from phalanx.serve.workers.page_server import OfferedPages, PageServer
-from phalanx.traffic.events import Identity
+from phalanx_serve.workers.page_server import OfferedPages, PageServer
+from phalanx_serve.traffic.events import Identity
 pages = OfferedPages()
 pages.offer(7, {bytes([number]) * 16: bytes([number]) * 10_000 for number in range(4)})
 print(PageServer(pages, Identity("weights", "numerics", "fp32"), "token").port, flush=True)

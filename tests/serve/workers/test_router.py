@@ -22,20 +22,20 @@ from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.serve.engine.engine import Engine
-from phalanx.serve.kv_cache.memory import kv_format, page_bytes
-from phalanx.serve.workers import messages as m
-from phalanx.serve.workers import page_client, serving_worker
-from phalanx.serve.workers.page_client import PageWay, Way, pull
-from phalanx.serve.workers.page_server import PageServer
-from phalanx.serve.workers.router import Peer, Router, RouterSettings, Watcher
-from phalanx.serve.workers.serving_worker import ServingWorker
-from phalanx.traffic import events as e
-from phalanx.traffic import pools
-from phalanx.traffic.events import Identity, Role
-from phalanx.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling
 from phalanx.wire.connection import sealed
 from phalanx.wire.messages import UnprovenError
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.kv_cache.memory import kv_format, page_bytes
+from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic import pools
+from phalanx_serve.traffic.events import Identity, Role
+from phalanx_serve.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling
+from phalanx_serve.workers import messages as m
+from phalanx_serve.workers import page_client, serving_worker
+from phalanx_serve.workers.page_client import PageWay, Way, pull
+from phalanx_serve.workers.page_server import PageServer
+from phalanx_serve.workers.router import Peer, Router, RouterSettings, Watcher
+from phalanx_serve.workers.serving_worker import ServingWorker
 
 TOKEN = "the service's token"
 SPEC = resolve(ModelSpec(layers=1, dim=32, heads=2, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3))

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.serve.http.worker import Streaming
-from phalanx.serve.workers import messages as m
-from phalanx.serve.workers.processes import Happened
-from phalanx.serve.workers.router import Router, RouterSettings, Watcher
-from phalanx.serve.workers.service import Notice, RouterClient
 from phalanx.wire.messages import encode
+from phalanx_serve.http.worker import Streaming
+from phalanx_serve.workers import messages as m
+from phalanx_serve.workers.processes import Happened
+from phalanx_serve.workers.router import Router, RouterSettings, Watcher
+from phalanx_serve.workers.service import Notice, RouterClient
 
 
 @pytest.mark.parametrize("link_first", [True, False])

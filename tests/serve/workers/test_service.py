@@ -10,13 +10,13 @@ import pytest
 
 from checkpoint.saved_models import save_models
 from phalanx.run.directory.paths import RunDirectoryError
-from phalanx.serve.engine.errors import EngineError
-from phalanx.serve.served.served_run import ServedRun
-from phalanx.serve.workers import service
-from phalanx.serve.workers.over_nixl import agent_process
-from phalanx.serve.workers.page_client import PageWay
-from phalanx.serve.workers.service import ServiceConfig, WorkerDivision
-from phalanx.traffic.events import Role
+from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.events import Role
+from phalanx_serve.workers import service
+from phalanx_serve.workers.over_nixl import agent_process
+from phalanx_serve.workers.page_client import PageWay
+from phalanx_serve.workers.service import ServiceConfig, WorkerDivision
 from serve.packed_runs import DENSE, make_run, random_model
 
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from forked_python import in_place_of_execution
 from phalanx.hardware.catalog import accelerator, load_user
 from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.plan.fit_profile import CalibrationOrigin, fit_profile, to_tables
-from phalanx.plan.step_cost.kernels import matmul_s
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
 from phalanx.train.measure.calibrate import MeasuredPoints, Settings, best_seconds, operations, product_sizes
 from phalanx.train.measure.calibrate_ranks import COLLECTIVES, collectives, measure_step
+from phalanx_plan.fit_profile import CalibrationOrigin, fit_profile, to_tables
+from phalanx_plan.step_cost.kernels import matmul_s
 
 QUICK = Settings(torch.device("cpu"), "cpu", quick=True)
 ORIGIN = CalibrationOrigin("a test", "2026-01", "none")
@@ -105,8 +105,8 @@ def test_a_step_of_the_trainer_is_timed_and_weighed() -> None:
 
 @pytest.mark.slow
 def test_the_command_writes_a_machine_that_plans_can_be_made_for(tmp_path: Path) -> None:
-    from phalanx.cli.plan.calibrate_command import command as calibrate
-    from phalanx.cli.plan.plan_command import command as plan
+    from phalanx_plan.cli.calibrate_command import command as calibrate
+    from phalanx_plan.cli.plan_command import command as plan
 
     out = tmp_path / "node.toml"
     done = CliRunner().invoke(calibrate, ["--quick", "--ranks", "2", "--out", str(out)])

@@ -20,15 +20,15 @@ from phalanx.model.facts.shape import parameters
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.partition import piece
-from phalanx.plan.step_cost import memory
-from phalanx.plan.workload import stacks
-from phalanx.plan.workload.holdings import holdings
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.optimizers.choose import make_optimizer
 from phalanx.train.optimizers.matrix.holders import matrices_of, owners_of
+from phalanx_plan.step_cost import memory
+from phalanx_plan.workload import stacks
+from phalanx_plan.workload.holdings import holdings
 from plan.jobs import job, one
 
 SPECS = st.one_of(

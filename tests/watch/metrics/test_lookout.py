@@ -20,7 +20,7 @@ from phalanx.observe.metrics.samples import Labels
 from phalanx.observe.metrics.targets import Target, announce
 from phalanx.observe.serving import SILENT_S, ServingNote
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.lookout import (
+from phalanx_watch.lookout import (
     ACKNOWLEDGED,
     MOST_RUNS,
     OLD_S,
@@ -31,13 +31,13 @@ from phalanx.watch.lookout import (
     rest_s,
     watched,
 )
-from phalanx.watch.page.app import application
-from phalanx.watch.page.http import access_for
-from phalanx.watch.page.runs import Runs
-from phalanx.watch.runs.index import RunIndex
-from phalanx.watch.runs.row import Labels as RunLabels
-from phalanx.watch.runs.row import RunRow, run_id, write_labels
-from phalanx.watch.why.observed import CODES, Reason
+from phalanx_watch.page.app import application
+from phalanx_watch.page.http import access_for
+from phalanx_watch.page.runs import Runs
+from phalanx_watch.runs.index import RunIndex
+from phalanx_watch.runs.row import Labels as RunLabels
+from phalanx_watch.runs.row import RunRow, run_id, write_labels
+from phalanx_watch.why.observed import CODES, Reason
 from watch.made_runs import write_events
 
 T0 = 1_900_000_000.0
@@ -165,7 +165,7 @@ def test_a_run_that_cannot_be_looked_at_costs_no_other_and_shows_when_it_was_loo
             raise RecursionError("too deep")
         return []
 
-    monkeypatch.setattr("phalanx.watch.lookout.reasons", breaks_on_b)
+    monkeypatch.setattr("phalanx_watch.lookout.reasons", breaks_on_b)
     now[0] += 60
     found = _series(lookout)
     looked = "phalanx_reasons_timestamp_seconds"

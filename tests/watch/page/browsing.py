@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from phalanx.watch.page.app import listen, uvicorn_of
-from phalanx.watch.page.runs import Runs
+from phalanx_watch.page.app import listen, uvicorn_of
+from phalanx_watch.page.runs import Runs
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

@@ -15,9 +15,9 @@ from observe.recorded import crashed_run, step
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStarted
 from phalanx.observe.ledger.goodput import goodput
-from phalanx.watch.page.app import application
-from phalanx.watch.page.http import access_for
-from phalanx.watch.page.runs import Runs
+from phalanx_watch.page.app import application
+from phalanx_watch.page.http import access_for
+from phalanx_watch.page.runs import Runs
 from watch.made_runs import crashed, write_events
 
 HOSTILE = "<img src=x onerror=alert(1)>"

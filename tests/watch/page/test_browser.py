@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from observe.served_runs import SERVED
-from phalanx.watch.page.export import export_run
-from phalanx.watch.runs.row import run_id
+from phalanx_watch.page.export import export_run
+from phalanx_watch.runs.row import run_id
 from recorded_runs import RecordedRun
 from watch.page.browsing import (
     CHROMIUM,

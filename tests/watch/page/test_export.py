@@ -12,8 +12,8 @@ import pytest
 
 from observe.recorded import step
 from phalanx.observe.events import Event, Message
-from phalanx.watch.page.export import ExportError, export_run, exported, page_in_one_file
-from phalanx.watch.page.runs import Runs
+from phalanx_watch.page.export import ExportError, export_run, exported, page_in_one_file
+from phalanx_watch.page.runs import Runs
 from watch.made_runs import crashed, write_events
 
 

@@ -7,7 +7,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from phalanx.run.peers.addresses import is_loopback
-from phalanx.watch.page.http import Access, Guard, access_for
+from phalanx_watch.page.http import Access, Guard, access_for
 
 TOKEN = "a-token-that-nobody-guesses"
 

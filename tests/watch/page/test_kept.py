@@ -8,7 +8,7 @@ import threading
 import pytest
 from starlette.responses import Response
 
-from phalanx.watch.page.app import KeptAnswers
+from phalanx_watch.page.app import KeptAnswers
 
 
 def _counting(made: list[str], text: str = "x") -> Response:

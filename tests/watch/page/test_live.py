@@ -15,8 +15,8 @@ from observe.served_runs import SERVED
 from phalanx.observe.events import Event
 from phalanx.observe.serving import SILENT_S, ServingNote
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.page.live import MOST_PAUSE_S, MOST_VIEWERS, Live, Pace, Viewer
-from phalanx.watch.page.runs import Runs
+from phalanx_watch.page.live import MOST_PAUSE_S, MOST_VIEWERS, Live, Pace, Viewer
+from phalanx_watch.page.runs import Runs
 from watch.made_runs import crashed, write_events
 
 

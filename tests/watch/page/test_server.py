@@ -18,7 +18,7 @@ import pytest
 from observe.recorded import step
 from phalanx.hardware.local.network import ListenError
 from phalanx.observe.events import Event
-from phalanx.watch.page.app import address, listen
+from phalanx_watch.page.app import address, listen
 from watch.made_runs import crashed, write_events
 
 

@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-STATIC = files("phalanx.watch.page") / "static"
+STATIC = files("phalanx_watch.page") / "static"
 MODULES = sorted(file.name for file in STATIC.iterdir() if file.name.endswith(".js"))
 
 

@@ -17,10 +17,10 @@ from phalanx.observe.events import Event
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.page.app import application
-from phalanx.watch.page.http import access_for
-from phalanx.watch.page.runs import Runs
-from phalanx.watch.runs.row import run_id
+from phalanx_watch.page.app import application
+from phalanx_watch.page.http import access_for
+from phalanx_watch.page.runs import Runs
+from phalanx_watch.runs.row import run_id
 from watch.made_runs import crashed, write_events
 from watch.why.watched import fleet_file
 

@@ -10,8 +10,8 @@ import pytest
 
 from phalanx.observe.profile.request import ProfileRequest, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.profile import read
-from phalanx.watch.profile.read import ProfileError
+from phalanx_watch.profile import read
+from phalanx_watch.profile.read import ProfileError
 from recorded_runs import RecordedRun
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.watch.profile.waits import ClockFit, fitted
+from phalanx_watch.profile.waits import ClockFit, fitted
 
 DELAYS = st.lists(st.integers(0, 5_000_000), min_size=6, max_size=6)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.observe.profile.recorded_step import ALLOCATION, COPY, EVENT, HOST, KERNEL, LAUNCH, RankTrace
-from phalanx.watch.profile.partition import partition
+from phalanx_watch.profile.partition import partition
 
 Row = tuple[str, int, int, int, dict[str, Any]]
 """Name or mark, kind, begin, end, further columns."""

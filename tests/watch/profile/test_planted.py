@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.profile.read import make_summary, profiles, read_summary, trace_path
+from phalanx_watch.profile.read import make_summary, profiles, read_summary, trace_path
 from profiled_runs import NAME, ask, profiled_run, record
 from ranks import Ranks
 

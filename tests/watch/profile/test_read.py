@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.profile.read import ProfileError, read_summary
+from phalanx_watch.profile.read import ProfileError, read_summary
 
 
 def test_a_profile_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.watch.profile.waits import Passage, critical_path, meet
+from phalanx_watch.profile.waits import Passage, critical_path, meet
 
 
 def passage(rank: int, number: int, came: int, left: int, **more: object) -> Passage:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from phalanx.run.layout import Layout
 from phalanx.run.rank_places import rank_place
-from phalanx.watch.ranks import in_order, orders
+from phalanx_watch.ranks import in_order, orders
 
 degree = st.integers(1, 3)
 

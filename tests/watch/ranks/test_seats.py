@@ -12,7 +12,7 @@ from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import RunStarted
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.layout import Layout
-from phalanx.watch.ranks import layout_of_attempt, nodes_of_ranks
+from phalanx_watch.ranks import layout_of_attempt, nodes_of_ranks
 
 
 @pytest.fixture

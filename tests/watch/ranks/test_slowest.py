@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from observe.rank_frames import drawn_frame, write
 from phalanx.observe.rank_stream import RankStream
 from phalanx.run.layout import Layout
-from phalanx.watch.ranks import newest_windows, slowest, values_of
+from phalanx_watch.ranks import newest_windows, slowest, values_of
 
 
 def noise(seed: int, windows: int, ranks: int, spread: float = 0.03) -> NDArray[np.float32]:

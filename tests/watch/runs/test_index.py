@@ -19,9 +19,9 @@ from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import RunStarted
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
-from phalanx.watch.runs.index import RunIndex, RunRow
-from phalanx.watch.runs.probe import KernelLocks
-from phalanx.watch.runs.row import Labels, read_facts, row_of, write_labels
+from phalanx_watch.runs.index import RunIndex, RunRow
+from phalanx_watch.runs.probe import KernelLocks
+from phalanx_watch.runs.row import Labels, read_facts, row_of, write_labels
 from watch.runs.some_runs import make_run
 
 
@@ -157,7 +157,7 @@ def test_two_processes_may_use_one_cache(tmp_path: Path) -> None:
     for name in "abcd":
         make_run(tmp_path / "runs" / name)
     code = (
-        "import sys; from pathlib import Path; from phalanx.watch.runs.index import RunIndex\n"
+        "import sys; from pathlib import Path; from phalanx_watch.runs.index import RunIndex\n"
         "for _ in range(20):\n"
         "    for name in 'abcd': (Path(sys.argv[1]) / name / 'labels.json').touch()\n"
         "    assert len(RunIndex([Path(sys.argv[1])], Path(sys.argv[2])).rows()) == 4\n"
@@ -237,7 +237,7 @@ def test_runs_that_are_no_more_are_forgotten_by_the_cache_within_a_day(
     write_labels(tmp_path / "runs" / "b", Labels(("new",), ""))
     rows(tmp_path / "runs", cache)
     assert known() == ["a", "b"]  # the look at every path it knows is made once a day
-    monkeypatch.setattr("phalanx.watch.runs.index.time.time", lambda: now + 86_400)
+    monkeypatch.setattr("phalanx_watch.runs.index.time.time", lambda: now + 86_400)
     write_labels(tmp_path / "runs" / "b", Labels(("newer",), ""))
     rows(tmp_path / "runs", cache)
     assert known() == ["b"]
@@ -252,11 +252,11 @@ def test_runs_on_a_disk_that_is_away_are_neither_forgotten_nor_asked_for_when_ot
     for folder in ("here", "away"):
         rows(tmp_path / folder, cache)
     (tmp_path / "away").rename(tmp_path / "unmounted")
-    monkeypatch.setattr("phalanx.watch.runs.index.time.time", lambda: now + 86_400)
+    monkeypatch.setattr("phalanx_watch.runs.index.time.time", lambda: now + 86_400)
     asked: list[str] = []
     really = os.path.isdir
     monkeypatch.setattr(
-        "phalanx.watch.runs.index.os.path.isdir", lambda path: asked.append(path) or really(path)
+        "phalanx_watch.runs.index.os.path.isdir", lambda path: asked.append(path) or really(path)
     )
     write_labels(tmp_path / "here" / "a", Labels(("new",), ""))
     rows(tmp_path / "here", cache)

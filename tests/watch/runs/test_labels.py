@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.watch.runs.row import LabelError, Labels, read_labels, write_labels
+from phalanx_watch.runs.row import LabelError, Labels, read_labels, write_labels
 
 TAGS = st.text(st.characters(categories=["L", "N", "P"], exclude_characters=","), min_size=1, max_size=20)
 

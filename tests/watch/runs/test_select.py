@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from phalanx.watch.runs.index import RunIndex, RunRow
-from phalanx.watch.runs.row import Labels, write_labels
-from phalanx.watch.runs.select import COLUMNS, HEADINGS, SelectionError, ordered, read_condition, selected
+from phalanx_watch.runs.index import RunIndex, RunRow
+from phalanx_watch.runs.row import Labels, write_labels
+from phalanx_watch.runs.select import COLUMNS, HEADINGS, SelectionError, ordered, read_condition, selected
 from watch.runs.some_runs import make_run
 
 

@@ -11,10 +11,10 @@ import pytest
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.observe.event_log import EventLogError, newest_event, read_events
 from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
-from phalanx.watch.page.http import json_bytes
-from phalanx.watch.runs.index import RunIndex
-from phalanx.watch.runs.probe import read_tail
-from phalanx.watch.runs.row import read_labels
+from phalanx_watch.page.http import json_bytes
+from phalanx_watch.runs.index import RunIndex
+from phalanx_watch.runs.probe import read_tail
+from phalanx_watch.runs.row import read_labels
 from recorded_runs import RecordedRun
 
 _HUGE = 6 << 30

@@ -12,7 +12,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.runs.reproduce import train_again
+from phalanx_watch.runs.reproduce import train_again
 folder = Path(sys.argv[1])
 train_again(folder / "run.toml", RunDirectory(folder / "run"), None, command=(sys.executable, sys.argv[2]))
 """

@@ -18,9 +18,9 @@ from observe.recorded import crashed_run, step
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Message, Step
 from phalanx.observe.lines.step_index import GROUP, RECORD_BYTES, TITLE, Row, encode_record
-from phalanx.watch.series.indexed import CHUNK_RECORDS, StepIndex
-from phalanx.watch.series.run_series import RunSeries
-from phalanx.watch.series.table import step_row
+from phalanx_watch.series.indexed import CHUNK_RECORDS, StepIndex
+from phalanx_watch.series.run_series import RunSeries
+from phalanx_watch.series.table import step_row
 
 
 def long_run(run_dir: Path, steps: int = 5 * GROUP + 7, killed: bool = False) -> Path:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.watch.series.table import columns_of, reduce_series, rounded
+from phalanx_watch.series.table import columns_of, reduce_series, rounded
 
 SERIES = st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), min_size=1, max_size=300)
 

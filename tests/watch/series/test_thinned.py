@@ -23,7 +23,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.ledger.goodput import attempt_accounts, goodput
 from phalanx.observe.ledger.recoveries import recoveries
-from phalanx.watch.series.run_series import RunSeries, thinned_events
+from phalanx_watch.series.run_series import RunSeries, thinned_events
 from watch.made_runs import write_events
 
 

@@ -25,8 +25,8 @@ from phalanx.observe.events import (
 from phalanx.observe.logs.first_failure import ended_text
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.run.spec import ModelSpec, RunSpec
-from phalanx.watch.why.observed import DiskSeen, ProcessSeen
-from phalanx.watch.why.reasons import processes_of, reasons
+from phalanx_watch.why.observed import DiskSeen, ProcessSeen
+from phalanx_watch.why.reasons import processes_of, reasons
 from watch.why.test_rules import FLEET, NOTHING_DUE, only, spike
 from watch.why.watched import T0, Watched, fleet_file, member, steps
 

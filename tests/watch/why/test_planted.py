@@ -16,8 +16,8 @@ from phalanx.observe.event_log import read_events
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import take_lock
-from phalanx.watch.why.observed import Observed, Reason
-from phalanx.watch.why.reasons import judge, observe, reasons
+from phalanx_watch.why.observed import Observed, Reason
+from phalanx_watch.why.reasons import judge, observe, reasons
 from ranks import Ranks
 from spiking_runs import SPIKE, make_noise, spiking_run
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank

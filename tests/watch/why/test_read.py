@@ -13,8 +13,8 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStreamWriter
 from phalanx.observe.record.machines import Machine
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.why import reasons
-from phalanx.watch.why.reasons import judge, observe, read_ends
+from phalanx_watch.why import reasons
+from phalanx_watch.why.reasons import judge, observe, read_ends
 from watch.why.watched import Watched, step, steps
 
 

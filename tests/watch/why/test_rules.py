@@ -25,7 +25,7 @@ from phalanx.observe.events import (
 from phalanx.observe.throttling import Throttling
 from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
-from phalanx.watch.why.observed import DiskSeen, Reason, SlowRankSeen
+from phalanx_watch.why.observed import DiskSeen, Reason, SlowRankSeen
 from watch.why.watched import T0, Watched, fleet_file, happening, member, step, steps
 
 NOTHING_DUE = RunSpec(checkpoint=CheckpointSpec(every_steps=1000), evaluation=EvalSpec(every_steps=0))

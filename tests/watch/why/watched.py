@@ -13,8 +13,8 @@ from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Body, IncidentKind, RunStarted, Step
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
-from phalanx.watch.why.observed import Observed, Reason
-from phalanx.watch.why.reasons import judge, observe
+from phalanx_watch.why.observed import Observed, Reason
+from phalanx_watch.why.reasons import judge, observe
 
 T0 = 1_700_000_000.0
 STEP_S = 2.0

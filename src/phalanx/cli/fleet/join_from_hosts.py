@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from phalanx.cli.launch.submit_to_hosts import hosts_in, unpriced
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.fleet.core.settings import formation_of
 from phalanx.hardware.tables import HardwareError
 from phalanx.launch.engines import bare
-from phalanx.launch.engines.hosts import Host
+from phalanx.launch.engines.hosts import Host, network_of
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.submission import Submitted, order_of
 from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.given_nodes import loses_more, network_of, too_slow, verdict_on
 from phalanx.launch.placing.topology import Topology, TopologyError
-from phalanx.launch.placing.verify import Verdict
-from phalanx.plan.search.query import RequestError
+from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, loses_more, too_slow
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import RunSpec
 
 # Price of a fleet with the nodes that are about to join it, beside the fleet without them.
 
+T = TypeVar("T")
 _GONE = ("lost", "given back")
 
 
@@ -34,29 +34,33 @@ def members_of(seen: FleetFile) -> list[str]:
     return [member.name for member in seen.members if member.role not in _GONE]
 
 
-def verdict_with(
-    spec: RunSpec, topology: Topology, seen: FleetFile, joining: Sequence[str]
-) -> tuple[Verdict | None, Verdict]:
-    """The verdicts on a fleet as it is (``None`` if that has no price) and with the nodes that join it, on as many ranks as it then can have.
+def price_with(
+    price: Callable[[RunSpec, Topology, Sequence[str]], T],
+    spec: RunSpec,
+    topology: Topology,
+    seen: FleetFile,
+    joining: Sequence[str],
+) -> tuple[T | None, T]:
+    """The prices of a fleet as it is (``None`` if that has no price) and with the nodes that join it, on as many ranks as it then can have.
 
     Members keep their seats when nodes join, so the price of the fleet with them, which is that of the best order, is the least it can be.
 
     Raises:
         TopologyError: A node is not in the network.
-        RequestError, HardwareError: The run has no price.
+        PlannerError, HardwareError: The run has no price.
         ValueError: No layout is legal.
     """
     members, workers = members_of(seen), spec.fleet.workers_per_node
     seats = -(-seen.ranks // workers)
     before = None
     if seats:
-        with suppress(TopologyError, RequestError, HardwareError):
-            before = verdict_on(_on(spec, seats), topology, members)
+        with suppress(TopologyError, PlannerError, HardwareError):
+            before = price(_on(spec, seats), topology, members)
     nodes = list(dict.fromkeys([*members, *joining]))
     wanted = max(spec.fleet.nodes, seats, len(nodes) - spec.fleet.spares)
     formation = formation_of(_on(spec, wanted))
     ranks = formation.largest(min(wanted, len(nodes)) * workers)
-    return before, verdict_on(_on(spec, formation.seats(ranks)), topology, nodes)
+    return before, price(_on(spec, formation.seats(ranks)), topology, nodes)
 
 
 def _on(spec: RunSpec, nodes: int) -> RunSpec:
@@ -102,10 +106,12 @@ def why_not_here(run_dir: Path, node: str, domain: tuple[str, ...]) -> str:
     try:
         seen = read_fleet_file(run_dir)
         others = [host for host in _whereabouts(run_dir, seen) if host.name != node]
-        before, after = verdict_with(spec, network_of([*others, own]), seen, [node])
-    except (TopologyError, RequestError, HardwareError, FleetFileError, ValueError):
+        before, after = _prices(spec, [*others, own], seen, [node])
+    except (TopologyError, PlannerError, HardwareError, FleetFileError, ValueError):
         return ""
-    return too_slow(spec, after) if loses_more(before, after) else ""
+    return (
+        too_slow(spec, after) if loses_more(None if before is None else before.lost_s, after.lost_s) else ""
+    )
 
 
 def _whereabouts(run_dir: Path, seen: FleetFile) -> list[Host]:
@@ -122,13 +128,23 @@ def _too_far(
     """Why hosts are not to join for where they are in the network; empty if they may. Notes the verdict in the run's folder."""
     names = [host.name for host in hosts]
     try:
-        before, after = verdict_with(spec, network_of(known), seen, names)
-    except (TopologyError, RequestError, HardwareError, ValueError) as error:
+        before, after = _prices(spec, known, seen, names)
+    except (TopologyError, PlannerError, HardwareError, ValueError) as error:
         told = f"not verified: {error}"
         wrong = unpriced(spec, str(error)) if spec.launch.most_lost_ms else ""
     else:
         told = after.sentence
-        wrong = too_slow(spec, after) if loses_more(before, after) else ""
+        wrong = (
+            too_slow(spec, after)
+            if loses_more(None if before is None else before.lost_s, after.lost_s)
+            else ""
+        )
     if not wrong:
         write_atomically(order.folder / f"given-{names[0]}", f"{told}\n".encode())
     return [wrong] if wrong else []
+
+
+def _prices(
+    spec: RunSpec, hosts: Sequence[Host], seen: FleetFile, joining: Sequence[str]
+) -> tuple[PricedNodes | None, PricedNodes]:
+    return price_with(installed_planner().price_of, spec, network_of(hosts), seen, joining)

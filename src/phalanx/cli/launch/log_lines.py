@@ -14,8 +14,7 @@ from phalanx.cli.launch.log_options import LogsOptions
 from phalanx.observe.logs.assemble import clean
 from phalanx.observe.logs.first_failure import what_happened, who
 from phalanx.observe.logs.line import LogLine, encode
-from phalanx.run.directory.paths import RunDirectory
-from phalanx.watch.log_lines import (
+from phalanx.observe.logs.read_lines import (
     Follower,
     LogGroup,
     LogQuery,
@@ -26,6 +25,7 @@ from phalanx.watch.log_lines import (
     recovered_step,
     told_failure,
 )
+from phalanx.run.directory.paths import RunDirectory
 
 _POLL_S = 0.5
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

@@ -30,7 +30,7 @@ from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 if TYPE_CHECKING:
     from phalanx.launch.engines.order import LaunchOrder
     from phalanx.launch.engines.submission import Submitted
-    from phalanx.launch.placing.choose import Choice
+    from phalanx.launch.planner import PricedNodes
     from phalanx.run.spec import LaunchSpec, RunSpec
 
 
@@ -255,7 +255,7 @@ def _still_lent(order: LaunchOrder) -> str:
 
 
 def _submit(
-    spec: RunSpec, working_dir: Path, best: Choice | None, why_not: str, options: SubmitOptions
+    spec: RunSpec, working_dir: Path, best: PricedNodes | None, why_not: str, options: SubmitOptions
 ) -> None:
     from phalanx.launch.engines import slurm
     from phalanx.launch.engines.private_variables import private_variables
@@ -291,9 +291,7 @@ def _submit(
         except EngineError as error:
             raise EngineError(f"{error}{_still_lent(order)}") from error
     if options.as_json:
-        price = (
-            None if best is None else {"slowest_s": best.price.slowest_s, "certified": best.price.certified}
-        )
+        price = None if best is None else {"slowest_s": best.slowest_s, "certified": best.certified}
         click.echo(json.dumps({**asdict(made), "run_dir": str(order.run_dir), "placement": price}))
         return
     spares = f" and {order.spares} spares" if order.spares else ""
@@ -324,33 +322,19 @@ def _noted(order: LaunchOrder, job: str) -> Submitted:
         raise EngineError(f"job {job} is taken back: {error}") from error
 
 
-def _placement(spec: RunSpec) -> tuple[Choice | None, str]:
+def _placement(spec: RunSpec) -> tuple[PricedNodes | None, str]:
     """The best placement on the nodes that are free now; or why there is none."""
     from phalanx.hardware.tables import HardwareError
     from phalanx.launch.engines.live_topology import load_topology
-    from phalanx.launch.given_nodes import with_rates_of
-    from phalanx.launch.placing.choose import choices
     from phalanx.launch.placing.topology import TopologyError
-    from phalanx.launch.run_traffic import traffic_of
-    from phalanx.plan.search.query import RequestError
+    from phalanx.launch.planner import PlannerError, installed_planner
 
     try:
-        traffic = traffic_of(spec, spec.launch.cluster)
         topology = load_topology("slurm", spec.launch.partition, free_only=True)
-        found = choices(
-            with_rates_of(topology, spec, traffic), traffic.shape, traffic.flows, spec.fleet.spares
-        )
-    except (TopologyError, RequestError, HardwareError) as error:
+        return installed_planner().best_placement(spec, topology), ""
+    except (TopologyError, PlannerError, HardwareError) as error:
         return None, str(error)
-    return found[0], ""
 
 
-def _placement_line(best: Choice | None, why_not: str) -> str:
-    if best is None:
-        return f"not priced: {why_not}"
-    units = f"on what is free now, {len(best.placement.units)} units of {best.unit}, by {best.order}"
-    if best.price.certified:
-        return f"{units}: no placement is faster"
-    return (
-        f"{units}: up to {1e3 * (best.price.slowest_s - best.price.bound_s):.3g} ms of a step lost on uplinks"
-    )
+def _placement_line(best: PricedNodes | None, why_not: str) -> str:
+    return f"not priced: {why_not}" if best is None else f"on what is free now, {best.sentence}"

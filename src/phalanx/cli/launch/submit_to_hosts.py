@@ -10,7 +10,7 @@ import click
 
 from phalanx.hardware.tables import HardwareError
 from phalanx.launch.engines import bare
-from phalanx.launch.engines.hosts import HERE, Host, read_hosts, start_script
+from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script
 from phalanx.launch.engines.order import LaunchOrder
 from phalanx.launch.engines.standing import refuse_second
 from phalanx.launch.engines.submission import (
@@ -24,10 +24,8 @@ from phalanx.launch.engines.submission import (
     write_files,
 )
 from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.given_nodes import network_of, too_slow, verdict_on
 from phalanx.launch.placing.topology import TopologyError
-from phalanx.launch.placing.verify import Verdict
-from phalanx.plan.search.query import RequestError
+from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, too_slow
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.regular_file import read_small
 from phalanx.run.spec import RunSpec
@@ -57,7 +55,7 @@ def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json:
         with recorded(order, engine, where, hosts[0].name) as made:
             bare.start(order, hosts)
     if as_json:
-        lost = {} if verdict is None else {"lost_s": verdict.lost_s, "good": verdict.good}
+        lost = {} if verdict is None else {"lost_s": verdict.lost_s, "good": verdict.certified}
         click.echo(json.dumps({**asdict(made), "run_dir": str(order.run_dir), **lost}))
         return
     click.echo(f"started on {where}, and needs this terminal no more; run directory {order.run_dir}")
@@ -68,7 +66,7 @@ def submit_to_hosts(spec: RunSpec, working_dir: Path, *, dry_run: bool, as_json:
 
 def _verified(
     order: LaunchOrder, spec: RunSpec, engine: str, listed: list[Host], hosts: list[Host]
-) -> tuple[RunSpec, Verdict | None]:
+) -> tuple[RunSpec, PricedNodes | None]:
     """A run that can start on the first ``hosts`` of those that are ``listed``, with what they are worth to it, where that is known.
 
     Raises ``EngineError`` with everything that keeps it from starting.
@@ -81,7 +79,7 @@ def _verified(
         wrong += filter(None, [too_slow(spec, verdict) if verdict else unpriced(spec, why_not)])
     _demand(wrong)
     if verdict is not None and not spec.launch.unit:
-        launch = replace(spec.launch, unit=verdict.best.unit, order=verdict.best.order)
+        launch = replace(spec.launch, unit=verdict.unit, order=verdict.order)
         spec = replace(spec, launch=launch)
     if engine == "ssh":
         told = verdict.sentence if verdict else f"not verified: {why_not}"
@@ -99,11 +97,11 @@ def _demand(wrong: list[str]) -> None:
         raise EngineError("this run cannot start:\n  " + "\n  ".join(wrong))
 
 
-def _verdict(spec: RunSpec, listed: list[Host], hosts: list[Host]) -> tuple[Verdict | None, str]:
+def _verdict(spec: RunSpec, listed: list[Host], hosts: list[Host]) -> tuple[PricedNodes | None, str]:
     """What the hosts are worth to the run in the network of all that are listed; or why that has no price."""
     try:
-        return verdict_on(spec, network_of(listed), [host.name for host in hosts]), ""
-    except (TopologyError, RequestError, HardwareError) as error:
+        return installed_planner().price_of(spec, network_of(listed), [host.name for host in hosts]), ""
+    except (TopologyError, PlannerError, HardwareError) as error:
         return None, str(error)
 
 

@@ -12,8 +12,8 @@ import click
 import msgspec
 
 from phalanx.cli.errors import trouble
+from phalanx.cli.train.compared_text import left_out_lines, number_text
 from phalanx.cli.train.session import console_for, progress_on
-from phalanx.cli.watch.text.diff_text import left_out_lines, number_text
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import index_of_places
 from phalanx.launch.ranks import ranks_on_this_machine

@@ -24,6 +24,7 @@ from phalanx.cli.text_console import text_console
 from phalanx.cli.train.display_stream import DisplayStream
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.ledger.recoveries import Recovery
+from phalanx.plugins import load_plugin
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.directory.result import RunResult
 from phalanx.run.rules.expected_weights import compared
@@ -218,10 +219,16 @@ def _key_of(directory: RunDirectory) -> str:
 
 def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:
     """Return the text at the end of a run; print the reason and return ``None`` if it cannot be computed."""
-    from phalanx.serve.generate import sample_text
-
+    sampler = load_plugin("phalanx.samplers", "phalanx")
+    if sampler is None:
+        console.print(
+            "no sample: no package that generates text is installed: pip install 'phalanx-train[serve]'",
+            style="yellow",
+        )
+        return None
     try:
-        return sample_text(path, sample)
+        text: str = sampler(path, sample)
+        return text
     except Exception as error:  # The run has ended well: its result is printed whatever becomes of a text.
         console.print(f"no sample: {error}", style="yellow")
         return None

@@ -32,6 +32,7 @@ from phalanx.fleet.node.local_fleet import run_fleet
 from phalanx.fleet.node.supervision.fleet_plan import Lead, LocalFleet
 from phalanx.hardware.catalog import cluster
 from phalanx.hardware.local.detect import system_here
+from phalanx.launch.planner import installed_planner
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import Event
 from phalanx.observe.ledger.goodput import goodput
@@ -95,19 +96,18 @@ def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
     """The run with the planner's answer to which degree falls first if too few ranks are left, where that is the planner's to say."""
     if spec.fleet.halve_first != "planned" or len(halves(spec)) < 2:
         return spec
-    from phalanx.plan.fewer_ranks import first_halved
-
     system = system_here()
     try:
         vocabulary = spec.model.vocab_size or spec.data.vocab_size
         asked = dataclasses.replace(spec, model=resolve_model(spec.model, vocabulary))
-        answer = None if system is None else first_halved(asked, cluster(f"{system}:{spec.parallel.ranks}"))
+        accelerators = cluster(f"{system}:{spec.parallel.ranks}") if system else None
+        answer = installed_planner().first_halved(asked, accelerators) if accelerators else None
     except ValueError as error:
         console.print(f"with too few ranks the tensor degree falls first: no plan, {error}")
         answer = None
     if answer is None:
         return spec
-    seconds = ", ".join(f"{axis} {found.step_s:.3g} s" for axis, found in answer.estimates.items())
+    seconds = ", ".join(f"{axis} {step_s:.3g} s" for axis, step_s in answer.step_s.items())
     console.print(
         f"with too few ranks the {answer.axis} degree falls first: a planned step on {answer.ranks} "
         f"{'rank' if answer.ranks == 1 else 'ranks'} with half of a degree takes, by degree, {seconds}",

@@ -14,6 +14,7 @@ from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
 from phalanx.cli.weights.options import DtypeName
 from phalanx.command.options import Argument, Option, command_options
+from phalanx.plugins import load_plugin
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.fields import POSITIVE
 
@@ -66,18 +67,17 @@ def command(options: ExportOptions) -> None:
     if options.verify is None:
         export_to(options.place, options.kind, options.step, options.out, options.dtype, length)
         return
-    from phalanx.cli.weights.verify_export import prompts_to_verify, verify_export
-
+    export_check = load_plugin("phalanx.export_checks", "phalanx")
+    if export_check is None:
+        raise click.UsageError("--verify needs what runs a model: pip install 'phalanx-train[serve]'")
     run_dir = checkpoint_place(options.place, options.step).root.parent
     # Before anything is written, since whoever is refused would have to remove it to try again.
-    encoded = prompts_to_verify(run_dir, options.prompts, _VERIFIED_PROMPTS)
-    chosen = export_to(options.place, options.kind, options.step, options.out, options.dtype, length)
-    verify_export(
-        *(run_dir, chosen, options.out, options.dtype, options.verify),
-        prompts=encoded,
-        tokens=options.verify_tokens,
-        python=options.verify_python,
+    verified = export_check(
+        *(run_dir, options.verify, options.prompts, _VERIFIED_PROMPTS),
+        *(options.verify_tokens, options.verify_python),
     )
+    step = export_to(options.place, options.kind, options.step, options.out, options.dtype, length)
+    verified(step, options.out, options.dtype)
 
 
 def export_to(

@@ -19,6 +19,7 @@ from phalanx.launch.engines.order import FOLDER, LEAD_EXIT, LaunchOrder
 from phalanx.launch.engines.ports import port_of
 from phalanx.launch.engines.private_variables import exports_of
 from phalanx.launch.engines.tools import EngineError
+from phalanx.launch.placing.topology import Topology, TopologyError, from_domains
 from phalanx.run.peers.addresses import is_loopback
 
 ASKED = "asked-to-end"
@@ -261,3 +262,18 @@ def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
     for name, value in asked.items():
         if value:
             yield f"launch.{name} = {value!r}: there is no scheduler to ask; take it out"
+
+
+def network_of(hosts: Sequence[Host]) -> Topology:
+    """The network of hosts that name their domains; its levels are "level 1" and on, the widest first.
+
+    Raises ``TopologyError`` if none does, or some do not: where those are is not known, and so no price.
+    """
+    if not any(host.domain for host in hosts):
+        raise TopologyError("no host says where it is in the network: domain=POD/RACK on every line")
+    without = [host.name for host in hosts if not host.domain]
+    if without:
+        raise TopologyError(
+            f"{', '.join(without[:4])}: no domain=, and other hosts have one: write it on every line"
+        )
+    return from_domains({host.name: host.domain for host in hosts}, "the hosts")

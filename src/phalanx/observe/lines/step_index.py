@@ -2,7 +2,7 @@
 
 A line of the event stream about a step takes 0.7 kB and some microseconds to parse; forty runs of 100,000 steps are 3 GB. The index has a record of
 96 bytes for each such line: where the line begins, how long it is, and the numbers that are drawn. It is only a cache: the stream stays the truth,
-a reader holds records against their lines (``watch/series/indexed.py``) and parses what has no record, and the file may be deleted at any time.
+a reader holds records against their lines (``phalanx_watch/series/indexed.py``) and parses what has no record, and the file may be deleted at any time.
 
 The records are of one size, each with a checksum over its own words. They are written in groups, when the newest group is full and at the end; a kill
 costs the group, whose lines are then parsed. What cannot be written is left out: an index never costs a run anything.

@@ -1,4 +1,4 @@
-"""The trackers that a run file may name, each imported only when it is opened.
+"""Opens the trackers that a run file names.
 
 A missing package or an unknown name is reported before training starts; everything else about a tracker happens on
 its own thread (``background``).
@@ -18,6 +18,7 @@ from phalanx.observe.event_log import EventLogError, lines_from_the_end
 from phalanx.observe.events import Evaluated, Event, Step, decode
 from phalanx.observe.sinks.background import Background, none_missing
 from phalanx.observe.sinks.base import Sink, point_of
+from phalanx.plugins import load_plugin, plugin_names
 from phalanx.run.directory.regular_file import open_regular
 
 # The points of a run's event stream that a tracker lacks: a process that is killed takes with it what its tracker had not sent.
@@ -85,64 +86,23 @@ class Vendor:
     """Each start sends the points that it lacks."""
 
 
-def _open_tensorboard(run_directory: Path, run: str) -> Sink:  # noqa: ARG001 (the folder names the run)
-    from phalanx.observe.sinks.tensorboard import TensorBoardSink
-
-    return TensorBoardSink(run_directory)
-
-
-def _open_wandb(run_directory: Path, run: str) -> Sink:
-    from phalanx.observe.sinks.wandb import WandbSink
-
-    return WandbSink(run_directory, run)
-
-
-def _open_mlflow(run_directory: Path, run: str) -> Sink:
-    from phalanx.observe.sinks.mlflow import MlflowSink
-
-    return MlflowSink(run_directory, run)
-
-
-def _open_trackio(run_directory: Path, run: str) -> Sink:
-    from phalanx.observe.sinks.trackio import TrackioSink
-
-    return TrackioSink(run_directory, run)
-
-
-def _open_otel(run_directory: Path, run: str) -> Sink:
-    from phalanx.observe.sinks.otel import OtelSink
-
-    return OtelSink(run_directory, run)
-
-
-VENDORS: Mapping[str, Vendor] = {
-    "tensorboard": Vendor("tensorboardX", _open_tensorboard, "tensorboard"),
-    "wandb": Vendor("wandb", _open_wandb),
-    "mlflow": Vendor("mlflow", _open_mlflow),
-    "trackio": Vendor("trackio", _open_trackio, "trackio"),
-    "otel": Vendor(
-        "opentelemetry.exporter.otlp.proto.http", _open_otel, package="phalanx-train[otel]", resends=False
-    ),
-}
-
-
 def open_sinks(
     names: Sequence[str],
     run_directory: Path,
     run: str,
-    vendors: Mapping[str, Vendor] = VENDORS,
+    vendors: Mapping[str, Vendor] | None = None,
 ) -> list[Background]:
     """The sinks called ``names``, each on its thread.
 
     Raises SinkError, before any is opened, if a name is unknown or a package is not installed.
     """
-    require_sinks(names, vendors)
+    opened = require_sinks(names, vendors)
     missing = partial(missing_points, run_directory / "events.jsonl")
     return [
         Background(
             name,
-            partial(vendors[name].open_sink, run_directory, run),
-            missing=missing if vendors[name].resends else none_missing,
+            partial(opened[name].open_sink, run_directory, run),
+            missing=missing if opened[name].resends else none_missing,
         )
         for name in names
     ]
@@ -153,15 +113,14 @@ def fill_sink(
     run_directory: Path,
     run: str,
     events: Iterable[Event],
-    vendors: Mapping[str, Vendor] = VENDORS,
+    vendors: Mapping[str, Vendor] | None = None,
 ) -> int:
     """Sends to the sink ``name`` what it lacks of a run's ``events``, and returns the number of events sent.
 
     A tracker that is a folder of the run is made anew. The others get the points that they do not hold, each once. Blocks until the tracker
     has taken everything. Raises SinkError as ``open_sinks`` does, and if the tracker fails; nothing is lost then.
     """
-    require_sinks([name], vendors)
-    vendor = vendors[name]
+    vendor = require_sinks([name], vendors)[name]
     with _remade(run_directory / vendor.folder) if vendor.folder else nullcontext():
         try:
             sink, sent = vendor.open_sink(run_directory, run), 0
@@ -200,17 +159,25 @@ def _remade(folder: Path) -> Iterator[None]:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] = VENDORS) -> None:
-    """Raises SinkError if a name is unknown or its package is not installed; nothing is imported."""
+def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] | None = None) -> Mapping[str, Vendor]:
+    """Returns the vendors of these names, by default those that installed packages offer (group ``phalanx.sinks``).
+
+    Raises SinkError if a name is unknown or its tracker is not installed; no tracker is imported.
+    """
+    chosen: dict[str, Vendor] = {}
     for name in names:
-        if name not in vendors:
-            raise SinkError(f"there is no sink {name!r}; there are: {', '.join(sorted(vendors))}")
-        module, package = vendors[name].module, vendors[name].package
+        vendor = load_plugin("phalanx.sinks", name) if vendors is None else vendors.get(name)
+        if vendor is None:
+            offered = plugin_names("phalanx.sinks") if vendors is None else sorted(vendors)
+            raise SinkError(f"there is no sink {name!r}; there are: {', '.join(offered)}")
+        chosen[name] = vendor
+        module, package = vendor.module, vendor.package
         if not _installed(module):
             package = package or module
             raise SinkError(
                 f"the sink {name!r} needs the package {package}, which is not installed: pip install {package}"
             )
+    return chosen
 
 
 def _installed(module: str) -> bool:

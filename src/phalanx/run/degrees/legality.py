@@ -1,6 +1,6 @@
 """The arithmetic of legal layouts, for a single layout and for arrays of them.
 
-The trainer explains each refusal of one layout (``phalanx.run.layout``); the planner's search filters millions (``phalanx.plan.search.space``).
+The trainer explains each refusal of one layout (``phalanx.run.layout``); the planner's search filters millions (``phalanx_plan.search.space``).
 Both use these functions, whose arguments are whole numbers or arrays of them.
 """
 

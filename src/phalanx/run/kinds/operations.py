@@ -2,7 +2,7 @@
 
 A kind of layer is a list of operations whose sizes are given per row (token). The weights of products and norms are rows of the
 table of parts, so that no matrix is written down twice. What an operation costs, and what it keeps for backward, depends on
-the software that carries it out: the planner prices the list by a stack (``phalanx.plan.workload.architecture``).
+the software that carries it out: the planner prices the list by a stack (``phalanx_plan.workload.architecture``).
 
 Rows: ``tokens`` are those of a micro-batch after the context axis, which a group of tensor ranks works on together; ``local``
 are a rank's piece of them between products (sequence parallelism, arXiv 2205.05198); ``routed`` are the copies of tokens
@@ -27,7 +27,7 @@ class MatrixProduct:
     """A matrix product (rows, inner) x (inner, columns) of rows with weights that have the same input, computed as one."""
 
     part: str
-    """The part of a layer (``phalanx.plan.workload.candidates.PARTS``) whose results are kept or computed again together."""
+    """The part of a layer (``phalanx_plan.workload.candidates.PARTS``) whose results are kept or computed again together."""
     rows: Rows
     weights: tuple[Parameter, ...]
     kept: bool = False

@@ -2,7 +2,7 @@
 
 A plan is as good as the figures of its machine, and a data sheet has few of them. Here every kind of work that the planner's
 formulas have a constant for is timed over a range of sizes. The result is plain points, (sizes, seconds) by the name of the
-work; ``phalanx.plan.fit_profile`` fits constants to them and judges the fit.
+work; ``phalanx_plan.fit_profile`` fits constants to them and judges the fit.
 
 Noise only slows down, so the least of several rounds is taken. On a machine with other users, wall-clock time includes their
 work; the processor time of a rank does not, and it misses only the waiting for peers, which is short on one machine.

@@ -6,7 +6,7 @@ chosen record. After the last step come the barriers once more, and each writes 
 write says so and trains on: all that others need of it are the barriers.
 
 The clocks: no rank leaves a barrier before the last has come. So of two ranks, the one's clock cannot have been further ahead than its time
-of leaving less the other's time of coming, for each barrier; ``phalanx.watch.profile.waits`` takes the closest.
+of leaving less the other's time of coming, for each barrier; ``phalanx_watch.profile.waits`` takes the closest.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from phalanx.model.facts.stretching import rotary_temperature
 from phalanx.model.layers.attention.cache import empty_cache
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.serve.generate import generate
+from phalanx_serve.generate import generate
 
 # microsoft/Phi-4-mini-instruct, as published, without what says nothing of the model; its 2 x 48 factors shortened to their kind.
 PHI4_MINI: dict[str, Any] = {

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.http.admission import Demand, Limits, Measured, Workload, pages_of, retry_after
-from phalanx.serve.http.protocol import RefusedError
-from phalanx.serve.http.request import LengthLimit
+from phalanx_serve.http.admission import Demand, Limits, Measured, Workload, pages_of, retry_after
+from phalanx_serve.http.protocol import RefusedError
+from phalanx_serve.http.request import LengthLimit
 
 DEMANDS = st.builds(Demand, st.integers(1, 50), st.integers(1, 500), st.integers(1, 5000))
 PACES = st.just(0.0) | st.floats(0.01, 1000)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.http.keys import Key, KeyFileError, KeyLimits, KeyUse, add_key, parse_limits, read_keys
-from phalanx.serve.http.protocol import RefusedError
+from phalanx_serve.http.keys import Key, KeyFileError, KeyLimits, KeyUse, add_key, parse_limits, read_keys
+from phalanx_serve.http.protocol import RefusedError
 
 
 def test_a_key_comes_back_with_its_name_and_limits(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from phalanx.serve.workers.over_nixl.agent import NixlAgent
-from phalanx.serve.workers.over_nixl.agent_process import AgentProcess, Stretch
-from phalanx.serve.workers.over_nixl.pages import Laying
-from phalanx.serve.workers.page_client import Pulled, pull
-from phalanx.serve.workers.page_server import OfferedPages, PageServer
-from phalanx.serve.workers.page_wire import Laid
-from phalanx.traffic.events import Identity
+from phalanx_serve.traffic.events import Identity
+from phalanx_serve.workers.over_nixl.agent import NixlAgent
+from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, Stretch
+from phalanx_serve.workers.over_nixl.pages import Laying
+from phalanx_serve.workers.page_client import Pulled, pull
+from phalanx_serve.workers.page_server import OfferedPages, PageServer
+from phalanx_serve.workers.page_wire import Laid
 from serve.workers.services import until
 
 pytestmark = pytest.mark.skipif(
@@ -218,9 +218,9 @@ def test_what_an_agent_cannot_read_is_an_error_and_the_next_reading_goes_well(
 
 SOURCE = """
 import os, sys
-from phalanx.serve.workers.over_nixl.agent_process import AgentProcess
-from phalanx.serve.workers.page_server import OfferedPages, PageServer
-from phalanx.traffic.events import Identity
+from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
+from phalanx_serve.workers.page_server import OfferedPages, PageServer
+from phalanx_serve.traffic.events import Identity
 pages, nixl = OfferedPages(share=False), AgentProcess(64 << 20)
 pages.offer(7, {bytes([number]) * 16: bytes([number]) * (3 << 20) for number in range(7)})
 server = PageServer(pages, Identity("weights", "numerics", "fp32"), "token", nixl=nixl)

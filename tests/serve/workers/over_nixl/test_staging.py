@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.serve.workers.over_nixl import agent_process
-from phalanx.serve.workers.over_nixl.agent_process import (
+from phalanx_serve.workers.over_nixl import agent_process
+from phalanx_serve.workers.over_nixl.agent_process import (
     AgentProcess,
     NixlError,
     Staging,
     Stretch,
     require_installed,
 )
-from phalanx.serve.workers.over_nixl.pages import Laying
-from phalanx.serve.workers.page_wire import NotLaid
+from phalanx_serve.workers.over_nixl.pages import Laying
+from phalanx_serve.workers.page_wire import NotLaid
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 30_000)), max_size=40))

@@ -1,0 +1,60 @@
+"""Plug-ins: commands, sinks, a planner and samples of text, from the packages beside the core.
+
+The core imports none of these packages. ``load_plugin`` returns the object of a name in a group, or ``None``. The three packages of this
+project stand in a table, so that a command starts without reading the metadata of everything that is installed, and a checkout
+works that was never installed. Other projects declare entry points of the same groups in their ``pyproject.toml``::
+
+    [project.entry-points."phalanx.sinks"]
+    notebook = "my_package.sink:VENDOR"
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+_OWN: Mapping[str, Mapping[str, str]] = {
+    "phalanx.planners": {"phalanx": "phalanx_plan.planner:PLANNER"},
+    "phalanx.samplers": {"phalanx": "phalanx_serve.generate:sample_text"},
+    "phalanx.export_checks": {"phalanx": "phalanx_serve.cli.verify_export:export_check"},
+    "phalanx.simulations": {"traffic": "phalanx_serve.cli.simulate_traffic:command"},
+    "phalanx.sinks": {
+        "tensorboard": "phalanx_watch.sinks.vendors:TENSORBOARD",
+        "wandb": "phalanx_watch.sinks.vendors:WANDB",
+        "mlflow": "phalanx_watch.sinks.vendors:MLFLOW",
+        "trackio": "phalanx_watch.sinks.vendors:TRACKIO",
+        "otel": "phalanx_watch.sinks.vendors:OTEL",
+    },
+}
+"""Where the objects of this project stand, by group and name: ``module:attribute``."""
+
+
+def load_plugin(group: str, name: str) -> Any | None:
+    """Returns the object of a name in a group; ``None`` where no installed package has it.
+
+    Raises what the package's module raises at its import.
+    """
+    if place := _OWN.get(group, {}).get(name):
+        module, _, attribute = place.partition(":")
+        return getattr(importlib.import_module(module), attribute) if _is_installed(place) else None
+    others = [entry for entry in _entry_points(group) if entry.name == name]
+    return others[0].load() if others else None
+
+
+def plugin_names(group: str) -> list[str]:
+    """Returns the names in a group, sorted."""
+    own = {name for name, place in _OWN.get(group, {}).items() if _is_installed(place)}
+    return sorted(own | {entry.name for entry in _entry_points(group)})
+
+
+def _is_installed(place: str) -> bool:
+    return find_spec(place.partition(".")[0]) is not None
+
+
+def _entry_points(group: str) -> Any:
+    # Its import and its search take a tenth of a second, which most commands do not need.
+    from importlib.metadata import entry_points
+
+    return entry_points(group=group)

@@ -1,0 +1,197 @@
+"""``phalanx calibrate``: measures this machine and writes what plans for it are made with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.cli.errors import explained
+
+if TYPE_CHECKING:
+    from phalanx.run.section_reader import JsonObject
+    from phalanx.run.spec import RunSpec
+    from phalanx.train.measure.calibrate import Clock, Settings
+    from phalanx_plan.fit_profile import CalibrationOrigin
+
+
+@click.command("calibrate")
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write; by default, that of --cluster this.",
+)
+@click.option(
+    "--ranks", type=click.IntRange(min=1), help="Ranks of this machine; by default one for each GPU or core."
+)
+@click.option("--quick", is_flag=True, help="Fewer points: half a minute rather than some minutes.")
+@click.option(
+    "--clock",
+    type=click.Choice(["wall", "cpu"]),
+    help="By default cpu on a CPU that others use too, else wall.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the tables as one JSON object.")
+def command(out: Path | None, ranks: int | None, quick: bool, clock: Clock | None, as_json: bool) -> None:
+    """Measure this machine: products, attention, memory, collectives, copies, disk, and real training steps.
+
+    Leave the machine alone meanwhile. What is written is a cluster of --ranks accelerators (on a CPU, cores).
+
+    \b
+      phalanx calibrate
+      phalanx calibrate --quick --out my-node.toml
+      phalanx plan run.toml --cluster my-node.toml
+      phalanx plan run.toml --cluster this
+    """
+    import tomli_w
+
+    from phalanx.hardware.catalog import this_machine
+    from phalanx.hardware.tables import HardwareError
+
+    with explained(HardwareError, RuntimeError):
+        target = out or this_machine()
+        tables = _measure(ranks, quick, clock, quiet=as_json)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(tomli_w.dumps(tables), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(tables))
+    else:
+        _print(tables)
+        click.echo(f"wrote {target}")
+
+
+def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool) -> JsonObject:
+    from phalanx.hardware.catalog import accelerator
+    from phalanx.hardware.local.device import device_name, device_of_rank, gpus
+    from phalanx.train.measure.calibrate import Settings, cores, host_memory_bytes, operations, usual_clock
+    from phalanx.train.measure.calibrate_ranks import collectives
+    from phalanx_plan.fit_profile import fit_profile, to_tables
+
+    device = device_of_rank(0)
+    settings = Settings(device, clock or usual_clock(device), quick)
+    count = ranks or (gpus() or cores())
+    gpu = device_name(device)
+    key = "cpu" if gpu is None else _key(gpu)
+    _say(quiet, f"products, attention, memory, copies, disk (clock: {settings.clock})")
+    points = operations(settings)
+    for members in sorted({2, count}) if count > 1 else ():
+        _say(quiet, f"collectives of {members} ranks")
+        for name, found in collectives(settings, members).items():
+            points.setdefault(name, []).extend(found)
+    origin = _origin(settings)
+    tables = to_tables(fit_profile(points, accelerator(key), origin), count, host_memory_bytes(), origin)
+    _say(quiet, "training steps")
+    tables["profile"]["stack"] = _stack_scalar(tables, settings, origin)
+    return tables
+
+
+def _say(quiet: bool, what: str) -> None:
+    if not quiet:
+        click.echo(f"measuring {what} ...", err=True)
+
+
+def _key(device_name: str) -> str:
+    """The catalog's accelerator that a driver calls so."""
+    from phalanx.hardware.catalog import accelerators
+
+    found = [
+        (len(part), key)
+        for key, chip in accelerators().items()
+        for part in chip.device_names
+        if part in device_name
+    ]
+    if not found:
+        raise click.ClickException(
+            f"the catalog has no {device_name!r}: describe it under [accelerator] in a TOML file of your own"
+        )
+    return max(found)[1]
+
+
+def _origin(settings: Settings) -> CalibrationOrigin:
+    import datetime
+    import platform
+
+    import torch
+
+    from phalanx.version import __version__
+    from phalanx_plan.fit_profile import CalibrationOrigin
+
+    clock = "processor time, since others used the machine too" if settings.clock == "cpu" else "wall time"
+    return CalibrationOrigin(
+        source=f"measured on {platform.node()} by phalanx calibrate ({clock})",
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        versions=f"phalanx {__version__}, torch {torch.__version__}, {platform.platform()}",
+    )
+
+
+def _stack_scalar(tables: JsonObject, settings: Settings, origin: CalibrationOrigin) -> JsonObject:
+    """Measured over predicted time of real steps: what the formulas do not know of the trainer.
+
+    On one rank alone, and on all ranks of the machine together.
+    """
+    import statistics
+
+    found: JsonObject = {"source": origin.source, "date": origin.date, "points": 0}
+    errors = []
+    for name, ranks in {"time_scalar": 1, "time_scalar_together": tables["system"]["per_node"]}.items():
+        ratios = _ratios(tables, settings, ranks)
+        found[name] = statistics.median(ratios)
+        found["points"] += len(ratios)
+        errors += [abs(found[name] / ratio - 1) for ratio in ratios]
+    return {**found, "median_error": statistics.median(errors)}
+
+
+def _ratios(tables: JsonObject, settings: Settings, ranks: int) -> list[float]:
+    """Measured over predicted time of each run."""
+    import tempfile
+
+    import tomli_w
+
+    from phalanx.hardware.catalog import cluster
+    from phalanx.train.measure.calibrate_ranks import measure_step
+    from phalanx_plan.search.layout_text import estimate_written
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "this.toml"
+        path.write_text(tomli_w.dumps(tables), encoding="utf-8")
+        here = cluster(f"{path}:{ranks}")
+        ratios = []
+        for spec in _real_runs(ranks, settings):
+            measured = measure_step(spec, ranks)
+            measured_s = measured.cpu_s if settings.clock == "cpu" else measured.wall_s
+            ratios.append(measured_s / estimate_written(spec, here, ranks).step_s)
+    return ratios
+
+
+def _real_runs(ranks: int, settings: Settings) -> list[RunSpec]:
+    """Small models of different width and depth, a slot or two to a rank."""
+    from phalanx.run.kinds.whole_model import resolve
+    from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
+
+    precision = PrecisionSpec(compute="fp32" if settings.device.type == "cpu" else "bf16")
+    shapes = [(4, 256, 704, 2), (2, 512, 1408, 2), (6, 192, 512, 4)]
+    return [
+        RunSpec(
+            model=resolve(ModelSpec(layers=layers, dim=dim, heads=dim // 64, ffn_dim=inner, vocab_size=4096)),
+            train=TrainSpec(batch_size=batch * ranks, slots=batch * ranks, seq_len=256, micro_batch_size=1),
+            precision=precision,
+        )
+        for layers, dim, inner, batch in shapes[: 1 if settings.quick else None]
+    ]
+
+
+def _print(tables: JsonObject) -> None:
+    chip, profile = tables["accelerator"], tables["profile"]
+    rates = ", ".join(f"{name} {rate / 1e9:,.4g} GFLOP/s" for name, rate in chip["flops"].items())
+    click.echo(f"{chip['name']}: {rates}, memory {chip['memory_bytes_per_s'] / 1e9:,.3g} GB/s")
+    fits = {f"matmul {name}": fit for name, fit in profile["matmul"].items()} | profile["collectives"]
+    for name, fit in {**fits, "attention": profile["attention"], "memory-bound": profile["memory"]}.items():
+        if fit.get("points"):
+            click.echo(f"  {name:<16}{fit['points']:>4} points, median error {fit['median_error']:.1%}")
+    stack = profile["stack"]
+    click.echo(
+        f"  {'training step':<16}{stack['points']:>4} points, {stack['time_scalar']:.3g} times what the formulas say "
+        f"({stack['time_scalar_together']:.3g} with all ranks at work), "
+        f"median error {stack['median_error']:.1%}"
+    )

@@ -1,0 +1,296 @@
+"""The tables of ``phalanx plan``: layouts ranked, what beat the others, one layout term by term, and the run as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.cli.text_console import text_console
+from phalanx_plan.report.elements import (
+    BETWEEN,
+    CO2,
+    DAYS,
+    DOLLARS,
+    ENERGY,
+    POWER,
+    Unit,
+    counted,
+    mfu_text,
+    unit_for,
+    written,
+)
+from phalanx_plan.search.alternatives import NetworkCost, short
+from phalanx_plan.search.plan import Plan
+from phalanx_plan.search.search import RunnerUp
+from phalanx_plan.step_cost.estimate import Estimate
+from phalanx_plan.whole_run.estimate import Percentiles, RunEstimate
+
+_FAMILIES = 12
+"""Number of families that lost which are shown."""
+
+
+def print_plan(plan: Plan, *, explain: bool) -> None:
+    """Everything that fits a terminal."""
+    console = text_console()
+    _print_head(console, plan)
+    if plan.aim.layout is None:
+        _print_ideas(console, plan)
+        console.print(_ranking(plan))
+        _print_losers(console, plan)
+    _print_placement(console, plan)
+    if explain or plan.aim.layout is not None:
+        _print_explained(console, plan)
+    if plan.chosen.fits:
+        console.print(_run_table(plan))
+    for note in (*(plan.run.warnings if plan.chosen.fits else ()), *plan.notes):
+        console.print(Text.assemble(("note:", "yellow"), f" {note}"))
+
+
+def _print_head(console: Console, plan: Plan) -> None:
+    job = plan.job
+    counts, cluster = job.workload.counts, job.cluster
+    console.print(str(plan.evidence), style="yellow" if plan.evidence.kind == "never" else "dim")
+    announced = " (announced, not yet measured by anyone)" if cluster.accelerator.announced_only else ""
+    console.print(
+        Text.assemble(
+            (plan.name, "bold"),
+            f": {counted(counts.parameters)} parameters ({counted(counts.active_parameters)} active), "
+            f"{job.workload.batch:,} x {job.workload.seq_len:,} tokens a step, {counted(plan.tokens)} tokens",
+        )
+    )
+    console.print(
+        f"{cluster.key}: {cluster.accelerators:,} x {cluster.accelerator.name}{announced}; stack {job.stack.name}, "
+        f"constants {job.profile.constants.name}; step times are {plan.band.p5 - 1:+.0%} to {plan.band.p95 - 1:+.0%} (P5-P95)"
+    )
+    for caveat in plan.caveats:
+        console.print(Text.assemble(("caution:", "bold yellow"), f" {caveat.text}"))
+    for name, value in cluster.overrides.items():
+        console.print(f"  {name} = {value:g}, set by you")
+
+
+def _print_ideas(console: Console, plan: Plan) -> None:
+    """The best plans that differ in how they divide the model, each with what it gives up."""
+    for number, idea in enumerate(plan.ideas, 1):
+        days = plan.tokens / idea.found.tokens_per_s / 86_400
+        usd = idea.found.price_per_hour * idea.found.ranks * days * 24
+        console.print(
+            Text.assemble(
+                (f"plan {number}", "bold"),
+                f": {idea.title}: {written(days, DAYS)} and {written(usd, DOLLARS)} without failures",
+            )
+        )
+        gives_up = "; ".join(idea.gives_up) or "nothing against the others"
+        console.print(f"  gives up: {gives_up}")
+        console.print(f"  --layout {idea.found.layout}", soft_wrap=True)  # to be copied
+    console.print()
+
+
+def _ranking(plan: Plan) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, width=min(100, text_console().width))
+    days_of = [plan.tokens / found.tokens_per_s / 86_400 for found in plan.best]
+    usd_of = [
+        found.price_per_hour * found.ranks * days * 24 for found, days in zip(plan.best, days_of, strict=True)
+    ]
+    time, money = unit_for(days_of, DAYS), unit_for(usd_of, DOLLARS)
+    network = () if plan.placements is None else ("network ms",)
+    for column in ("layout", "step s", *network, "MFU", "GB", "of", "GPUs", time.name, money.name):
+        left = column == "layout"
+        table.add_column(
+            column,
+            justify="left" if left else "right",
+            no_wrap=True,
+            ratio=1 if left else None,
+            overflow="ellipsis",
+        )
+    for found, days, usd in zip(plan.best, days_of, usd_of, strict=True):
+        table.add_row(
+            short(found.layout),
+            f"{found.step_s:.4g}",
+            *([] if plan.placements is None else [_added(plan.placements[found.layout])]),
+            mfu_text(found) + (" !" if plan.better_than_published(found) else ""),
+            f"{found.memory_bytes / 1e9:.1f}",
+            f"{found.capacity_bytes / 1e9:.0f}",
+            f"{found.ranks:,}",
+            time(days, digits=3),
+            money(usd, digits=3),
+        )
+    table.caption = f"{time.name} and {money.name} without failures; the whole run, with them, below"
+    if plan.placements is not None:
+        table.caption += "; network ms: what slow uplinks add to a step, which is in it"
+    if any(plan.better_than_published(found) for found in plan.best):
+        table.caption += "; !: above the best published utilization of this accelerator in this format"
+    table.caption_justify = "left"
+    return table
+
+
+def _added(cost: NetworkCost) -> str:
+    return f"+{1e3 * cost.added_s:.3g}" if cost.added_s else "0"
+
+
+def _print_placement(console: Console, plan: Plan) -> None:
+    """How the chosen layout lies on the network that was given."""
+    if plan.placements is None:
+        return
+    cost = plan.placements[plan.chosen.layout]
+    nodes = "node" if cost.unit_nodes == 1 else "nodes"
+    price = (
+        "no link is slower than those of a node"
+        if not cost.added_s
+        else (f"{cost.busiest or 'the links of a node'} adds up to {1e3 * cost.added_s:.3g} ms to a step")
+    )
+    console.print(
+        f"placed in {cost.units:,} units of {cost.unit_nodes} {nodes} by {cost.order}, {cost.straddling:,} of them straddling: {price}"
+    )
+
+
+def _print_losers(console: Console, plan: Plan) -> None:
+    found = plan.found
+    if found is None:
+        return
+    table = Table.grid(padding=(0, 2))
+    nearest = sorted(found.runners_up, key=lambda one: lost(plan, one))
+    for one in nearest[:_FAMILIES]:
+        share = lost(plan, one)
+        table.add_row(
+            f"  {one.family}", f"{share:+.1%}" if math.isfinite(share) else "does not fit", one.reason
+        )
+    what = {"time": "step", "cost": "accelerator-hours", "gpus": "accelerators"}[plan.aim.optimize]
+    console.print(
+        Text.assemble(
+            ("\nWhat the best of every other family loses", "bold"),
+            f" ({what}; where most of the step's time goes)",
+        )
+    )
+    console.print(table)
+    excluded = ", ".join(f"{number:,} by {reason}" for reason, number in found.excluded.items() if number)
+    console.print(
+        f"{found.looked_at:,} layouts looked at, {found.valid:,} legal and fitting; excluded: {excluded}\n"
+    )
+
+
+def lost(plan: Plan, one: RunnerUp) -> float:
+    """Returns how much worse than the winner a runner-up is, in what was optimized."""
+    winner = plan.best[0]
+    ranks = one.layout.ranks / winner.ranks
+    return {"time": one.slower, "cost": (1 + one.slower) * ranks - 1, "gpus": ranks - 1}[plan.aim.optimize]
+
+
+def _print_explained(console: Console, plan: Plan) -> None:
+    """The layout's breakdown; beside it the best other one, where there was a search."""
+    other = _rival(plan)
+    console.print(f"\n{plan.chosen.layout}", style="bold")
+    if other is not None:
+        console.print(Text.assemble("beside ", (str(other.layout), "bold")))
+    console.print(_breakdown("memory", plan.chosen, other))
+    console.print(_breakdown("time", plan.chosen, other))
+    console.print(_verdict(plan.chosen, other))
+
+
+def _rival(plan: Plan) -> Estimate | None:
+    found = plan.found
+    return next((one for one in found.best if one.layout != plan.chosen.layout), None) if found else None
+
+
+def _breakdown(what: str, mine: Estimate, other: Estimate | None) -> Table:
+    rows = dict(terms(what, mine, other))
+    total = (sum(one for one, _ in rows.values()), sum(two or 0.0 for _, two in rows.values()))
+    unit, scale = ("GB", 1e-9) if what == "memory" else ("s", 1.0)
+    table = Table(
+        title=f"{what}, {unit}" + (" of the worst rank" if what == "memory" else ""), title_justify="left"
+    )
+    for column in ("", "this", "share", *(("other", "difference") if other else ())):
+        table.add_column(column, justify="right" if column else "left")
+    for name, (one, two) in [*rows.items(), ("total", (total[0], total[1] if other else None))]:
+        row = [name.replace("_", " "), f"{one * scale:.4g}", f"{one / total[0]:.1%}"]
+        if two is not None:
+            row += [f"{two * scale:.4g}", f"{(one - two) * scale:+.3g}"]
+        table.add_row(*row, style="bold" if name == "total" else None)
+    return table
+
+
+def terms(
+    what: str, mine: Estimate, other: Estimate | None
+) -> Iterator[tuple[str, tuple[float, float | None]]]:
+    """Each term that either layout has: (this, other)."""
+    first: Mapping[str, float] = getattr(mine, what)
+    second: Mapping[str, float] = getattr(other, what) if other else {}
+    for name in dict.fromkeys((*first, *second)):
+        pair = first.get(name, 0.0), second.get(name, 0.0)
+        if any(pair):
+            yield name, (pair[0], pair[1] if other else None)
+
+
+def _verdict(mine: Estimate, other: Estimate | None) -> str:
+    room = (mine.capacity_bytes - mine.memory_bytes) / 1e9
+    text = f"fits with {room:.1f} GB to spare" if mine.fits else f"does not fit: {-room:.1f} GB too much"
+    text += f"; {mine.tokens_per_s:,.0f} tokens/s, MFU {mfu_text(mine)}, {mine.flops_per_s / 1e12:,.4g} TFLOP/s each"
+    text += f"; exact schedule against closed form {mine.step_s / mine.closed_form_s - 1:+.2%}"
+    if other is None:
+        return text
+    most = max(terms("time", mine, other), key=lambda term: abs(term[1][0] - (term[1][1] or 0.0)))
+    change = mine.step_s / other.step_s - 1
+    winner = "this is the quicker" if change < 0 else "the other is the quicker"
+    return f"{text}\n{winner} by {abs(change):.1%} of its step, most of it {most[0].replace('_', ' ')}"
+
+
+def _run_table(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.title, table.title_justify = "The run as a whole", "left"
+    table.add_column(style="dim")
+    for name, value in _run_rows(plan.run):
+        table.add_row(name, value)
+    return table
+
+
+def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
+    levels = run.goodput_by_level
+    finish = run.finish_days
+    time = unit_for([run.days], DAYS)
+    yield (
+        time.name,
+        f"{time(run.days)} ({time(run.failure_free_days)} without failures), {counted(run.tokens_per_day)} tokens a day",
+    )
+    yield "finish", f"P5 {time(finish.p5)}, P50 {time(finish.p50)}, P95 {time(finish.p95)} {time.name}"
+    yield "goodput", f"{run.goodput:.1%} (failure rates low {levels['low']:.1%}, high {levels['high']:.1%})"
+    yield (
+        "failures",
+        f"{_failures(run)}; recovery {run.recovery_s:,.4g} s",
+    )
+    yield (
+        "checkpoints",
+        f"every {run.interval_s:,.4g} s into {run.tier.name}, every {run.durable_interval_s:,.4g} s to storage",
+    )
+    if run.data is not None:
+        yield "data", run.data.sentence
+    spares = f"{run.spare_nodes:,} nodes ({run.spare_accelerators:,} accelerators)"
+    yield (
+        "spares",
+        f"{spares} beside the cluster's, in energy and cost; --assume spare_nodes=0 for none"
+        if run.spare_nodes
+        else spares,
+    )
+    yield (
+        "energy",
+        f"{written(run.energy.total_kwh, ENERGY)} ({_range(run.energy_kwh, ENERGY)}), {written(run.mean_power_w, POWER)}, "
+        f"{written(run.co2_kg, CO2)} CO2",
+    )
+    yield (
+        "cost",
+        f"{written(run.cost.total_usd, DOLLARS)} ({_range(run.usd, DOLLARS)}), {run.usd_per_million_tokens:.3g} $ per million tokens",
+    )
+
+
+def _range(found: Percentiles, units: Sequence[Unit]) -> str:
+    return f"P5 {written(found.p5, units)}, P95 {written(found.p95, units)}"
+
+
+def _failures(run: RunEstimate) -> str:
+    """The rate at which something fails, and the number of failures in all; fewer than one is a chance."""
+    if math.isinf(run.mtti_s):
+        return "none are expected"
+    in_all = f"{run.failures:,.0f}" if run.failures >= 1 else f"{run.failures:.2g}"
+    return f"one every {written(run.mtti_s, BETWEEN)}, {in_all} in all"

@@ -1,0 +1,131 @@
+"""``phalanx plan --budget`` and ``--fit``: the size and tokens that a budget is best spent on, and laws of a user's own small runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from phalanx.command.options import given_options
+
+if TYPE_CHECKING:
+    from phalanx_plan.scaling.answer import BudgetAnswer, Question
+
+_TO_CHOOSE = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
+"""Fields that decide what is learned, which no budget knows."""
+
+
+def refuse_beside(option: str, allowed: Sequence[str], instead: str) -> None:
+    """Raises ``UsageError`` for options that ``option`` decides itself or does not look at."""
+    wrong = [
+        "a run file or directory" if field == "files" else name
+        for field, name in given_options().items()
+        if field not in allowed
+    ]
+    if wrong:
+        raise click.UsageError(f"{', '.join(wrong)} cannot be given with {option}: {instead}")
+
+
+def refuse_model_fields(overrides: Sequence[str]) -> None:
+    """Raises ``UsageError`` for fields that the answer decides."""
+    for text in overrides:
+        field = text.partition("=")[0].strip()
+        if field.startswith("model.") or field in (
+            "train.steps",
+            "train.batch_size",
+            "train.seq_len",
+            "name",
+        ):
+            raise click.UsageError(
+                f"--set {text}: with --budget the model, its steps and its batch are the answer; --batch and --seq-len set the latter, "
+                "and a model of yours is planned by itself (phalanx plan --model NAME --tokens T)"
+            )
+
+
+def answer_budget(question: Question, *, out: Path | None, report: Path | None, as_json: bool) -> None:
+    """Finds what to train, prints it, and writes the files that were asked for, of the better kind of model."""
+    from phalanx_plan.cli.tables.budget_table import print_answer
+    from phalanx_plan.scaling.answer import answer
+    from phalanx_plan.scaling.words import answer_json
+
+    found = answer(question, say=lambda text: click.echo(f"{text} ...", err=True))
+    if (out is not None or report is not None) and found.best.plan is None:
+        raise click.UsageError("--out and --report are of a run on a cluster: give --cluster NAME:COUNT")
+    _write(found, out, report)
+    if as_json:
+        click.echo(json.dumps(answer_json(found), allow_nan=False))
+    else:
+        print_answer(found)
+
+
+def _write(found: BudgetAnswer, out: Path | None, report: Path | None) -> None:
+    best = found.best
+    if best.plan is None:
+        return
+    if report is not None:
+        from phalanx_plan.report.page import report_page
+        from phalanx_plan.scaling.words import report_section
+
+        page = report_page(best.plan, [("What to train", report_section(found))])
+        report.write_text(page, encoding="utf-8")
+        click.echo(f"wrote {report}", err=True)
+    if out is not None:
+        import tomli_w
+
+        from phalanx.run.read import to_table
+        from phalanx_plan.search.layout_text import run_of_layout
+
+        winner = run_of_layout(best.spec, best.plan.job, best.plan.chosen.layout, best.tokens)
+        unfilled = tuple(field for field in _TO_CHOOSE if field not in best.stated)
+        out.write_text(tomli_w.dumps(to_table(replace(winner, unfilled=unfilled))), encoding="utf-8")
+        click.echo(f"wrote {out}: fill in {', '.join(unfilled)} before it is trained", err=True)
+
+
+def answer_fit(
+    places: Sequence[Path], *, overrides: Sequence[str], tokens: str | None, budget: str | None, as_json: bool
+) -> None:
+    """Fits a law to the run directories among ``places``, and predicts the run file among them, or what FLOP are best spent on."""
+    from phalanx_plan.cli.tables.budget_table import print_fit
+    from phalanx_plan.scaling.fit import fit
+    from phalanx_plan.scaling.small_runs import read_runs
+    from phalanx_plan.scaling.words import fit_json
+
+    files = [place for place in places if place.suffix == ".toml"]
+    if len(files) > 1:
+        raise click.UsageError(f"--fit predicts one run file, not {len(files)}")
+    if (tokens or overrides) and not files:
+        raise click.UsageError("--tokens and --set change the run file that --fit predicts: give one")
+    law = fit(read_runs([place for place in places if place not in files]))
+    asked: dict[str, tuple[float, float]] = {}
+    if files:
+        asked[str(files[0])] = _asked_run(files[0], overrides, tokens)
+    if budget is not None:
+        asked[f"the best for {budget}"] = law.law.optimum(_flops(budget))
+    if as_json:
+        click.echo(json.dumps(fit_json(law, asked), allow_nan=False))
+    else:
+        print_fit(law, asked)
+
+
+def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tuple[float, float]:
+    from phalanx.model.facts.presets import PRESETS
+    from phalanx.run.read import read_run
+    from phalanx_plan.scaling.small_runs import size_of
+    from phalanx_plan.search.query import read_tokens
+
+    spec = read_run(path, PRESETS, tuple(overrides))
+    trained = read_tokens(tokens) if tokens else spec.train.steps * spec.train.batch_size * spec.train.seq_len
+    return float(size_of(spec)), float(trained)
+
+
+def _flops(text: str) -> float:
+    from phalanx_plan.scaling.optimum import read_budget
+
+    budget = read_budget(text)
+    if budget.unit != "flop":
+        raise click.UsageError(f"--budget {text}: beside --fit a budget is of FLOP, as in 1e20FLOP")
+    return budget.amount

@@ -1,0 +1,331 @@
+"""Fits the constants of the cost formulas to what was measured on a machine, and says how well they predict what they have
+not seen.
+
+The law that is fitted is the one that plans are made with (``phalanx_plan.step_cost.kernels``, ``phalanx_plan.step_cost.collectives``),
+by a search along the coordinates of the mean error's logarithm: the constants are few and the points at most some hundred. Every third
+point is held out, or of few points each in turn; the errors that a profile carries are of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.hardware.cluster import Accelerator, Fact
+from phalanx.hardware.profiles import (
+    AttentionFit,
+    CollectiveFit,
+    Constants,
+    MatmulFit,
+    MemoryFit,
+    Profile,
+    Provenance,
+    profile_of,
+)
+from phalanx_plan.step_cost.kernels import matmul_s
+from phalanx_plan.workload.candidates import Floats
+
+if TYPE_CHECKING:
+    from phalanx.run.section_reader import JsonObject
+
+MeasuredPoints = Mapping[str, Sequence[tuple[tuple[float, ...], float]]]
+"""Measurements by the name of the work: its sizes, and seconds."""
+
+_ROUNDS = 60
+_HELD_OUT = 3
+"""Every so-many-th point is not fitted to."""
+_INSTANT_S = 1e-9
+_FARTHEST = np.log(100)
+
+
+@dataclass(frozen=True)
+class CalibrationOrigin:
+    """The source, date and versions of measured points."""
+
+    source: str
+    date: str
+    versions: str
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """An accelerator with its measured peaks, its constants, and what does not belong to either."""
+
+    accelerator: Accelerator
+    constants: Constants
+    link_bytes_per_s: float
+    """The link between two ranks of this machine, one direction."""
+    link_latency_s: float
+    disk_bytes_per_s: float
+
+
+def fit_profile(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Fitted:
+    """The constants of the accelerator that ``points`` were measured on; what was not measured is as ``base`` has it."""
+    start = profile_of(base).constants
+    accelerator = _with_peaks(points, base, origin)
+    formats = [name.removeprefix("matmul.") for name in points if name.startswith("matmul.")]
+    matmul = {
+        name: _fit_matmul(points[f"matmul.{name}"], accelerator, start, name, origin) for name in formats
+    }
+    latency_s, rate = _link(points)
+    constants = dataclasses.replace(
+        start,
+        name=base.key,
+        matmul={**start.matmul, **matmul},
+        memory=_fit_memory(points["memory"], accelerator, start, origin),
+        attention=_fit_attention(points, accelerator, start, origin),
+        collectives={
+            **start.collectives,
+            **{
+                name: _fit_collective(points, name, start, (latency_s, rate), origin)
+                for name in _measured(points)
+            },
+        },
+    )
+    return Fitted(accelerator, constants, rate, latency_s, _rate(points["disk"]))
+
+
+def _with_peaks(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Accelerator:
+    """``base`` with the best rates seen as its peaks: there is no data sheet for a core of this machine."""
+    source = f"{origin.source}; the best rate seen"
+    if base.vendor != "any":
+        return base
+    best = max(2 * m * n * k / seconds for (m, n, k), seconds in points["matmul.fp32"])
+    fact = Fact(best, source, origin.date)
+    return dataclasses.replace(
+        base,
+        flops={"fp32": fact, "bf16": fact},
+        # Of what no cache holds, the largest; the fitted share of it may then exceed one.
+        memory_bytes_per_s=Fact(_last_rate(points["memory"]), source, origin.date),
+        host_bytes_per_s=Fact(_rate(points["host_copy"]), source, origin.date),
+    )
+
+
+def _rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
+    return max(size[-1] / seconds for size, seconds in points)
+
+
+def _last_rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
+    size, seconds = max(points)
+    return size[-1] / seconds
+
+
+def _fit_matmul(
+    points: Sequence[tuple[tuple[float, ...], float]],
+    accelerator: Accelerator,
+    start: Constants,
+    name: str,
+    origin: CalibrationOrigin,
+) -> MatmulFit:
+    first = dataclasses.replace(start.matmul.get(name, next(iter(start.matmul.values()))), wave_share=0.0)
+    sizes, seconds = np.array([size for size, _ in points]), np.array([took for _, took in points])
+
+    def fit_of(values: Floats) -> MatmulFit:
+        launch_s, efficiency, k_half, memory = np.exp(values).tolist()
+        return dataclasses.replace(
+            first, launch_s=launch_s, efficiency=min(1.0, efficiency), k_half=k_half, memory_efficiency=memory
+        )
+
+    def predict(values: Floats) -> Floats:
+        constants = dataclasses.replace(start, matmul={name: fit_of(values)}, joules_per_flop={})
+        return matmul_s(Profile(accelerator, constants), name, *sizes.T)
+
+    initial = np.log(
+        [max(first.launch_s, 1e-7), first.efficiency, max(first.k_half, 1.0), first.memory_efficiency]
+    )
+    values, provenance = _fit(predict, initial, seconds, origin)
+    return dataclasses.replace(fit_of(values), provenance=provenance)
+
+
+def _fit_memory(
+    points: Sequence[tuple[tuple[float, ...], float]],
+    accelerator: Accelerator,
+    start: Constants,
+    origin: CalibrationOrigin,
+) -> MemoryFit:
+    bytes_, seconds = np.array([size[0] for size, _ in points]), np.array([took for _, took in points])
+    peak = accelerator.memory_bytes_per_s.value
+
+    def predict(values: Floats) -> Floats:
+        return np.asarray(np.exp(values[0]) + bytes_ / (np.exp(values[1]) * peak))
+
+    values, provenance = _fit(predict, np.log([start.memory.kernel_s, 0.5]), seconds, origin)
+    kernel_s, efficiency = np.exp(values).tolist()
+    return dataclasses.replace(start.memory, kernel_s=kernel_s, efficiency=efficiency, provenance=provenance)
+
+
+def _fit_attention(
+    points: MeasuredPoints, accelerator: Accelerator, start: Constants, origin: CalibrationOrigin
+) -> AttentionFit:
+    peak = max(accelerator.flops[name].value for name in ("fp32", "bf16") if name in accelerator.flops)
+    shares: dict[str, float] = {}
+    seen = []
+    for way in ("forward", "backward"):
+        found = points[f"attention.{way}"]
+        rates = np.array([size[0] / took for size, took in found])
+        shares[way] = float(np.median(rates)) / peak
+        for place, rate in enumerate(rates):
+            others = np.delete(rates, place) if len(rates) > 1 else rates
+            seen.append(abs(rate / float(np.median(others)) - 1))
+    provenance = _provenance(np.array(seen), len(seen), origin)
+    # What stands in for a measurement of its own does not outlast the measurement of the rest.
+    return dataclasses.replace(
+        start.attention,
+        **shares,
+        latent_forward=0.0,
+        latent_backward=0.0,
+        half_tokens=0.0,
+        provenance=provenance,
+    )
+
+
+def _measured(points: MeasuredPoints) -> list[str]:
+    return [
+        name
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
+        if points.get(name)
+    ]
+
+
+def _link(points: MeasuredPoints) -> tuple[float, float]:
+    """Latency (s) and rate (bytes/s) between two ranks."""
+    found = points.get("point_to_point")
+    if not found:
+        return 2e-5, 2e9
+    return min(took for _, took in found), _rate(found)
+
+
+_SHARE = {"all_reduce": 2.0}
+"""Passes of a tensor over a member's link, to be multiplied by (n - 1)/n."""
+
+
+def _fit_collective(
+    points: MeasuredPoints, name: str, start: Constants, link: tuple[float, float], origin: CalibrationOrigin
+) -> CollectiveFit:
+    found = points[name]
+    members, bytes_ = np.array([size for size, _ in found]).T
+    seconds = np.array([took for _, took in found])
+    latency_s, rate = link
+    k = _SHARE.get(name, 1.0) * (members - 1) / members if name != "point_to_point" else np.ones_like(members)
+
+    def predict(values: Floats) -> Floats:
+        base_s, hops, pipelining, efficiency = np.exp(values)
+        step = base_s + hops * latency_s * (members - 1)
+        return np.asarray(
+            step + pipelining * np.sqrt(step * bytes_ / rate) + k * bytes_ / (efficiency * rate)
+        )
+
+    values, provenance = _fit(predict, np.log([latency_s, 0.5, 0.5, 0.8]), seconds, origin)
+    base_s, hops, pipelining, efficiency = np.exp(values).tolist()
+    return dataclasses.replace(
+        start.collectives[name],
+        base_s=base_s,
+        hops=hops,
+        pipelining=pipelining,
+        efficiency=efficiency,
+        provenance=provenance,
+    )
+
+
+def _fit(
+    predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, origin: CalibrationOrigin
+) -> tuple[Floats, Provenance]:
+    """The logarithms of the constants, fitted to all points, and how well a fit predicts points that were left out of it."""
+    errors = [_blind_errors(predict, initial, seconds, held) for held in _held_out(len(seconds))]
+    values = _search(lambda v: _misfit(predict(v), seconds), initial)
+    return values, _provenance(np.concatenate(errors), len(seconds), origin)
+
+
+def _held_out(points: int) -> list[NDArray[np.bool_]]:
+    """Returns masks of the points held out of a fit: every third one, or where there are few, each of them in turn."""
+    numbers = np.arange(points)
+    if points > 2 * _HELD_OUT:
+        return [numbers % _HELD_OUT == _HELD_OUT - 1]
+    return [numbers == number for number in numbers]
+
+
+def _blind_errors(
+    predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, held: NDArray[np.bool_]
+) -> Floats:
+    """Returns the errors, at the points ``held``, of a fit to the others."""
+    values = _search(lambda v: _misfit(predict(v)[~held], seconds[~held]), initial)
+    return np.asarray(np.abs(predict(values)[held] / seconds[held] - 1))
+
+
+def _misfit(predicted: Floats, seconds: Floats) -> float:
+    return float(np.mean(np.abs(np.log(np.maximum(predicted, _INSTANT_S) / seconds))))
+
+
+def _search(loss: Callable[[Floats], float], initial: Floats) -> Floats:
+    """A minimum near ``initial``, no constant further from it than a factor of 100: steps along each, halved when none helps."""
+    best, least, step = initial.copy(), loss(initial), 1.0
+    for _ in range(_ROUNDS):
+        before = least
+        for place in range(len(best)):
+            for sign in (-step, step):
+                trial = best.copy()
+                trial[place] += sign
+                if abs(trial[place] - initial[place]) <= _FARTHEST and (found := loss(trial)) < least:
+                    best, least = trial, found
+        if least >= before:
+            step /= 2
+    return best
+
+
+def _provenance(errors: Floats, points: int, origin: CalibrationOrigin) -> Provenance:
+    return Provenance(
+        origin.source, origin.date, origin.versions, points, float(np.median(errors)), float(np.mean(errors))
+    )
+
+
+def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: CalibrationOrigin) -> JsonObject:
+    """The TOML tables of this machine, as ``phalanx.hardware.catalog.load_user`` reads them."""
+    chip = fitted.accelerator
+    measured = {"source": origin.source, "date": origin.date}
+    return {
+        **measured,
+        "accelerator": {
+            "like": chip.key,
+            "key": "this",
+            "name": f"One {'core' if chip.vendor == 'any' else 'accelerator'} of this machine ({chip.name})",
+            **measured,
+            "memory_bytes": host_memory_bytes / cores if chip.vendor == "any" else chip.memory_bytes.value,
+            "memory_bytes_per_s": chip.memory_bytes_per_s.value,
+            "host_bytes_per_s": chip.host_bytes_per_s.value,
+            "flops": {name: fact.value for name, fact in chip.flops.items()},
+        },
+        "system": {
+            "like": "cpu",
+            "accelerator": "this",
+            **measured,
+            "per_node": cores,
+            "host_memory_bytes": host_memory_bytes,
+            "storage_bytes_per_s_per_accelerator": fitted.disk_bytes_per_s / cores,
+            "fabric": {"bytes_per_s": fitted.link_bytes_per_s, **measured},
+            "domain": {
+                "size": cores,
+                "bytes_per_s": fitted.link_bytes_per_s,
+                "latency_s": fitted.link_latency_s,
+                **measured,
+            },
+        },
+        "profile": _flat(dataclasses.asdict(fitted.constants)),
+    }
+
+
+def _flat(constants: JsonObject) -> JsonObject:
+    """Constants as the reader of profiles wants them: the provenance beside the figures."""
+    table: JsonObject = {}
+    for name, value in constants.items():
+        if name == "provenance":
+            table |= {key: one for key, one in value.items() if one not in ("", 0, 0.0)}
+        elif isinstance(value, Mapping):
+            table[name] = _flat(dict(value))
+        elif name != "name":
+            table[name] = value
+    return {key: value for key, value in table.items() if value != {}}

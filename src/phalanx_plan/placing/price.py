@@ -1,0 +1,214 @@
+"""Prices a placement: how long the busiest uplink of every level needs for a step's traffic, beside the time that the nodes' own NICs need.
+
+Each rank of an axis's group sends as ``phalanx_plan.step_cost.traffic`` says; what it sends to a rank in another domain leaves its own
+domain by the uplink. The price of a level is the largest number of bytes that leave one of its domains, over that domain's uplink; all
+uplinks work at once, so the slowest counts. What the ranks of a node send to other nodes goes over the node's own NICs wherever those lie: if
+no uplink needs longer than the busiest node's NICs, then no placement is better in this model, and that is the certificate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.launch.placing.topology import Domains, Topology
+from phalanx_plan.step_cost.traffic import Flow
+
+# Bounds from below what the nodes' own links need in a step, over all placements: what a certificate compares with.
+#
+# A node sends the same wherever it lies, but for what stays inside its scale-up domain. Such a domain has at most so many nodes, so a
+# group of ranks that spans more nodes lies in several domains: of an even exchange among n ranks in p parts, the ranks of the smallest part
+# send to n - floor(n / p) others; around a ring or along a chain, some node sends to the next domain. The bound adds what every node must
+# send and the most that some node must send besides. It holds for every placement, and can be below the best one (tests compare both with a
+# mixed-integer program).
+
+
+def least_nic_bytes(flows: Sequence[Flow], ranks_per_node: int, domain_nodes: int) -> float:
+    """Bytes that the busiest node sends to other scale-up domains in a step, at least.
+
+    Args:
+        flows: Groups of ranks, and what each sends; every rank is in a group of each flow.
+        ranks_per_node: Consecutive ranks that share a node.
+        domain_nodes: Nodes of the largest scale-up domain.
+    """
+    every, beyond = 0.0, 0.0
+    for flow in flows:
+        each, some = _node_bytes(flow, ranks_per_node, domain_nodes)
+        every += each
+        beyond = max(beyond, some - each)
+    return every + beyond
+
+
+def _node_bytes(flow: Flow, ranks_per_node: int, domain_nodes: int) -> tuple[float, float]:
+    """Bytes of one flow that every node, and that some node, sends to other domains at least."""
+    # Ranks of one group that can be in one domain.
+    most_ranks = domain_nodes * min(flow.size, -(-ranks_per_node // flow.stride))
+    if flow.size <= most_ranks:
+        return 0.0, 0.0
+    # Where groups fill the same nodes, what holds for one rank of a node holds for all.
+    alike = flow.stride % ranks_per_node == 0 or ranks_per_node % flow.stride == 0
+    if flow.pattern == "all_to_all":
+        to_each = flow.sent_bytes / (flow.size - 1)
+        smallest = flow.size // -(-flow.size // most_ranks)
+        each = ranks_per_node * to_each * (flow.size - most_ranks)
+        some = ranks_per_node * to_each * (flow.size - smallest) if alike else each
+        return each, max(each, some)
+    return 0.0, flow.sent_bytes * (min(flow.stride, ranks_per_node) if alike else 1)
+
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+_ROUNDING = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of one step in which the busiest link of each kind is at work."""
+
+    nic_s: float
+    """The busiest node's own links to the network."""
+    bound_s: float
+    """What no placement gets below, if every scale-up domain were whole and free (``least_nic_bytes``); ``nic_s`` where there are none."""
+    uplink_s: Mapping[str, float]
+    """Level -> its busiest domain's uplink."""
+    busiest: Mapping[str, str]
+    """Level -> that domain."""
+    left_bytes: Mapping[str, float]
+    """Level -> what leaves its domains in a step, in all."""
+
+    @property
+    def slowest_s(self) -> float:
+        """The slowest of them all."""
+        return max([self.nic_s, *self.uplink_s.values()])
+
+    @property
+    def certified(self) -> bool:
+        """True if nothing takes longer than the bound, so that no other placement is faster in this model."""
+        return self.slowest_s <= self.bound_s * _ROUNDING
+
+
+def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks_per_node: int) -> Price:
+    """The price of giving seat *k*, ranks ``k * ranks_per_node`` and on, to node ``seats[k]``.
+
+    ``topology.node_bytes_per_s`` must be known. The flows' ranks must be as many as the seats hold.
+    """
+    domains = _domains(topology, seats)
+    by_seat, by_rank = _between_seats(flows, ranks_per_node)
+    each = np.arange(len(seats))
+
+    def sent(domain: Ints, owner: Ints, owners: int) -> Floats:
+        """Bytes of all flows that leave the domain they start in, by owner; all three arrays are of seats."""
+        total = leaving(by_seat, domain, owner, owners)
+        if by_rank:
+            domain, owner = (np.repeat(one, ranks_per_node) for one in (domain, owner))
+            total = total + leaving(by_rank, domain, owner, owners)
+        return total
+
+    # Inside a scale-up domain nothing goes over the network.
+    scale_up = bool(topology.levels) and topology.levels[-1].scale_up
+    nic_bytes = sent(domains[-1][0] if scale_up else each, each, len(seats)).max(initial=0.0)
+    bound_bytes = nic_bytes
+    if scale_up:
+        bound_bytes = least_nic_bytes(flows, ranks_per_node, max(topology.domain_nodes.values()))
+    uplink_s, busiest, left = {}, {}, {}
+    for level, (domain, names, nodes) in zip(topology.levels, domains, strict=True):
+        capacity = nodes * topology.node_bytes_per_s * level.share
+        away = sent(domain, domain, len(names))
+        seconds, left[level.name] = away / capacity, float(away.sum())
+        worst = int(seconds.argmax()) if len(seconds) else 0
+        uplink_s[level.name] = float(seconds[worst]) if len(seconds) else 0.0
+        busiest[level.name] = names[worst] if len(names) else ""
+    rate = topology.node_bytes_per_s
+    return Price(float(nic_bytes) / rate, float(bound_bytes) / rate, uplink_s, busiest, left)
+
+
+def _domains(topology: Topology, seats: Sequence[str]) -> list[tuple[Ints, list[str], Floats]]:
+    """For each level: the number of every seat's domain, the domains' names, and how many nodes of the network each has."""
+    numbers: dict[Domains, int] = {}
+    narrowest = np.array(
+        [numbers.setdefault(topology.nodes[name], len(numbers)) for name in seats], dtype=np.int64
+    )
+    found = []
+    for depth in range(1, len(topology.levels) + 1):
+        wider: dict[Domains, int] = {}
+        above = np.array([wider.setdefault(path[:depth], len(wider)) for path in numbers], dtype=np.int64)
+        sizes = np.zeros(len(wider))
+        for path, count in topology.domain_nodes.items():
+            number = wider.get(path[:depth])
+            if number is not None:
+                sizes[number] += count
+        found.append((above[narrowest], [".".join(path) for path in wider], sizes))
+    return found
+
+
+def _between_seats(flows: Sequence[Flow], ranks_per_node: int) -> tuple[list[Flow], list[Flow]]:
+    """The flows as flows between seats, those inside a seat left out; and those that cannot be told so, between ranks.
+
+    Where the ranks of a seat have their groups in the same seats, the seats do together what the ranks do.
+    """
+    by_seat, by_rank = [], []
+    for flow in flows:
+        span = flow.size * flow.stride
+        if flow.stride % ranks_per_node == 0:
+            together = replace(
+                flow, stride=flow.stride // ranks_per_node, sent_bytes=flow.sent_bytes * ranks_per_node
+            )
+            by_seat.append(together)
+        elif span > ranks_per_node and span % ranks_per_node == 0 and ranks_per_node % flow.stride == 0:
+            # Seats that follow each other hold some ranks of each group, and only the outer ones talk to the next seat, or all to all.
+            size, sent = span // ranks_per_node, flow.stride * flow.sent_bytes
+            if flow.pattern == "all_to_all":
+                sent = ranks_per_node * flow.sent_bytes * (flow.size - flow.size // size) / (flow.size - 1)
+            by_seat.append(Flow(flow.axis, flow.pattern, size, 1, sent))
+        elif span > ranks_per_node or ranks_per_node % span:
+            by_rank.append(flow)
+    return by_seat, by_rank
+
+
+def leaving(flows: Sequence[Flow], near: Ints, owner: Ints, owners: int = 0) -> Floats:
+    """Bytes that each owner's ranks send to ranks elsewhere, in one step.
+
+    Args:
+        flows: Groups of ranks, and what each sends.
+        near: (ranks,) Ranks with the same number reach each other without the link that is asked about.
+        owner: (ranks,) Who owns that link.
+        owners: How many there are; 0 for as many as ``owner`` names.
+    """
+    ranks = np.arange(len(near), dtype=np.int64)
+    total = np.zeros(owners or (int(owner.max(initial=-1)) + 1))
+    for flow in flows:
+        place, group = _places(ranks, flow)
+        if flow.pattern == "all_to_all":
+            away = flow.size - _company(group, near)
+            sent = flow.sent_bytes * away / (flow.size - 1)
+        else:
+            following = ranks + np.where(place + 1 < flow.size, flow.stride, -(flow.size - 1) * flow.stride)
+            crosses = near != near[following]
+            if flow.pattern == "chain":
+                crosses &= place + 1 < flow.size
+                back = np.zeros(len(ranks), dtype=bool)
+                back[following[crosses]] = True
+                sent = flow.sent_bytes * (crosses.astype(float) + back)
+            else:
+                sent = flow.sent_bytes * crosses
+        total += np.bincount(owner, weights=sent, minlength=len(total))
+    return total
+
+
+def _places(ranks: Ints, flow: Flow) -> tuple[Ints, Ints]:
+    """Each rank's place in its group, and the group's number."""
+    block = flow.size * flow.stride
+    return (ranks // flow.stride) % flow.size, ranks // block * flow.stride + ranks % flow.stride
+
+
+def _company(group: Ints, near: Ints) -> Ints:
+    """How many ranks of its group each rank has near it, itself included."""
+    key = group * (int(near.max(initial=0)) + 1) + near
+    _, number, counts = np.unique(key, return_inverse=True, return_counts=True)
+    company: Ints = counts[number]
+    return company

@@ -1,0 +1,465 @@
+"""The report of a plan: one HTML page that stands alone, with charts, tables, and every assumption with its source.
+
+The first page is for those who pay for the run.
+The answer in a sentence, its range in days and money, what it rests on, three different plans beside each other, what would change
+it, and whether to go on. Everything is said in words and figures of the plan; the pages after it show where they come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+
+import numpy as np
+
+from phalanx.parallel.pipeline.schedules import Schedule
+from phalanx.run.kinds.mixture import is_mixture
+from phalanx_plan.evidence.learned import Band
+from phalanx_plan.report.elements import (
+    BETWEEN,
+    CO2,
+    DAYS,
+    DOLLARS,
+    ENERGY,
+    Bar,
+    Dot,
+    GanttSpan,
+    Unit,
+    counted,
+    curves,
+    gantt,
+    html_table,
+    mfu_text,
+    scatter,
+    stacked_bars,
+    tornado,
+    unit_for,
+    written,
+)
+from phalanx_plan.report.trace import TraceEvent, step_timeline
+from phalanx_plan.search.plan import Plan
+from phalanx_plan.search.sensitivity import CHANGE, days_changes, step_changes
+from phalanx_plan.step_cost.estimate import Estimate, Evaluation, prepare
+from phalanx_plan.step_cost.memory import PlaceCounts, memory_at
+from phalanx_plan.whole_run.estimate import LEVELS, Percentiles, goodput_plan
+from phalanx_plan.whole_run.failures import RateLevel
+from phalanx_plan.workload.candidates import candidates_of
+from phalanx_plan.workload.holdings import split
+
+# The first page.
+
+
+_MOST_CHANGES = 3
+
+
+def first_page(plan: Plan) -> str:
+    """The page's HTML, without its heading."""
+    return "".join(
+        (
+            f'<p class="answer">{escape(answer(plan))}</p>',
+            _verdict(plan),
+            _ranges(plan),
+            f"<p><b>What this rests on.</b> {escape(str(plan.evidence))}.</p>",
+            _three(plan),
+            _changes(plan),
+        )
+    )
+
+
+def answer(plan: Plan) -> str:
+    """The answer in one sentence, its range included: a figure alone would be taken for more than it is."""
+    run, chosen = plan.run, plan.chosen
+    name = plan.job.cluster.accelerator.name
+    sort = f"{counted(plan.job.workload.counts.parameters)} parameters on {counted(plan.tokens)} tokens"
+    if not math.isfinite(run.days):
+        return f"Training {sort} on {chosen.ranks:,} x {name} would not finish: failures come faster than it recovers."
+    time, money = unit_for([run.days], DAYS), unit_for([run.cost.total_usd], DOLLARS)
+    least, most = run.finish_days.p5, run.finish_days.p95
+    if math.isfinite(most):
+        band = f"nine of ten such runs take {time(least)} to {time(most)} {time.name} and {money(run.usd.p5)} to {money(run.usd.p95)} {money.name}"
+    else:
+        band = "one such run in twenty or more would never finish"
+    return (
+        f"Training {sort} takes {time(run.days)} {time.name} on {chosen.ranks:,} x {name} and costs "
+        f"{money(run.cost.total_usd)} {money.name}; {band}."
+    )
+
+
+def verdict(plan: Plan) -> tuple[str, tuple[str, ...]]:
+    """ "no-go", "measure first" or "go", and the reasons."""
+    against = tuple(_against(plan))
+    if against:
+        return "no-go", against
+    doubts = tuple(_doubts(plan))
+    if doubts:
+        return "measure first", doubts
+    return "go", ("the plan fits with room, and the software was measured on this accelerator",)
+
+
+def _against(plan: Plan) -> Iterator[str]:
+    if not plan.chosen.fits:
+        over = plan.chosen.memory_bytes - plan.chosen.capacity_bytes
+        yield f"the layout does not fit: {over / 1e9:,.1f} GB too much on the fullest accelerator"
+    if not math.isfinite(plan.run.finish_days.p95):
+        yield "one run in twenty or more would never finish"
+    yield from (caveat.text for caveat in plan.caveats if caveat.decides)
+
+
+def _doubts(plan: Plan) -> Iterator[str]:
+    if plan.evidence.kind == "never":
+        yield (
+            f"{plan.evidence.subject} was never measured: run a few hundred steps of this layout on one node, and phalanx calibrate, before "
+            "the rest is paid for"
+        )
+    elif plan.evidence.kind == "elsewhere":
+        yield f"no run of {plan.evidence.subject} is published: run a few hundred steps on one node before the rest is paid for"
+    if plan.job.cluster.accelerator.announced_only:
+        yield f"{plan.job.cluster.accelerator.name} is announced, not for sale: its figures are the vendor's"
+    yield from (caveat.text for caveat in plan.caveats if not caveat.decides)
+    yield from plan.run.warnings
+
+
+def _verdict(plan: Plan) -> str:
+    word, reasons = verdict(plan)
+    points = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
+    return f'<p class="verdict">{escape(word.capitalize())}</p><ul>{points}</ul>'
+
+
+def _ranges(plan: Plan) -> str:
+    run, band = plan.run, plan.band
+    time, money = unit_for([run.days], DAYS), unit_for([run.cost.total_usd], DOLLARS)
+    energy = unit_for([run.energy.total_kwh], ENERGY)
+    step = plan.chosen.step_s
+    rows = [
+        (time.name, *map(time, _three_of(run.finish_days))),
+        (money.name, *map(money, _three_of(run.usd))),
+        (energy.name, *map(energy, _three_of(run.energy_kwh))),
+        ("seconds a step", *(f"{step * factor:.4g}" for factor in (band.p5, band.p50, band.p95))),
+    ]
+    return html_table(
+        ("of a hundred such runs", "5 are below (P5)", "half are below (P50)", "5 are above (P95)"), rows
+    )
+
+
+def _three_of(found: Percentiles) -> tuple[float, float, float]:
+    return found.p5, found.p50, found.p95
+
+
+def _three(plan: Plan) -> str:
+    """The different plans side by side, one a column; nothing where one layout was asked for."""
+    if not plan.ideas:
+        return f'<p class="note">One layout was asked for: {escape(str(plan.chosen.layout))}</p>'
+    found = [idea.found for idea in plan.ideas]
+    days = [plan.tokens / one.tokens_per_s / 86_400 for one in found]
+    usd = [one.price_per_hour * one.ranks * day * 24 for one, day in zip(found, days, strict=True)]
+    time, money = unit_for(days, DAYS), unit_for(usd, DOLLARS)
+    rows = [
+        ("the idea", *(idea.title for idea in plan.ideas)),
+        (f"{time.name}, no failures", *map(time, days)),
+        (f"{money.name}, no failures", *map(money, usd)),
+        ("MFU", *map(mfu_text, found)),
+        (
+            "GB of memory",
+            *(f"{one.memory_bytes / 1e9:.1f} of {one.capacity_bytes / 1e9:.0f}" for one in found),
+        ),
+        ("accelerators", *(f"{one.ranks:,}" for one in found)),
+        ("gives up", *("; ".join(idea.gives_up) or "nothing against the others" for idea in plan.ideas)),
+        ("--layout", *(str(one.layout) for one in found)),
+    ]
+    heads = ("", *(f"plan {number}" for number in range(1, len(found) + 1)))
+    return "<h3>Three ways to do it</h3>" + html_table(heads, rows, "left plans")
+
+
+def _changes(plan: Plan) -> str:
+    """What moves the days most: figures of the machine, and of the run."""
+    time = unit_for([plan.run.days], DAYS)
+    moved = sorted(days_changes(plan).items(), key=lambda item: -abs(item[1] - plan.run.days))
+    rows = [
+        (name, f"{time(days)} {time.name} instead of {time(plan.run.days)}")
+        for name, days in moved[:_MOST_CHANGES]
+        if days != plan.run.days
+    ]
+    rows += [
+        (f"{name} {CHANGE:.0%} lower, or higher", f"{low:+.1f} %, or {high:+.1f} %, of the step")
+        for name, (low, high) in list(step_changes(plan).items())[:_MOST_CHANGES]
+    ]
+    return "<h3>What would change the answer</h3>" + html_table(("", ""), rows, "left")
+
+
+# The report.
+
+
+_MOST_BARS = 32
+_MOST_SPANS = 12_000
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #222 }
+svg { max-width: 100%; height: auto } svg text { font: 11px system-ui, sans-serif; fill: #444 }
+table { border-collapse: collapse; margin: 1em 0; max-width: 100% }
+td, th { padding: 2px 10px 2px 0; text-align: right; vertical-align: top }
+td:first-child, .left td { overflow-wrap: anywhere } .figures td + td, .figures th { white-space: nowrap }
+td:first-child, th:first-child, .left td, .left th { text-align: left } th { border-bottom: 1px solid #999 }
+.plans { table-layout: fixed; width: 100% } .plans th:first-child { width: 16% }
+.answer { font-size: 20px; margin: 0.5em 0 } .verdict { font-size: 18px; font-weight: bold; margin: 0.5em 0 0 }
+.legend span { margin-right: 1em; display: inline-block; font-size: 13px }
+.legend i { display: inline-block; width: 11px; height: 11px; margin-right: 4px }
+.note { color: #666; font-size: 13px } h2 { margin-top: 2em; border-bottom: 1px solid #ddd } h3 { margin: 1em 0 0 }
+@media screen and (prefers-color-scheme: dark) {
+  :root { color-scheme: dark } body { background: #17191d; color: #ddd } svg text { fill: #bbb } .note { color: #999 }
+  h2 { border-color: #444 } th { border-color: #777 } svg [stroke="#eee"] { stroke: #333 } svg [fill="#e8e8e8"] { fill: #333 }
+}
+@page { size: A4; margin: 14mm }
+@media print {
+  body { font-size: 9pt; line-height: 1.35; max-width: none; margin: 0; padding: 0 } h1 { font-size: 14pt; margin: 0 } h2 { margin-top: 0.6em }
+  .answer { font-size: 13pt } .verdict { font-size: 12pt } table { margin: 0.4em 0 } .plans { font-size: 8pt }
+  section:first-of-type { break-after: page } svg, tr { break-inside: avoid } h2, h3 { break-after: avoid }
+}
+"""
+
+
+def report_page(plan: Plan, before: Sequence[tuple[str, str]] = ()) -> str:
+    """The whole page; ``before`` are titles and HTML of sections that come first."""
+    sections = [
+        *before,
+        ("Answer", first_page(plan)),
+        *([("The best by the exact schedule", _best(plan))] if plan.found else []),
+        ("Memory of each pipeline rank", _memory(plan)),
+        ("Where the step goes", _time(plan)),
+        ("A step, as the schedule has it", _timeline(plan)),
+        *([("Pareto front", _front(plan)), ("What the others lose", _losers(plan))] if plan.found else []),
+        ("What moves the answer", _sensitivity(plan)),
+        ("Goodput against the checkpoint interval", _goodput(plan)),
+        ("The whole run", _run(plan)),
+        ("Assumptions and sources", _assumptions(plan)),
+    ]
+    body = "".join(f"<section><h2>{escape(title)}</h2>{content}</section>" for title, content in sections)
+    name = escape(f"Plan of {plan.name} on {plan.job.cluster.key}")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{name}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{name}</h1>{body}</body></html>\n"
+    )
+
+
+def _best(plan: Plan) -> str:
+    rows = [
+        (
+            str(one.layout),
+            f"{one.step_s:.4g}",
+            mfu_text(one),
+            f"{one.memory_bytes / 1e9:.1f} of {one.capacity_bytes / 1e9:.0f}",
+            f"{one.ranks:,}",
+        )
+        for one in plan.best
+    ]
+    return html_table(("layout", "step s", "MFU", "GB", "accelerators"), rows, "figures")
+
+
+def _between(value: float, found: Percentiles, units: Sequence[Unit]) -> str:
+    return f"{written(value, units)} (P5 {written(found.p5, units)}, P95 {written(found.p95, units)})"
+
+
+def _memory(plan: Plan) -> str:
+    bars = rank_memory(plan)
+    if len(bars) > _MOST_BARS:
+        chosen = np.unique(np.linspace(0, len(bars) - 1, _MOST_BARS).astype(int))
+        bars = [bars[place] for place in chosen]
+    return stacked_bars(bars, "GB", plan.chosen.capacity_bytes / 1e9)
+
+
+def rank_memory(plan: Plan) -> list[Bar]:
+    """GB by kind on every rank of a pipeline."""
+    evaluation = prepare(plan.job, candidates_of([plan.chosen.layout], plan.job.modes))
+    place = _every_rank(evaluation, plan.chosen)
+    kinds = memory_at(
+        plan.job, evaluation.candidates, evaluation.held, evaluation.costs, evaluation.pipes, place
+    )
+    ranks = len(place.rank)
+    wide = {kind: np.broadcast_to(size, ranks) / 1e9 for kind, size in kinds.items()}
+    return [
+        Bar(f"pipeline rank {rank}", {kind: float(size[rank]) for kind, size in wide.items()})
+        for rank in range(ranks)
+    ]
+
+
+def _every_rank(evaluation: Evaluation, found: Estimate) -> PlaceCounts:
+    """Place of each pipeline rank, ranks along the only axis."""
+    workload, layout = evaluation.job.workload, found.layout
+    ranks, per_rank = layout.pipeline, layout.stages_per_rank
+    placed = Schedule(layout.schedule, ranks, per_rank)
+    counts, layer = np.zeros((4, ranks), dtype=np.int64), 0
+    for stage, size in enumerate(split(workload, evaluation.job.stack, ranks * per_rank)):
+        mixtures = sum(is_mixture(workload.model, number) for number in range(layer, layer + size))
+        rank = placed.rank_of(stage)
+        counts[0, rank] += size - mixtures
+        counts[1, rank] += mixtures
+        layer += size
+    counts[2, placed.rank_of(0)] = counts[3, placed.rank_of(placed.stages - 1)] = 1
+    return PlaceCounts((counts[0], counts[1], counts[2], counts[3]), np.arange(ranks))
+
+
+def _time(plan: Plan) -> str:
+    return stacked_bars(_time_bars(plan), "s")
+
+
+def _time_bars(plan: Plan) -> list[Bar]:
+    others = [one for one in plan.best if one is not plan.chosen][:5]
+    found = [("chosen", plan.chosen), *((f"next {number}", one) for number, one in enumerate(others, 1))]
+    return [
+        Bar(name, {term.replace("_", " "): seconds for term, seconds in one.time.items() if seconds > 0})
+        for name, one in found
+    ]
+
+
+def _timeline(plan: Plan) -> str:
+    line = step_timeline(plan.job, plan.chosen)
+    events = line.events
+    rows = sorted({event.rank for event in events})
+    if len(events) > _MOST_SPANS:
+        kept = max(1, _MOST_SPANS * len(rows) // len(events))
+        rows = [rows[place] for place in np.unique(np.linspace(0, len(rows) - 1, kept).astype(int))]
+    place = {rank: row for row, rank in enumerate(rows)}
+    spans = [_span(event, place[event.rank]) for event in events if event.rank in place]
+    note = (
+        f"{line.flushes} flushes of the pipeline; the first is drawn action by action"
+        if line.flushes > 1
+        else ""
+    )
+    names = [f"rank {rank}" for rank in rows]
+    return gantt(spans, names, line.step_s, "s") + f'<p class="note">{note}</p>'
+
+
+def _span(event: TraceEvent, row: int) -> GanttSpan:
+    kind = "not drawn in detail" if event.name[0].isdigit() or event.name.startswith("flush") else event.name
+    where = f", stage {event.stage}, micro-batch {event.micro_batch}" if event.stage >= 0 else ""
+    title = f"{event.name}{where}: {event.end_s - event.begin_s:.4g} s"
+    return GanttSpan(row, kind.replace("_", " "), event.begin_s, event.end_s, title)
+
+
+def _front(plan: Plan) -> str:
+    assert plan.found is not None, "only called after a search"
+    dots = [
+        Dot(
+            point.step_s,
+            point.memory_bytes / 1e9,
+            f"{point.layout}: {point.step_s:.4g} s, {point.memory_bytes / 1e9:.1f} GB, {point.ranks:,}",
+        )
+        for point in plan.found.front
+    ]
+    mine = Dot(plan.chosen.step_s, plan.chosen.memory_bytes / 1e9, "chosen (exact schedule)", marked=True)
+    return scatter([*dots, mine], "seconds a step", "GB") + (
+        '<p class="note">Layouts that no other beats in time, memory and accelerators at once, by the closed form.</p>'
+    )
+
+
+def _losers(plan: Plan) -> str:
+    assert plan.found is not None, "only called after a search"
+    rows = [
+        (one.family, "does not fit" if one.slower == float("inf") else f"{one.slower:+.1%}", one.reason)
+        for one in sorted(plan.found.runners_up, key=lambda one: one.slower)
+    ]
+    excluded = [(reason, f"{count:,}") for reason, count in plan.found.excluded.items() if count]
+    return (
+        html_table(("best layout with", "step", "most of it"), rows, "left")
+        + f"<p>{plan.found.looked_at:,} layouts looked at; {plan.found.valid:,} are legal and fit.</p>"
+        + html_table(("excluded because", "layouts"), excluded)
+    )
+
+
+def _sensitivity(plan: Plan) -> str:
+    changes = {"as planned": plan.run.days, **days_changes(plan)}
+    time = unit_for([plan.run.days], DAYS)
+    return (
+        f"<p>Change of the step when a figure is {CHANGE:.0%} lower or higher, the layout kept:</p>"
+        + tornado(step_changes(plan), "% of the step")
+        + html_table(
+            (f"{time.name} of the run, with", time.name),
+            [(name, time(days)) for name, days in changes.items()],
+        )
+    )
+
+
+def _goodput(plan: Plan) -> str:
+    best = plan.run.interval_s
+    intervals = [best * 10**power for power in np.linspace(-1, 2, 31)]
+    lines = {f"failure rates {level}": list(_curve(plan, level, intervals)) for level in LEVELS}
+    return curves(lines, "seconds between checkpoints", "goodput", (best, f"planned: {best:.4g} s"))
+
+
+def _curve(plan: Plan, level: RateLevel, intervals: Sequence[float]) -> Iterator[tuple[float, float]]:
+    for interval_s in intervals:
+        given = dataclasses.replace(plan.assumptions, checkpoint_interval_s=interval_s)
+        yield interval_s, goodput_plan(plan.inputs, given, level).goodput
+
+
+def _run(plan: Plan) -> str:
+    run = plan.run
+    time = unit_for([run.days], DAYS)
+    shares = {name: share for name, share in run.breakdown.items() if share > 0}
+    rows = [
+        ("steps", f"{run.steps:,}"),
+        ("tokens per day", f"{run.tokens_per_day:,.4g}"),
+        (f"{time.name} without failures", time(run.failure_free_days)),
+        (time.name, time(run.days)),
+        (
+            "finish P5, P50, P95",
+            f"{time(run.finish_days.p5)}, {time(run.finish_days.p50)}, {time(run.finish_days.p95)}",
+        ),
+        ("goodput", f"{run.goodput:.2%}"),
+        ("time to interruption", written(run.mtti_s, BETWEEN)),
+        ("failures", f"{run.failures:,.0f}"),
+        ("checkpoints", f"every {run.interval_s:,.4g} s, {run.tier.name}"),
+        ("spare nodes", f"{run.spare_nodes:,}"),
+        ("energy", _between(run.energy.total_kwh, run.energy_kwh, ENERGY)),
+        ("CO2", written(run.co2_kg, CO2)),
+        ("cost", _between(run.cost.total_usd, run.usd, DOLLARS)),
+    ]
+    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in (*run.warnings, *plan.notes))
+    return html_table(("", ""), rows) + stacked_bars([Bar("wall time", shares)], "share") + notes
+
+
+def _assumptions(plan: Plan) -> str:
+    job, chip = plan.job, plan.job.cluster.accelerator
+    facts = [
+        (f"peak {name}", f"{fact.value / 1e12:,.5g} TFLOP/s", fact.source, fact.date)
+        for name, fact in chip.flops.items()
+    ]
+    for name in ("memory_bytes", "memory_bytes_per_s", "host_bytes_per_s", "power_w", "price_per_hour"):
+        fact = getattr(chip, name)
+        facts.append((name.replace("_", " "), f"{fact.value:,.5g}", fact.source, fact.date))
+    for name, fact in (
+        ("domain", job.cluster.domain.bytes_per_s),
+        ("network", job.cluster.fabric.bytes_per_s),
+    ):
+        facts.append((f"{name} bytes per s", f"{fact.value:,.5g}", fact.source, fact.date))
+    for format_, fit in job.profile.constants.matmul.items():
+        origin = fit.provenance
+        error = f"{fit.efficiency:.3g} of peak" + (
+            f"; median error {origin.median_error:.1%}" if origin.points else ""
+        )
+        facts.append((f"products in {format_}", error, origin.source, origin.date))
+    stack = [(name, _plain(value)) for name, value in job.stack.facts()]
+    given = [
+        (field.name, _plain(getattr(plan.assumptions, field.name)))
+        for field in dataclasses.fields(plan.assumptions)
+        if field.name != "failure_classes"
+    ]
+    classes = [
+        (one.name, f"{one.low:.3g} - {one.typical:.3g} - {one.high:.3g}", one.source)
+        for one in plan.assumptions.failure_classes
+    ]
+    return (
+        html_table(("machine", "value", "source", "date"), facts, "left")
+        + html_table(("run", "source"), plan.run.sources.items(), "left")
+        + html_table(("failures per 1,000 device-days", "low - typical - high", "source"), classes, "left")
+        + html_table(("stack", job.stack.name), stack, "left")
+        + html_table(("assumption", "value"), given, "left")
+    )
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Band):
+        return f"P5 {value.p5:.4g}, P50 {value.p50:.4g}, P95 {value.p95:.4g}"
+    if isinstance(value, tuple):
+        return ", ".join(map(_plain, value))
+    return f"{value:,.5g}" if isinstance(value, float) else str(value)

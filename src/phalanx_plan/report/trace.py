@@ -1,0 +1,175 @@
+"""A step on a time line, rank by rank, as the exact schedule has it.
+
+A step is made of a flush of the pipeline (with GPipe one for each slot that a rank computes) and of what comes around them: gathering
+weights, reducing gradients, the update, and the terms that stand for all ranks waiting for each other. The same spans are
+drawn in the report and written in the Trace TraceEvent Format of Chrome, which ui.perfetto.dev opens (Google, "Trace TraceEvent
+Format", 2016). On every rank the events follow each other without a gap and sum to the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from phalanx_plan.step_cost.estimate import Estimate, Evaluation, prepare, stage_times
+from phalanx_plan.step_cost.pipeline import flush_s, timeline
+from phalanx_plan.step_cost.step_time import hop_s
+from phalanx_plan.workload.candidates import candidates_of
+from phalanx_plan.workload.stacks import Job
+
+_MOST_ACTIONS = 60_000
+"""Most actions of a flush that is drawn whole; of longer ones the beginning is."""
+_IN_FLUSH = frozenset(
+    {
+        "matmul",
+        "attention",
+        "pointwise",
+        "tensor_comm",
+        "context_comm",
+        "expert_comm",
+        "recompute",
+        "bubble",
+        "pipeline_comm",
+    }
+)
+"""Terms of the step that the flushes contain."""
+_BEFORE = ("weight_gather",)
+_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """Something that a pipeline rank does, or waits for."""
+
+    rank: int
+    name: str
+    """The activity, such as "forward", "idle" or "optimizer"."""
+    begin_s: float
+    end_s: float
+    stage: int = -1
+    micro_batch: int = -1
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """One step on every rank of one pipeline."""
+
+    ranks: int
+    flushes: int
+    flush_s: float
+    step_s: float
+    events: tuple[TraceEvent, ...]
+    """Events by rank and time; the first flush action by action, the others as one event each."""
+
+
+def step_timeline(job: Job, found: Estimate) -> StepTimeline:
+    """The spans of the step of an estimate."""
+    evaluation = prepare(job, candidates_of([found.layout], job.modes))
+    pipes = evaluation.pipes
+    ranks, micro_batches = int(pipes.ranks[0]), int(pipes.micro_batches[0])
+    batch = found.layout.data * found.layout.micro_batch * micro_batches
+    flushes = job.workload.batch // batch
+    inside = sum(seconds for name, seconds in found.time.items() if name in _IN_FLUSH) / flushes
+    flush = list(_flush(evaluation, found, micro_batches, inside))
+    events = [event for rank in range(ranks) for event in _rank(rank, found, flush, flushes, inside)]
+    return StepTimeline(ranks, flushes, inside, found.step_s, tuple(events))
+
+
+def _flush(
+    evaluation: Evaluation, found: Estimate, micro_batches: int, inside: float
+) -> Iterator[TraceEvent]:
+    """Yields the actions of each rank in a flush; the rest of a long one is one event."""
+    job, pipes = evaluation.job, evaluation.pipes
+    ranks, per_rank = int(pipes.ranks[0]), int(pipes.per_rank[0])
+    times = stage_times(evaluation, np.array([0]))
+    hop = float(np.broadcast_to(hop_s(job, evaluation.candidates), (1,))[0]) if ranks > 1 else 0.0
+    name = found.layout.schedule if ranks > 1 else "1f1b" if per_rank == 1 else "interleaved"
+    drawn = _drawn(micro_batches, ranks, per_rank)
+    last = inside
+    if drawn < micro_batches:
+        last = float(flush_s(name, ranks, per_rank, drawn, times, np.array([hop]))[0])
+        yield from (
+            TraceEvent(rank, f"{micro_batches - drawn} micro-batches more", last, inside)
+            for rank in range(ranks)
+        )
+    for span in timeline(name, ranks, per_rank, drawn, times, hop):
+        kind = _KINDS[span.action.kind]
+        yield TraceEvent(
+            span.rank, kind, span.begin_s, min(span.end_s, last), span.action.stage, span.action.micro_batch
+        )
+
+
+def _drawn(micro_batches: int, ranks: int, per_rank: int) -> int:
+    """Micro-batches that are drawn: all, or as many rounds of the pipeline as there is room for."""
+    room = max(4 * ranks, _MOST_ACTIONS // (3 * ranks * per_rank))
+    return micro_batches if micro_batches <= room else room - (room - micro_batches) % ranks
+
+
+def _rank(
+    rank: int, found: Estimate, flush: list[TraceEvent], flushes: int, inside: float
+) -> Iterator[TraceEvent]:
+    """All of a rank's step, with what it waits for."""
+    now = 0.0
+    outside: Mapping[str, float] = {
+        name: seconds for name, seconds in found.time.items() if name not in _IN_FLUSH and seconds > 0
+    }
+    for name in _BEFORE:
+        if name in outside:
+            yield TraceEvent(rank, name, now, now + outside[name])
+            now += outside[name]
+    yield from _filled(
+        rank, sorted((e for e in flush if e.rank == rank), key=lambda e: e.begin_s), now, inside
+    )
+    for number in range(1, flushes):
+        yield TraceEvent(
+            rank, f"flush {number + 1}, like the first", now + number * inside, now + (number + 1) * inside
+        )
+    now += flushes * inside
+    for name, seconds in outside.items():
+        if name not in _BEFORE:
+            yield TraceEvent(rank, name, now, now + seconds)
+            now += seconds
+
+
+def _filled(rank: int, events: list[TraceEvent], start: float, length: float) -> Iterator[TraceEvent]:
+    """``events`` from ``start`` on, with "idle" wherever nothing is computed."""
+    least = 1e-9 * length
+    now = 0.0
+    for event in events:
+        if event.begin_s - now > least:
+            yield TraceEvent(rank, "idle", start + now, start + event.begin_s)
+        begin = event.begin_s if event.begin_s - now > least else now
+        yield TraceEvent(rank, event.name, start + begin, start + event.end_s, event.stage, event.micro_batch)
+        now = event.end_s
+    if length - now > least:
+        yield TraceEvent(rank, "idle", start + now, start + length)
+
+
+def perfetto(job: Job, found: Estimate) -> dict[str, object]:
+    """The step as a Chrome trace: times in microseconds, one thread for each pipeline rank."""
+    line = step_timeline(job, found)
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        for rank in range(line.ranks)
+    ]
+    process = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "a simulated step"}}
+    return {
+        "displayTimeUnit": "ms",
+        "traceEvents": [process, *names, *(_chrome(event) for event in line.events)],
+        "otherData": {"step_s": line.step_s, "layout": {k: str(v) for k, v in asdict(found.layout).items()}},
+    }
+
+
+def _chrome(event: TraceEvent) -> dict[str, object]:
+    arguments = {"stage": event.stage, "micro_batch": event.micro_batch} if event.stage >= 0 else {}
+    return {
+        "ph": "X",
+        "name": event.name,
+        "pid": 0,
+        "tid": event.rank,
+        "ts": event.begin_s * 1e6,
+        "dur": (event.end_s - event.begin_s) * 1e6,
+        "args": arguments,
+    }

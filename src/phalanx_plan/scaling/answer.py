@@ -1,0 +1,358 @@
+"""Solves a budget for the size and tokens to train, with their cost on the fleet and what the published laws disagree about.
+
+A budget of FLOP needs no fleet. Dollars, days and accelerator-hours are what the planner finds for a model on a cluster, by a search of
+its layouts with failures, spares and prices: a few sizes are planned, the cost of a token between them is interpolated, and the size
+is solved for whose optimal tokens use the budget up; that size is planned in turn, until it stays what it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.run.spec import RunSpec
+from phalanx_plan.scaling.laws import (
+    CHINCHILLA,
+    DENSE_LAWS,
+    KAPLAN,
+    DenseLaw,
+    LossSurface,
+    MixtureLaw,
+    RepeatedData,
+    RoutedLaw,
+    Source,
+    joint_law,
+    mixture_laws,
+    routed_law,
+)
+from phalanx_plan.scaling.optimum import (
+    Budget,
+    BudgetError,
+    CostPerToken,
+    Optimum,
+    OverTrained,
+    flops_per_token,
+    optimum,
+    over_trained,
+    size_band,
+    straight,
+    tokens_for,
+)
+from phalanx_plan.scaling.shapes import EXPANSION, MODEL_KINDS, ModelKind, Shape, run_of_shape, shape_of
+from phalanx_plan.search.plan import Plan, make_plan
+from phalanx_plan.search.query import Aim, RequestError
+
+SMALLER = (2.0, 4.0, 10.0)
+"""Factors by which the over-trained models that are compared are smaller."""
+_ASSUMED_MFU = 0.35
+"""Utilization that the first size to plan is guessed with; no answer depends on it."""
+_APART = 3.0
+_MOST_PLANS = 5
+_SETTLED = 0.05
+"""Relative change of the size below which it is not planned again: shapes are of whole layers, and losses so near are the same."""
+_NORMAL_95 = 1.645
+_LEAST_SIZE, _MOST_SIZE = 3e6, 2e13
+"""Active parameters beyond which a budget is a slip of a unit: a thousandth, and twenty times, of what is trained today."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A budget, where it is spent, and what else is known."""
+
+    budget: Budget
+    cluster: Cluster | None
+    aim: Aim
+    seq_len: int = 8192
+    batch: int | None = None
+    """Sequences of a step; by the size and tokens if ``None``."""
+    overrides: tuple[str, ...] = ()
+    kinds: tuple[ModelKind, ...] = MODEL_KINDS
+    unique_tokens: float = math.inf
+    inference_tokens: float = 0.0
+
+
+@dataclass(frozen=True)
+class LawRow:
+    """The size and tokens that one law calls optimal for the budget."""
+
+    law: str
+    kind: ModelKind
+    parameters: float
+    """Active parameters."""
+    tokens: float
+    loss: float | None
+    """On the law's own text; ``None`` where the law is of the allocation only."""
+    beyond: float
+    """6ND over that of the largest run that the law was fitted to."""
+    source: Source
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """The answer for one kind of model."""
+
+    shape: Shape
+    tokens: float
+    loss: float
+    loss_band: tuple[float, float]
+    """P5 and P95 by the standard errors of the dense law; what experts are worth is taken as right."""
+    size_band: tuple[float, float] | None
+    """The same of the optimal parameters of a dense model."""
+    new_text_loss: float
+    """The loss if all tokens were new: ``loss`` where the text does not run out."""
+    joint_loss: float
+    """The loss by the joint law of dense models and mixtures: a second opinion on which of the two is better."""
+    spec: RunSpec
+    stated: frozenset[str]
+    plan: Plan | None
+    """``None`` for FLOP without a cluster."""
+    laws: tuple[LawRow, ...]
+    smaller: tuple[OverTrained, ...]
+    halved: Optimum
+    """The optimum for half the budget."""
+    doubled: Optimum
+    """The optimum for twice the budget."""
+    planned: tuple[tuple[float, float], ...]
+    """Sizes that were planned, and what a token costs each, in the budget's unit."""
+
+
+@dataclass(frozen=True)
+class BudgetAnswer:
+    """The recommended models for a budget, the better kind first."""
+
+    question: Question
+    found: tuple[Recommended, ...]
+    left_out: tuple[str, ...] = ()
+    """Kinds of models that the cluster cannot hold at the budget's size, with what is in the way."""
+
+    @property
+    def best(self) -> Recommended:
+        """The kind of model that learns most for the budget, by the laws that sized them."""
+        return self.found[0]
+
+
+def answer(question: Question, say: Callable[[str], None] = lambda _: None) -> BudgetAnswer:
+    """Finds what to train; ``say`` hears of each search of layouts before it begins.
+
+    Raises ``BudgetError`` for a budget that buys nothing or needs a cluster, ``RequestError`` where no layout fits.
+    """
+    if question.cluster is None and question.budget.unit != "flop":
+        raise BudgetError(
+            f"--budget {question.budget}: what that buys depends on where it is spent: give --cluster NAME:COUNT, "
+            "or a budget of FLOP"
+        )
+    priced = any(text.startswith("usd_per_accelerator_hour=") for text in question.aim.assume)
+    cluster = question.cluster
+    if question.budget.unit == "usd" and cluster and not (priced or cluster.accelerator.price_per_hour.value):
+        raise BudgetError(
+            f"--budget {question.budget}: an hour of {cluster.key} has a price of 0: give a budget of days"
+        )
+    found: list[Recommended] = []
+    left_out: list[str] = []
+    for kind in question.kinds:
+        try:
+            found.append(_recommended(question, kind, say))
+        except RequestError as error:
+            if kind == question.kinds[-1] and not found:
+                raise
+            left_out.append(f"no {kind} model: {error}")
+    return BudgetAnswer(question, tuple(sorted(found, key=lambda one: one.loss)), tuple(left_out))
+
+
+def _default_law(kind: ModelKind) -> DenseLaw | MixtureLaw:
+    return CHINCHILLA if kind == "dense" else routed_law(EXPANSION)
+
+
+def _on_data(surface: LossSurface, question: Question) -> LossSurface:
+    if math.isinf(question.unique_tokens):
+        return surface
+    return RepeatedData(surface, question.unique_tokens)
+
+
+def _solved(question: Question, surface: LossSurface, cost: CostPerToken, times: float = 1.0) -> Optimum:
+    return optimum(
+        _on_data(surface, question),
+        times * question.budget.amount,
+        cost,
+        inference_tokens=question.inference_tokens,
+    )
+
+
+def _recommended(question: Question, kind: ModelKind, say: Callable[[str], None]) -> Recommended:
+    law = _default_law(kind)
+    cost, planned, shape = _cost_of(question, kind, law, say)
+    budget = question.budget.amount
+    tokens = tokens_for(shape.active, budget, cost, question.inference_tokens)
+    if tokens <= 0:
+        raise BudgetError(f"--budget {question.budget}: the inference tokens use it up")
+    best = _solved(question, law, cost)
+    surface = _on_data(law, question)
+    spec, plan = _planned(question, shape, tokens, planned.get(shape))
+    loss = surface.loss(shape.active, tokens)
+    assert CHINCHILLA.errors is not None, "both default laws rest on the refit"
+    effective = shape.active if kind == "dense" else RoutedLaw(EXPANSION).effective_parameters(shape.active)
+    spread = _NORMAL_95 * CHINCHILLA.errors.of_loss(CHINCHILLA.law, effective, tokens)
+    joint = joint_law(1 if kind == "dense" else EXPANSION)
+    return Recommended(
+        shape=shape,
+        tokens=tokens,
+        loss=loss,
+        loss_band=(loss - spread, loss + spread),
+        size_band=_size_band(question, cost) if kind == "dense" else None,
+        new_text_loss=law.loss(shape.active, tokens),
+        joint_loss=_on_data(joint, question).loss(shape.active, tokens),
+        spec=spec,
+        stated=_stated(question),
+        plan=plan,
+        laws=tuple(_law_rows(question, kind, cost)),
+        smaller=tuple(
+            over_trained(surface, best, budget, cost, times, question.inference_tokens) for times in SMALLER
+        ),
+        halved=_solved(question, law, cost, 0.5),
+        doubled=_solved(question, law, cost, 2.0),
+        planned=tuple(sorted((shape.active, _unit_cost(question, plan)) for shape, plan in planned.items())),
+    )
+
+
+def _size_band(question: Question, cost: CostPerToken) -> tuple[float, float]:
+    """P5 and P95 of the optimal dense size by the standard errors of the refit."""
+    assert CHINCHILLA.errors is not None, "the refit states them"
+    return size_band(CHINCHILLA.law, CHINCHILLA.errors, lambda law: _solved(question, law, cost))
+
+
+def _law_rows(question: Question, kind: ModelKind, cost: CostPerToken) -> list[LawRow]:
+    laws: Sequence[DenseLaw | MixtureLaw] = DENSE_LAWS if kind == "dense" else mixture_laws(EXPANSION)
+    rows = []
+    for law in (*laws, *((joint_law(1),) if kind == "dense" else ())):
+        best = _solved(question, law, cost)
+        beyond = 6 * best.parameters * best.tokens / law.source.largest_flops
+        rows.append(LawRow(law.key, kind, best.parameters, best.tokens, best.loss, beyond, law.source))
+    if kind == "dense" and not question.inference_tokens:
+        rows.append(_kaplan(question, cost))
+    return rows
+
+
+def _kaplan(question: Question, cost: CostPerToken) -> LawRow:
+    """Kaplan et al. give the size for a compute; the compute is what the budget buys at that size: found by repetition."""
+    size = 1e9
+    for _ in range(200):
+        flops = 6 * size * question.budget.amount / cost(size)
+        size = math.sqrt(size * KAPLAN.optimum(flops)[0])
+    tokens = question.budget.amount / cost(size)
+    beyond = 6 * size * tokens / KAPLAN.source.largest_flops
+    return LawRow(KAPLAN.key, "dense", size, tokens, None, beyond, KAPLAN.source)
+
+
+def _wanted(question: Question, law: LossSurface, cost: CostPerToken) -> float:
+    """The best size. Raises ``BudgetError`` for one that nobody would train."""
+    size = _solved(question, law, cost).parameters
+    if not _LEAST_SIZE <= size <= _MOST_SIZE:
+        raise BudgetError(
+            f"--budget {question.budget}: the best size is {size:.2g} parameters; plausible are {_LEAST_SIZE:.0e} to {_MOST_SIZE:.0e}"
+        )
+    return size
+
+
+def _cost_of(
+    question: Question, kind: ModelKind, law: LossSurface, say: Callable[[str], None]
+) -> tuple[CostPerToken, dict[Shape, Plan], Shape]:
+    """The cost of a token by size, the plans that say so, and the shape that the budget is best spent on."""
+    if question.budget.unit == "flop":
+        shape = shape_of(kind, _wanted(question, law, flops_per_token))
+        planned = {}
+        if question.cluster is not None:
+            tokens = question.budget.amount / flops_per_token(shape.active)
+            planned[shape] = _search(question, shape, tokens, say)
+        return flops_per_token, planned, shape
+    guess = _wanted(question, law, _guessed(question))
+    plans: dict[Shape, Plan] = {}
+    failed: RequestError | None = None
+    for size in (guess / _APART, guess * _APART):
+        try:
+            _add_plan(question, kind, size, plans, say)
+        except RequestError as error:  # a size that fits nowhere: the others decide
+            failed = error
+    if failed is not None and not plans:
+        raise failed
+    at = guess
+    while True:
+        costs = [_unit_cost(question, plan) for plan in plans.values()]
+        sizes = [shape.active for shape in plans]
+        wanted = _wanted(question, law, straight(sizes, costs, at))
+        nearest = min(plans, key=lambda shape: abs(math.log(shape.active / wanted)))
+        settled = abs(math.log(nearest.active / wanted)) < _SETTLED
+        # Small models come in coarse steps: the shape that is wanted may be further off, and be planned already.
+        if settled or shape_of(kind, wanted) in plans or len(plans) >= _MOST_PLANS:
+            # The cost of the size that is answered with is its own plan's.
+            return straight(sizes, costs, nearest.active), plans, nearest
+        _add_plan(question, kind, wanted, plans, say)
+        at = wanted
+
+
+def _guessed(question: Question) -> CostPerToken:
+    """The cost of a token at an assumed utilization, to know which sizes to look at."""
+    assert question.cluster is not None, "only FLOP need no cluster"
+    chip, many = question.cluster.accelerator, question.cluster.accelerators
+    peak = chip.flops.get("bf16") or next(iter(chip.flops.values()))
+    hour_flops = peak.value * _ASSUMED_MFU * 3600
+    unit = {
+        "usd": chip.price_per_hour.value or 1.0,
+        "gpu-hours": 1.0,
+        "days": 1 / (24 * many),
+    }[question.budget.unit]
+    return lambda parameters: flops_per_token(parameters) / hour_flops * unit
+
+
+def _add_plan(
+    question: Question, kind: ModelKind, size: float, plans: dict[Shape, Plan], say: Callable[[str], None]
+) -> None:
+    shape = shape_of(kind, size)
+    tokens = question.budget.amount / _guessed(question)(shape.active)
+    plans[shape] = _search(question, shape, tokens, say)
+
+
+def _search(question: Question, shape: Shape, tokens: float, say: Callable[[str], None]) -> Plan:
+    assert question.cluster is not None, "a search is on a cluster"
+    say(f"{shape.name} on {question.cluster.key}: searching layouts")
+    spec = run_of_shape(shape, tokens, question.seq_len, question.batch, question.overrides)
+    aim = replace(question.aim, tokens=f"{max(tokens, 1.0):.0f}")
+    return make_plan(spec, question.cluster, aim, stated=_stated(question))
+
+
+def _planned(
+    question: Question, shape: Shape, tokens: float, searched: Plan | None
+) -> tuple[RunSpec, Plan | None]:
+    """The run of the answer, and its plan in the layout that the search found, for just these tokens."""
+    if searched is None or question.cluster is None:
+        return run_of_shape(shape, tokens, question.seq_len, question.batch, question.overrides), None
+    # The batch of the search is kept: its layout was found for it.
+    batch = searched.job.workload.batch
+    spec = run_of_shape(shape, tokens, question.seq_len, batch, question.overrides)
+    aim = replace(question.aim, tokens=f"{tokens:.0f}", require=(), layout=str(searched.chosen.layout))
+    return spec, make_plan(spec, question.cluster, aim, stated=_stated(question), searching=False)
+
+
+def _stated(question: Question) -> frozenset[str]:
+    return frozenset(text.partition("=")[0].strip() for text in question.overrides)
+
+
+def _unit_cost(question: Question, plan: Plan) -> float:
+    """The cost of one token in the budget's unit."""
+    run, tokens = plan.run, plan.inputs.tokens
+    days = run.days / tokens
+    by_unit = {
+        "flop": flops_per_token(plan.job.workload.counts.active_parameters),
+        "usd": run.cost.total_usd / tokens,
+        "days": days,
+        "gpu-hours": 24 * days * (plan.inputs.accelerators + run.spare_accelerators),
+    }
+    cost = by_unit[question.budget.unit]
+    free = question.budget.unit == "usd" and run.cost.accelerators_usd <= 0
+    if free or not (math.isfinite(cost) and cost > 0):
+        raise RequestError(
+            f"--budget {question.budget}: {plan.name} on {plan.job.cluster.key} costs {cost:g} {question.budget.unit} a token "
+            "(failures that no run survives, or a price of 0): give a budget of days or FLOP, or another cluster"
+        )
+    return cost

@@ -1,0 +1,237 @@
+"""Budgets (``40M$``, ``1e25 FLOP``, ``30d``, ``1M gpu-hours``), and the compute-optimal size and tokens for one.
+
+The cost of a token of each size is given as a function.
+Hoffmann et al. (arXiv:2203.15556) minimize the loss along 6ND = C. Here the price of a token is whatever it really is: model FLOP, or
+the dollars, days or accelerator-hours that the planner finds for a model of that size on a fleet. Tokens that are served later can
+be part of the budget (Sardana et al., arXiv:2401.00448): each costs a third of a training token (2N FLOP against 6N), as if it were
+served on the trainer's machines as busily: generation one token at a time is dearer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx_plan.scaling.laws import LossSurface, PowerLaw, StandardErrors
+
+CostPerToken = Callable[[float], float]
+"""Cost of training on one token, by the (active) parameters; in the budget's unit."""
+
+SMALLEST, LARGEST = 1e5, 1e14
+"""Parameters between which an optimum is looked for."""
+_GRID = 160
+_GOLDEN = (math.sqrt(5) - 1) / 2
+INFERENCE_SHARE = 1 / 3
+"""FLOP of a served token over those of a trained one: forward only, 2N of 6N (Sardana et al., equation 2)."""
+
+
+class BudgetError(ValueError):
+    """A budget that cannot be read, or that buys nothing."""
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best size for a budget."""
+
+    parameters: float
+    tokens: float
+    loss: float
+
+
+def tokens_for(parameters: float, budget: float, cost: CostPerToken, inference_tokens: float = 0.0) -> float:
+    """The tokens that a model can be trained on once ``inference_tokens`` are paid for; not positive if they take it all."""
+    each = cost(parameters)
+    return budget / each - inference_tokens * INFERENCE_SHARE
+
+
+def optimum(
+    surface: LossSurface,
+    budget: float,
+    cost: CostPerToken,
+    *,
+    inference_tokens: float = 0.0,
+    between: tuple[float, float] = (SMALLEST, LARGEST),
+) -> Optimum:
+    """The size of least loss that ``budget`` pays for, with its tokens.
+
+    A grid in the logarithm of the size, then golden sections between the neighbors of its best point: the surface need not be a power
+    law (repeated data). Raises ``BudgetError`` if no size can be trained on a token.
+    """
+
+    def loss_at(log_size: float) -> float:
+        size = math.exp(log_size)
+        return surface.loss(size, tokens_for(size, budget, cost, inference_tokens))
+
+    low, high = (math.log(end) for end in between)
+    points = [low + (high - low) * step / _GRID for step in range(_GRID + 1)]
+    losses = [loss_at(point) for point in points]
+    best = losses.index(min(losses))
+    if not math.isfinite(losses[best]):
+        raise BudgetError("the budget pays for no training at all once the inference tokens are served")
+    log_size = _golden(loss_at, points[max(0, best - 1)], points[min(_GRID, best + 1)])
+    size = math.exp(log_size)
+    return Optimum(size, tokens_for(size, budget, cost, inference_tokens), loss_at(log_size))
+
+
+def _golden(value: Callable[[float], float], low: float, high: float) -> float:
+    """Place of the least value of a function with one minimum between ``low`` and ``high``."""
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    at_left, at_right = value(left), value(right)
+    while high - low > 1e-7:
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = value(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = value(right)
+    return (low + high) / 2
+
+
+def flops_per_token(parameters: float) -> float:
+    """6N: the FLOP of training on a token by the convention of all laws here."""
+    return 6 * parameters
+
+
+def straight(sizes: Sequence[float], costs: Sequence[float], through: float) -> CostPerToken:
+    """The cost of a token of any size, from that of some: a power of the size through the known one nearest ``through``.
+
+    The power is the least-squares slope of all that are known. Costs of single shapes scatter (a layout that divides well, one that
+    does not), so that a line from each to the next would have its optimum at a corner. One size alone makes cost proportional to size.
+    """
+    logs = [(math.log(size), math.log(cost)) for size, cost in zip(sizes, costs, strict=True)]
+    middle, mean = (sum(column) / len(logs) for column in zip(*logs, strict=True))
+    spread = sum((size - middle) ** 2 for size, _ in logs)
+    slope = sum((size - middle) * (cost - mean) for size, cost in logs) / spread if spread else 1.0
+    at, price = min(logs, key=lambda known: abs(known[0] - math.log(through)))
+    return lambda parameters: math.exp(price + slope * (math.log(parameters) - at))
+
+
+@dataclass(frozen=True)
+class OverTrained:
+    """A model that is ``smaller`` times smaller than the optimum, for the same training budget."""
+
+    smaller: float
+    parameters: float
+    tokens: float
+    loss: float
+    penalty: float
+    """Loss over the optimum's, in nats a token."""
+    same_loss_cost: float
+    """Cost, serving included, of the optimum's loss at this size, over the budget; infinite if no number of tokens gives it."""
+
+
+def over_trained(
+    surface: LossSurface,
+    best: Optimum,
+    budget: float,
+    cost: CostPerToken,
+    smaller: float,
+    inference_tokens: float = 0.0,
+) -> OverTrained:
+    """Compares a model that is ``smaller`` times smaller, so that each token served costs so much less."""
+    parameters = best.parameters / smaller
+    tokens = tokens_for(parameters, budget, cost, inference_tokens)
+    loss = surface.loss(parameters, tokens)
+    needed = _tokens_to(surface, parameters, best.loss) + inference_tokens * INFERENCE_SHARE
+    return OverTrained(
+        smaller, parameters, tokens, loss, loss - best.loss, needed * cost(parameters) / budget
+    )
+
+
+def _tokens_to(surface: LossSurface, parameters: float, loss: float) -> float:
+    """Tokens after which a model of this size has this loss, by bisection of their logarithm; infinite if it never has."""
+    low, high = math.log(1e3), math.log(1e30)
+    if surface.loss(parameters, math.exp(high)) > loss:
+        return math.inf
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if surface.loss(parameters, math.exp(middle)) > loss else (low, middle)
+    return math.exp(high)
+
+
+def size_band(
+    law: PowerLaw, errors: StandardErrors, solve: Callable[[PowerLaw], Optimum]
+) -> tuple[float, float]:
+    """P5 and P95 of the optimal size that ``solve`` finds: with each exponent one standard error off, combined as independent."""
+    middle = math.log(solve(law).parameters)
+    moved = (errors.turned(law, *step) for step in ((1, 0), (0, 1)))
+    spread = math.hypot(*(math.log(solve(one).parameters) - middle for one in moved))
+    return math.exp(middle - 1.645 * spread), math.exp(middle + 1.645 * spread)
+
+
+# Budgets as users write them.
+
+
+BudgetUnit = Literal["usd", "flop", "days", "gpu-hours"]
+
+_SIZES = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18, "Z": 1e21}
+_NAMES: dict[str, tuple[BudgetUnit, float]] = {
+    "$": ("usd", 1),
+    "usd": ("usd", 1),
+    "dollars": ("usd", 1),
+    "flop": ("flop", 1),
+    "flops": ("flop", 1),
+    "d": ("days", 1),
+    "day": ("days", 1),
+    "days": ("days", 1),
+    "h": ("days", 1 / 24),
+    "hours": ("days", 1 / 24),
+    "weeks": ("days", 7),
+    "gpu-hours": ("gpu-hours", 1),
+    "gpu-hour": ("gpu-hours", 1),
+    "gpuh": ("gpu-hours", 1),
+    "accelerator-hours": ("gpu-hours", 1),
+    "gpu-days": ("gpu-hours", 24),
+}
+_HOW = "write a number above 0 with its unit, as in 40M$, 1e25FLOP, 30d or 1M gpu-hours (k, M, B, T before the unit are thousands)"
+_MOST = {"usd": 1e15, "flop": 1e35, "days": 36_525.0, "gpu-hours": 1e13}
+"""Budgets beyond these are slips of a unit: a hundred years, more dollars than there are."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """An amount of what may be spent."""
+
+    amount: float
+    unit: BudgetUnit
+
+    def __str__(self) -> str:
+        if self.unit == "flop":
+            return f"{self.amount:.3g} FLOP"
+        if self.unit == "days":
+            return f"{self.amount:,.4g} days"
+        units = (("B", 1e9), ("M", 1e6), ("k", 1e3))
+        letter, size = next((unit for unit in units if self.amount >= unit[1]), ("", 1.0))
+        return f"{self.amount / size:,.4g} {letter}{'$' if self.unit == 'usd' else ' gpu-hours'}"
+
+
+def read_budget(text: str) -> Budget:
+    """Reads a budget. Raises ``BudgetError`` that names what could be written."""
+    found = re.fullmatch(r"\s*\$?\s*([\d._,]+(?:[eE][+-]?\d+)?)\s*([kMBGTPEZ]?)\s*([A-Za-z$-]*)\s*", text)
+    if found is None:
+        raise BudgetError(f"--budget {text}: {_HOW}")
+    number, size, unit = found.groups()
+    if text.strip().startswith("$"):
+        unit = unit or "$"
+    if not unit:
+        raise BudgetError(f"--budget {text}: of what? {_HOW}")
+    # "GPU-hours" begins with no G of "PU-hours".
+    readings = ((prefix, name.lower()) for prefix, name in ((size, unit), ("", size + unit)))
+    known = next((reading for reading in readings if reading[1] in _NAMES), None)
+    if known is None:
+        raise BudgetError(f"--budget {text}: {unit!r} is not a unit: {_HOW}")
+    kind, factor = _NAMES[known[1]]
+    try:
+        amount = float(number.replace("_", "").replace(",", "")) * _SIZES[known[0]] * factor
+    except ValueError:
+        amount = 0.0
+    if not (math.isfinite(amount) and amount > 0):
+        raise BudgetError(f"--budget {text}: {_HOW}")
+    if amount > _MOST[kind]:
+        raise BudgetError(f"--budget {text}: plausible is up to {_MOST[kind]:.3g} {kind}")
+    return Budget(amount, kind)

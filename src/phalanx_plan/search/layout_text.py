@@ -1,0 +1,295 @@
+"""Layouts in the words of users: ``--layout tp=8,pp=16,dp=128``, a run file for a layout, and the fleet or memory that would fit.
+
+What such a line leaves out is as the run file describes it, and ``file`` alone is just what the run file says. The names of the
+fields stand in ``phalanx_plan.workload.candidates``.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.hardware.overrides import with_value
+from phalanx.run.layout import layout_of, replica_ranks, stages_per_rank
+from phalanx.run.spec import MemorySpec, ParallelSpec, PrecisionSpec, RunSpec
+from phalanx_plan.search.options import Options
+from phalanx_plan.search.query import OWN, RequestError, job_of, precision_of, problems_of, steps_for
+from phalanx_plan.search.search import search
+from phalanx_plan.step_cost.estimate import Estimate, estimate
+from phalanx_plan.workload.candidates import LAYOUT_FIELDS, PRECISIONS, SCHEDULES, PlannedLayout, layout_field
+from phalanx_plan.workload.stacks import Job
+
+
+def written_layout(spec: RunSpec, job: Job, ranks: int) -> PlannedLayout:
+    """The layout that the run file itself describes, on ``ranks`` ranks."""
+    parallel, memory, train = spec.parallel, spec.memory, spec.train
+    layout = layout_of(parallel, ranks)
+    slots = job.workload.slots or layout.data_ranks
+    return PlannedLayout(
+        tensor=layout.tensor,
+        context=layout.context,
+        pipeline=layout.pipeline,
+        stages_per_rank=stages_per_rank(parallel) if layout.pipeline > 1 else 1,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        replicate=layout.replicate,
+        shard=layout.shard,
+        zero=_zero(spec, job),
+        micro_batch=train.micro_batch_size or max(1, train.batch_size // slots),
+        schedule=parallel.pipeline_schedule if layout.pipeline > 1 else "1f1b",
+        # The compiler's choice within a budget is not planned, which a plan notes (``phalanx_plan.run_fields``).
+        recompute="none" if memory.recompute == "budget" else memory.recompute,
+        precision=precision_of(spec, job.cluster),
+        offload_activations=memory.offload_activations != "none",
+        offload_optimizer=memory.offload_optimizer != "none",
+    )
+
+
+def estimate_written(spec: RunSpec, cluster: Cluster, ranks: int) -> Estimate:
+    """Returns the estimate of a run in the layout of its file, on ``ranks`` ranks."""
+    job = job_of(spec, cluster)
+    return estimate(job, written_layout(spec, job, ranks))
+
+
+_ZERO = {"none": 2, "zero2": 2, "zero3": 3}
+"""ZeRO stage of each ``parallel.sharding``. Without sharding one rank holds a copy, so that it does not matter what would be
+sharded."""
+
+
+def _zero(spec: RunSpec, job: Job) -> int:
+    wanted = _ZERO[spec.parallel.sharding]
+    return wanted if wanted in job.stack.zero_stages else max(job.stack.zero_stages)
+
+
+def replaced_sharding(text: str, spec: RunSpec, job: Job) -> str:
+    """The note that the layout of ``text`` has another ZeRO stage than the run file, since the stack lacks it; "" if it has not."""
+    wanted, stages = _ZERO[spec.parallel.sharding], job.stack.zero_stages
+    given = text.strip() != "file" and "zero" in _fields(text, job)
+    if given or spec.parallel.sharding == "none" or wanted in stages:
+        return ""
+    return f"parallel.sharding: the stack {job.stack.name!r} has no ZeRO-{wanted}; the layout is planned with ZeRO-{max(stages)}"
+
+
+def read_layout(text: str, spec: RunSpec, job: Job) -> PlannedLayout:
+    """The layout that ``text`` describes, such as ``tp=8,pp=16,dp=128``; what it leaves out is as in the run file.
+
+    ``file`` alone means just what the run file says. Raises ``RequestError``.
+    """
+    given = {} if text.strip() == "file" else _fields(text, job)
+    parallel = spec.parallel
+    degrees = {
+        name: given.pop(name, getattr(parallel, name))
+        for name in ("tensor", "context", "pipeline", "expert", "expert_tensor")
+    }
+    parallel = replace(parallel, **degrees)
+    inner = degrees["tensor"] * degrees["context"] * degrees["pipeline"]
+    data = _data_ranks(text, given, inner) or max(1, (parallel.ranks or job.cluster.accelerators) // inner)
+    if parallel.shard_ranks and data % parallel.shard_ranks:
+        parallel = replace(parallel, shard_ranks=0)
+    layout = written_layout(replace(spec, parallel=parallel), job, inner * data)
+    layout = replace(layout, **({"replicate": data // given.get("shard", layout.shard)} | given))
+    if layout.data != data:
+        raise RequestError(f"--layout {text}: fsdp={layout.shard} does not divide dp={data}")
+    _check_room(text, layout.ranks, job, replica_ranks(parallel))
+    return layout
+
+
+def _data_ranks(text: str, given: dict[str, Any], inner: int) -> int:
+    """The data-parallel ranks that ``dp`` or ``gpus`` asks for, taken out of ``given``; 0 if neither is there."""
+    data, ranks = int(given.pop("data", 0)), int(given.pop("ranks", 0))
+    if ranks % inner:
+        raise RequestError(f"--layout {text}: gpus={ranks} is no multiple of tp x cp x pp = {inner}")
+    if ranks and data and ranks != inner * data:
+        raise RequestError(
+            f"--layout {text}: gpus={ranks}, but tp x cp x pp x dp = {inner * data}: leave one of them out"
+        )
+    return data or ranks // inner
+
+
+def _fields(text: str, job: Job) -> dict[str, Any]:
+    """The fields of a layout that ``text`` gives, by their full names."""
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        word, sign, value = (piece.strip() for piece in part.partition("="))
+        known = layout_field(word)
+        if not sign or known is None:
+            names = ", ".join(field.shown for field in LAYOUT_FIELDS if not field.not_in_layout)
+            raise RequestError(
+                f"--layout: cannot read {part.strip()!r}: write FIELD=VALUE, FIELD one of {names}"
+            )
+        if known.not_in_layout:
+            raise RequestError(f"--layout: {part.strip()}: {known.not_in_layout}")
+        if known.name in found:
+            raise RequestError(
+                f"--layout: {known.shown} is given twice, last as {part.strip()!r}: give it once"
+            )
+        found[known.name] = _value(known.name, value, job)
+    return found
+
+
+_FROM_ZERO = ("zero", "offload_activations", "offload_optimizer", "sequence_parallel")
+
+
+def _value(name: str, value: str, job: Job) -> int | str | bool:
+    words = {
+        "schedule": SCHEDULES,
+        "recompute": tuple(mode.name for mode in job.modes),
+        "precision": tuple(precision.name for precision in PRECISIONS),
+    }
+    if name in words:
+        if value not in words[name]:
+            raise RequestError(f"--layout: {name}={value}: take one of {', '.join(words[name])}")
+        return value
+    stages = job.stack.zero_stages
+    whole = value.isascii() and value.isdigit()
+    if name == "zero" and whole and int(value) not in stages:
+        raise RequestError(
+            f"--layout: zero={value}: the stack {job.stack.name!r} has {', '.join(map(str, stages))}"
+        )
+    if name in _FROM_ZERO[1:] and value not in ("0", "1"):
+        raise RequestError(f"--layout: {name}={value}: write 1 for yes or 0 for no")
+    if not whole or (int(value) < 1 and name not in _FROM_ZERO):
+        raise RequestError(f"--layout: {name}={value!r} must be a whole number, at least 1")
+    return bool(int(value)) if name in _FROM_ZERO[1:] else int(value)
+
+
+def _check_room(text: str, ranks: int, job: Job, replica: int) -> None:
+    if ranks > job.cluster.accelerators:
+        raise RequestError(
+            f"--layout {text}: {ranks:,} ranks, but the cluster {job.cluster.key} has {job.cluster.accelerators:,} "
+            "accelerators: name a larger one with --cluster NAME:ACCELERATORS, or take smaller degrees"
+        )
+    if ranks % replica:
+        raise RequestError(
+            f"--layout {text}: {ranks} ranks are no multiple of the {replica} that hold one replica"
+        )
+
+
+# Follow-ups to a plan.
+
+
+_MOST_DOUBLINGS = 7
+
+
+def run_of_layout(spec: RunSpec, job: Job, layout: PlannedLayout, tokens: float | None = None) -> RunSpec:
+    """The run of ``spec`` in ``layout``, ready to be trained.
+
+    Raises ``RequestError`` where the trainer cannot do what the plan says.
+    """
+    if job.stack.name != OWN:
+        raise RequestError(f"a run file is for this project's trainer: plan without --stack {job.stack.name}")
+    found = replace(
+        spec,
+        parallel=parallel_of(spec, layout),
+        memory=_memory(spec.memory, layout),
+        train=replace(
+            spec.train,
+            micro_batch_size=layout.micro_batch,
+            slots=job.workload.slots or layout.data,
+            steps=steps_for(tokens, job.workload.tokens) if tokens else spec.train.steps,
+        ),
+        precision=_precision(spec, layout),
+    )
+    problems = problems_of(found, layout.ranks)
+    if problems:
+        raise RequestError(f"the trainer cannot run this layout:\n{problems}")
+    return found
+
+
+def parallel_of(spec: RunSpec, layout: PlannedLayout) -> ParallelSpec:
+    """The ``[parallel]`` section that describes a layout."""
+    many = layout.pipeline > 1
+    sharding: Any = "zero3" if layout.zero == 3 else "zero2" if layout.shard > 1 else "none"
+    return replace(
+        spec.parallel,
+        ranks=layout.ranks,
+        sharding=sharding,
+        # One rank of a copy may still share its state, over the context axis; 0 would mean all ranks.
+        shard_ranks=0 if layout.replicate == 1 or sharding == "none" else layout.shard,
+        tensor=layout.tensor,
+        context=layout.context,
+        pipeline=layout.pipeline,
+        pipeline_schedule=layout.schedule if many else "1f1b",
+        pipeline_stages=layout.stages_per_rank if many else 0,
+        pipeline_split=(),
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+    )
+
+
+def _memory(memory: MemorySpec, layout: PlannedLayout) -> MemorySpec:
+    def place(name: str, before: str) -> Any:
+        return ("host" if before == "none" else before) if getattr(layout, name) else "none"
+
+    recompute: Any = layout.recompute
+    return replace(
+        memory,
+        recompute=recompute,
+        offload_activations=place("offload_activations", memory.offload_activations),
+        offload_optimizer=place("offload_optimizer", memory.offload_optimizer),
+    )
+
+
+def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
+    name = layout.precision
+    if name == "fp8" and spec.precision.matmul == "compute":
+        return replace(spec.precision, matmul="fp8-rowwise")
+    return spec.precision
+
+
+def least_change(job: Job, layout: PlannedLayout, *, offload: bool) -> str:
+    """The change that would make a layout fit, on the same ranks and with the shortest step. ``offload``: its state may be moved to host memory."""
+    options = [
+        replace(
+            layout,
+            recompute=mode.name,
+            micro_batch=micro_batch,
+            offload_activations=activations,
+            offload_optimizer=optimizer,
+        )
+        for mode in job.modes
+        for micro_batch in sorted({1, layout.micro_batch})
+        for activations in sorted({layout.offload_activations, offload})
+        for optimizer in sorted({layout.offload_optimizer, offload})
+    ]
+    fitting = []
+    for layout_option in options:
+        with suppress(ValueError):  # the software, or the batch, does not allow it
+            fitting.append(estimate(job, layout_option))
+    fitting = [option for option in fitting if option.fits]
+    if not fitting:
+        return (
+            "no recomputation, smaller micro-batch or offload makes this layout fit: divide the model further"
+        )
+    best = min(fitting, key=lambda option: option.step_s)
+    words = [word for word in str(best.layout).split(",") if word not in str(layout).split(",")]
+    return f"with {','.join(words)} this layout fits: {best.step_s:.4g} s a step"
+
+
+def what_would_fit(job: Job, options: Options) -> str:
+    """Returns how many accelerators or how much memory would do where nothing fits; empty if neither helps."""
+    advice = []
+    count = max(options.gpus or (job.cluster.accelerators,))
+    for doubling in range(1, _MOST_DOUBLINGS + 1):
+        if _fits(job, replace(options, gpus=(count << doubling,))):
+            advice.append(f"{count << doubling:,} accelerators of the same kind would do")
+            break
+    have = job.cluster.accelerator.memory_bytes.value
+    for factor in (1.25, 1.5, 2, 3, 4, 8):
+        larger = with_value(job.cluster, "accelerator.memory_bytes", have * factor)
+        if _fits(replace(job, cluster=larger), options):
+            advice.append(
+                f"so would {have * factor / 1e9:,.0f} GB of memory in each, {factor:g} times as much"
+            )
+            break
+    return "; ".join(advice)
+
+
+def _fits(job: Job, options: Options) -> bool:
+    try:
+        search(job, replace(options, finalists=1, top=1))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,402 @@
+"""Which workers serve a traffic on a cluster within its objectives, at which cost, and why the others do not.
+
+Every division of prefill and of decode, and workers that do both, are priced; each gets the fewest workers that carry the rate
+within the objectives (or, without a rate, as many as fit). Prefill is an M/G/k queue; decode's running requests are Poisson,
+so that a step's time at their percentile is the time of a token. Where both are done by one worker, decode gets the time that
+prefill leaves, and a chunk of a prompt may come between two tokens. Prefill and decode apart are in the proportion
+``in (1 - hit) / R_p : out / R_d`` of the rates of one worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from phalanx_plan.serving.step_cost import (
+    FORMAT_BYTES,
+    Division,
+    Step,
+    step_parts,
+    streamed_bytes,
+    token_bytes,
+    tokens_per_s,
+)
+from phalanx_plan.serving.workers import (
+    DemandError,
+    Service,
+    Traffic,
+    Worker,
+    largest,
+    shortfalls,
+    workers_of,
+)
+
+# Waiting times in closed form: M/G/k by Erlang's formula and the correction for the service times' spread.
+#
+# Erlang C is exact for exponential service; for others the mean wait is scaled by (1 + c^2) / 2, exact for one server
+# (Pollaczek-Khinchine) and the usual approximation for more (Lee and Longton, 1959), and the tail is taken as exponential.
+# Running decodes see no queue but each other: their number is Poisson (M/G/infinity).
+
+
+def erlang_c(servers: int, load: float) -> float:
+    """Probability that an arrival waits; ``load`` is arrivals times mean service (below ``servers``, else it is 1)."""
+    if load >= servers:
+        return 1.0
+    blocked = 1.0
+    for count in range(1, servers + 1):
+        blocked = load * blocked / (count + load * blocked)
+    return servers * blocked / (servers - load * (1 - blocked))
+
+
+def mean_wait_s(rate: float, service_s: float, spread: float, servers: int) -> float:
+    """Mean seconds before service begins; infinite if the servers are overloaded."""
+    spare = servers / service_s - rate
+    if spare <= 0:
+        return math.inf
+    return erlang_c(servers, rate * service_s) / spare * (1 + spread**2) / 2
+
+
+def wait_percentile_s(rate: float, service_s: float, spread: float, servers: int, share: float) -> float:
+    """Seconds that ``share`` of the arrivals wait at most."""
+    waits = erlang_c(servers, rate * service_s)
+    mean = mean_wait_s(rate, service_s, spread, servers)
+    if not math.isfinite(mean):
+        return math.inf
+    return mean / waits * math.log(waits / (1 - share)) if waits > 1 - share else 0.0
+
+
+def most_running(mean: float, share: float) -> float:
+    """Requests that run at once in ``share`` of the time, of a Poisson number with this ``mean`` (normal approximation)."""
+    return mean + _normal_quantile(share) * math.sqrt(mean)
+
+
+def _normal_quantile(share: float) -> float:
+    low, high = -10.0, 10.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = 0.5 * (1 + math.erf(middle / math.sqrt(2))) < share
+        low, high = (middle, high) if below else (low, middle)
+    return (low + high) / 2
+
+
+_MIXED_LOAD = 0.9
+"""The most of a worker's time that prefill may take where it decodes too."""
+_OF_A_ROLE = 16
+"""Workers of a role that are tried with each of the other's: those whose accelerators do most."""
+_SHOWN = 8
+Roles = Literal["apart", "together"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A fleet that serves, with its times; ``killed`` says what forbids it, empty if nothing does."""
+
+    roles: Roles
+    prefill: Division
+    decode: Division
+    prefill_workers: int
+    decode_workers: int
+    accelerators: int
+    rate: float
+    """Requests a second within the objectives."""
+    ttft_s: tuple[float, float]
+    """Median, and at the objectives' percentile."""
+    tpot_s: tuple[float, float]
+    running: float
+    """Requests that a decode worker runs, in the mean."""
+    dollars_per_million: float
+    """For a million tokens of answers."""
+    joules_per_token: float
+    killed: str = ""
+    parts_s: dict[str, float] = field(default_factory=dict, compare=False)
+    """Seconds of decode's step by part."""
+
+
+def plan_service(service: Service) -> tuple[list[Answer], list[Answer]]:
+    """The fleets that serve, best first, and the others, nearest first; raises ``DemandError`` if nothing can be held at all."""
+    workers = list(workers_of(service))
+    if not workers:
+        least = min(shortfalls(service))
+        raise DemandError(
+            f"--cluster {service.cluster.key}: no division of the model holds a request of "
+            f"{service.traffic.prompt + service.traffic.text:,.0f} tokens in {service.format}; the nearest lacks {least / 1e9:.1f} GB "
+            f"on a rank: more accelerators of a worker, --format fp8, or shorter --traffic; or stream the weights: {_streamed(service)}"
+        )
+    answers = [_together(service, worker) for worker in workers]
+    answers += [
+        _apart(service, first, second)
+        for first in _best_prefill(service, workers)
+        for second in _best_decode(service, workers)
+    ]
+    worth = _worth if math.isfinite(service.traffic.rate) else _goodput
+    good = sorted((each for each in answers if not each.killed), key=worth)
+    bad = sorted((each for each in answers if each.killed), key=lambda each: _distance(service, each))
+    return [_with_parts(service, each) for each in good[:_SHOWN]] + good[_SHOWN:], bad
+
+
+def _streamed(service: Service) -> str:
+    """The most that weights read from the hosts' memory for each pass would allow."""
+    cluster = service.cluster
+    rate = cluster.accelerator.host_bytes_per_s.value * cluster.accelerators
+    bounds = []
+    for rows in (1, 64):
+        size = streamed_bytes(service.model, FORMAT_BYTES[service.format], rows)
+        bounds.append(f"{tokens_per_s(rows, size, rate, 0.0):,.3g} tokens/s with {rows} rows")
+    return f"from host memory at most {' and '.join(bounds)}"
+
+
+def _best_prefill(service: Service, workers: list[Worker]) -> list[Worker]:
+    """The workers whose accelerators compute most of prompts; first those whose own prefill keeps the objective."""
+    late = service.objectives.ttft_s
+    return sorted(
+        workers, key=lambda one: (one.prompt_s > late, -one.prefill_tokens_per_s / one.division.ranks)
+    )[:_OF_A_ROLE]
+
+
+def _best_decode(service: Service, workers: list[Worker]) -> list[Worker]:
+    """The workers whose accelerators generate most within the time of a token."""
+
+    def each(one: Worker) -> float:
+        mean = _mean_running(one.running, service.objectives.percentile)
+        return -mean / _token_s(service, one, max(mean, 1.0)) / one.division.ranks
+
+    return sorted(workers, key=each)[:_OF_A_ROLE]
+
+
+def _with_parts(service: Service, answer: Answer) -> Answer:
+    division = answer.decode
+    rows = max(1.0, answer.running / division.data / division.pipeline)
+    step = Step(service.model, service.cluster, division, service.format, rows, service.traffic.held)
+    return replace(answer, parts_s=step_parts(step))
+
+
+def nearest(service: Service, bad: list[Answer]) -> str:
+    """The nearest thing that is possible, in words."""
+    best, wanted = bad[0], service.objectives
+    return (
+        f"no fleet on {service.cluster.key} keeps the objectives: the nearest ({describe(best)}) fails because {best.killed}; it has "
+        f"TTFT {best.ttft_s[1] * 1e3:.4g} ms (asked {wanted.ttft_s * 1e3:.4g}) and TPOT {best.tpot_s[1] * 1e3:.4g} ms (asked "
+        f"{wanted.tpot_s * 1e3:.4g}) at {best.rate:.4g} requests/s: relax --slo, lower rate in --traffic, or give --cluster more"
+    )
+
+
+def describe(answer: Answer) -> str:
+    """The workers in a few words."""
+    if answer.roles == "together":
+        return f"{answer.decode_workers} x ({answer.decode}) for both"
+    return f"{answer.prefill_workers} x ({answer.prefill}) prefill, {answer.decode_workers} x ({answer.decode}) decode"
+
+
+def split(traffic: Traffic, prefill_rate: float, decode_rate: float) -> float:
+    """Prefill workers for each decode worker, by the tokens a second of one of each."""
+    return (traffic.new / prefill_rate) / (traffic.text / decode_rate)
+
+
+def _mean_running(most: float, share: float) -> float:
+    """The mean of a Poisson number that stays below ``most`` in this ``share`` of the time."""
+    return largest(lambda mean: most_running(mean, share), most, max(most, 1.0)) if most >= 1 else 0.0
+
+
+def _apart(service: Service, first: Worker, second: Worker) -> Answer:
+    traffic, goal = service.traffic, service.objectives
+    total = service.cluster.accelerators
+    sizes = first.division.ranks, second.division.ranks
+    mean = _mean_running(second.running, goal.percentile)
+    each_s = _token_s(service, second, max(mean, 1.0)) * traffic.text
+    decode_rate = mean / each_s
+    prefill_rate = first.prefill_tokens_per_s / traffic.new
+    if sum(sizes) > total:
+        return _answer(service, "apart", first, second, (1, 1), 0.0, f"{sum(sizes)} accelerators are needed")
+    if decode_rate == 0:
+        return _answer(service, "apart", first, second, (1, 1), 0.0, "a token takes longer than tpot, alone")
+    if math.isfinite(traffic.rate):
+        servers = _fewest_servers(service, first, traffic.rate, total // sizes[0] + 1)
+        count = servers, math.ceil(traffic.rate / decode_rate)
+        killed = ""
+        if servers * sizes[0] + count[1] * sizes[1] > total:
+            killed = f"{servers * sizes[0] + count[1] * sizes[1]:,} accelerators are needed"
+            count = _shares(total, sizes, prefill_rate, decode_rate)
+        rate = min(traffic.rate, count[1] * decode_rate, _most_rate(service, first, count[0]))
+        return _answer(service, "apart", first, second, count, rate, killed)
+    count = _shares(total, sizes, prefill_rate, decode_rate)
+    rate = min(_most_rate(service, first, count[0]), count[1] * decode_rate)
+    return _answer(service, "apart", first, second, count, rate, "")
+
+
+def _shares(total: int, sizes: tuple[int, int], prefill_rate: float, decode_rate: float) -> tuple[int, int]:
+    """Workers of both roles that together serve most."""
+    ideal = total / (sizes[0] / prefill_rate + sizes[1] / decode_rate) / prefill_rate
+    options = {min(max(1, number), (total - sizes[1]) // sizes[0]) for number in (int(ideal), int(ideal) + 1)}
+    counts = [(number, (total - number * sizes[0]) // sizes[1]) for number in options]
+    return max(counts, key=lambda count: min(count[0] * prefill_rate, count[1] * decode_rate))
+
+
+def _together(service: Service, worker: Worker) -> Answer:
+    traffic, goal = service.traffic, service.objectives
+    total, size = service.cluster.accelerators, worker.division.ranks
+    most = total // size
+
+    def rate_of(running: float) -> float:
+        """Requests a second with so many running: of each, its prefill and its share of decode's steps."""
+        return 1 / (
+            _token_s(service, worker, running) * traffic.text / running
+            + traffic.new / worker.prefill_tokens_per_s
+        )
+
+    def stretched(running: float) -> float:
+        prefill = min(rate_of(running) * traffic.new / worker.prefill_tokens_per_s, _MIXED_LOAD)
+        return _token_s(service, worker, running) / (1 - prefill)
+
+    held = largest(stretched, goal.tpot_s, worker.running) if worker.running >= 1 else 0.0
+    mean = _mean_running(held, goal.percentile)
+    if mean == 0:
+        return _answer(
+            service,
+            "together",
+            worker,
+            worker,
+            (most, most),
+            0.0,
+            "a token takes longer than tpot beside prefill",
+        )
+    each = rate_of(max(mean, 1.0))
+    if not math.isfinite(traffic.rate):
+        return _answer(service, "together", worker, worker, (most, most), most * each, "")
+    count = math.ceil(traffic.rate / each)
+    killed = f"{count * size:,} accelerators are needed" if count > most else ""
+    count = min(count, most)
+    return _answer(
+        service, "together", worker, worker, (count, count), min(traffic.rate, count * each), killed
+    )
+
+
+def _token_s(service: Service, worker: Worker, running: float) -> float:
+    """Seconds of a token of each running request."""
+    return worker.step_s(running) / (1 + service.traffic.accept)
+
+
+def _ttft_s(service: Service, worker: Worker, rate: float, servers: int, share: float) -> float:
+    """Seconds to the first token: the wait, the prompt's own prefill, and its pages' last layer on the network."""
+    groups = servers * worker.division.data
+    busy = service.traffic.new / (worker.prefill_tokens_per_s / worker.division.data)
+    return wait_percentile_s(rate, busy, service.traffic.spread, groups, share) + worker.prompt_s
+
+
+def _most_rate(service: Service, worker: Worker, servers: int) -> float:
+    """The highest rate at which so many prefill workers keep the time to the first token; 0 if they never do."""
+    goal = service.objectives
+    capacity = servers * worker.prefill_tokens_per_s / service.traffic.new
+    return capacity * _most_share(
+        lambda load: _ttft_s(service, worker, load * capacity, servers, goal.percentile) <= goal.ttft_s
+    )
+
+
+def _most_share(holds: Callable[[float], bool]) -> float:
+    low, high = 0.0, 0.98
+    if holds(high):
+        return high
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low if low > 1e-5 else 0.0
+
+
+def _fewest_servers(service: Service, worker: Worker, rate: float, most: int) -> int:
+    least = max(1, math.ceil(rate * service.traffic.new / worker.prefill_tokens_per_s / 0.98))
+    for servers in range(least, min(most, least + 64) + 1):
+        if (
+            _ttft_s(service, worker, rate, servers, service.objectives.percentile)
+            <= service.objectives.ttft_s
+        ):
+            return servers
+    return least
+
+
+def _answer(
+    service: Service,
+    roles: Roles,
+    first: Worker,
+    second: Worker,
+    count: tuple[int, int],
+    rate: float,
+    killed: str,
+) -> Answer:
+    traffic, goal = service.traffic, service.objectives
+    decoding, prefilling = count[1], count[0]
+    running = _running(service, second, rate / decoding, traffic, first if roles == "together" else None)
+    stretch = 1.0
+    if roles == "together" and rate:
+        stretch = 1 / (1 - min(rate / decoding * traffic.new / first.prefill_tokens_per_s, _MIXED_LOAD))
+    tpot = tuple(
+        _token_s(service, second, max(1.0, most_running(running, share))) * stretch
+        for share in (0.5, goal.percentile)
+    )
+    # Decode that goes on beside prefill takes its share of the time from it.
+    slowed = stretch if roles == "together" else 1.0
+    ttft = tuple(
+        _ttft_s(service, first, rate * slowed * 0.999, prefilling, share) + tpot[0]
+        for share in (0.5, goal.percentile)
+    )
+    if roles == "apart":  # all layers' pages but the last one's travel while the following are computed
+        pages = token_bytes(service.model) * traffic.prompt / service.model.layers
+        link = service.cluster.fabric.bytes_per_s.value or service.cluster.domain.bytes_per_s.value
+        ttft = tuple(seconds + pages / max(link, 1.0) for seconds in ttft)
+    if not killed and ttft[1] > goal.ttft_s:
+        killed = f"the first token takes {ttft[1] * 1e3:,.0f} ms"
+    if not killed and tpot[1] > goal.tpot_s * 1.02:
+        killed = f"a token takes {tpot[1] * 1e3:,.1f} ms"
+    used = decoding * second.division.ranks + (prefilling * first.division.ranks if roles == "apart" else 0)
+    cluster = service.cluster
+    tokens = max(rate * traffic.text, 1e-12)
+    watts = (
+        cluster.accelerator.power_w.value + cluster.node_power_w.value / cluster.per_node
+    ) * cluster.pue.value
+    return Answer(
+        roles,
+        first.division,
+        second.division,
+        prefilling,
+        decoding,
+        used,
+        rate,
+        (ttft[0], ttft[1]),
+        (tpot[0], tpot[1]),
+        running,
+        used * cluster.accelerator.price_per_hour.value / 3600 / tokens * 1e6,
+        used * watts / tokens,
+        killed,
+    )
+
+
+def _running(service: Service, worker: Worker, rate: float, traffic: Traffic, beside: Worker | None) -> float:
+    """Mean number of running requests of a worker: the fixed point of Little's law with a step that grows with it."""
+    stretch = 1.0
+    if beside is not None:
+        stretch = 1 / (1 - min(rate * traffic.new / beside.prefill_tokens_per_s, _MIXED_LOAD))
+    running = 1.0
+    for _ in range(40):
+        following = min(
+            rate * traffic.text * _token_s(service, worker, max(running, 1.0)) * stretch,
+            max(worker.running, 1.0),
+        )
+        if abs(following - running) < 1e-3 * max(running, 1.0):
+            break
+        running = following
+    return running
+
+
+def _worth(answer: Answer) -> tuple[float, float]:
+    return answer.dollars_per_million, answer.accelerators
+
+
+def _goodput(answer: Answer) -> tuple[float, float]:
+    return -answer.rate, answer.accelerators
+
+
+def _distance(service: Service, answer: Answer) -> float:
+    goal = service.objectives
+    short = 0.0 if not math.isfinite(service.traffic.rate) else 1 - answer.rate / service.traffic.rate
+    late = max(0.0, answer.ttft_s[1] / goal.ttft_s - 1) + max(0.0, answer.tpot_s[1] / goal.tpot_s - 1)
+    return short * 10 + late

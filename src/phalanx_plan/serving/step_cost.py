@@ -1,0 +1,359 @@
+"""Bytes and seconds of a serving worker's step: what a rank holds, and each operation's time, with weights in memory or streamed.
+
+A rank holds weights by format and division, pages of keys and values, rows and buffers.
+A worker is ``data`` groups of ``tensor`` ranks in each of ``pipeline`` stages. Attention is divided over a group's heads, and
+requests over the groups; experts lie over all ``data`` x ``tensor`` ranks of a stage, whole. A token's pages take
+``2 L Hkv D b`` bytes with grouped attention and ``L (r + rope) b`` with latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+The operations are those of training's forward (``phalanx.run.kinds``), with a step's few rows. Products read their weights
+once: of experts, those that the step's rows touch. Attention of decode reads the pages of all requests; latent attention is
+computed absorbed, on the latents themselves (``2 H (2 r + rope)`` FLOP for each token held and layer). With ``overlap`` two
+halves of the batch take turns, one exchanging while the other computes.
+
+With ``r_l`` and ``c_l`` the seconds to read and to compute layer l, and k buffers, reading layer l begins when layer l - 1
+has been read and layer l - k computed; computing it when it has been read and layer l - 1 computed. For equal layers a pass
+takes the larger of both sums, so tokens a second are at most ``B (1 + a) / max(W / BW, t_compute(B))``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from phalanx.hardware.cluster import Cluster
+from phalanx.hardware.profiles import Profile, profile_of
+from phalanx.model.facts.shape import numbered_parameters
+from phalanx.run.kinds import block, ends
+from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.operations import (
+    Activation,
+    AttentionCore,
+    LayerExchange,
+    MatrixProduct,
+    Norm,
+    Operation,
+    Permutation,
+    Rotation,
+)
+from phalanx.run.spec import ModelSpec
+from phalanx_plan.step_cost import collectives, kernels
+
+# Bytes.
+
+
+FORMAT_BYTES = {"bf16": 2.0, "fp8": 1.0}
+"""Bytes of a weight in products; embedding, output projection, routers, gates and norms stay in 16 bits."""
+PAGE_BYTES = 2
+BUFFERS = 2.5e9
+"""Context, communicators, and the exchange's buffers (aiconfigurator's system files: 0.34 to 0.41 GiB of NCCL, 3.5 GiB in all)."""
+USABLE = 0.94
+"""Share of the memory that is left after fragments (``plan``'s stacks for training have 4 to 6 % too)."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a worker's ranks divide the model."""
+
+    tensor: int = 1
+    data: int = 1
+    """Groups of tensor ranks with requests of their own, which share the experts."""
+    pipeline: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Accelerators of a worker."""
+        return self.tensor * self.data * self.pipeline
+
+    def __str__(self) -> str:
+        sizes = (("tp", self.tensor), ("dp", self.data), ("pp", self.pipeline))
+        return " ".join(f"{name}{size}" for name, size in sizes if size > 1) or "tp1"
+
+
+def experts_held(experts: int, division: Division) -> int:
+    """Experts of a rank; where ranks do not divide them, further copies of busy ones fill the places, as DeepSeek's redundant ones do."""
+    return math.ceil(experts / min(experts, division.data * division.tensor))
+
+
+def token_bytes(model: ModelSpec) -> int:
+    """Bytes of a token's pages over all layers, undivided."""
+    heads, first, second = attention_kind(model).cache_row(model)
+    return model.layers * heads * (first + second) * PAGE_BYTES
+
+
+def rank_token_bytes(model: ModelSpec, division: Division) -> float:
+    """Bytes of a token's pages on each rank of its group: key heads are divided, latents are not."""
+    heads = attention_kind(model).cache_row(model)[0]
+    return token_bytes(model) / min(division.tensor, heads) / division.pipeline
+
+
+def weight_bytes(model: ModelSpec, division: Division, format: str) -> float:  # noqa: A002
+    """Bytes of weights on the fullest rank: a stage's layers, and of the ends the larger."""
+    blocks, ends = 0.0, {"embedding": 0.0, "end": 0.0, "ahead": 0.0}
+    for part, number in numbered_parameters(model):
+        narrow = part.kind in ("matrix", "output") and part.section == "block"
+        size = part.numel * (FORMAT_BYTES[format] if narrow else 2.0)
+        if part.stacked:
+            size *= experts_held(part.shape[0], division) / part.shape[0]
+        else:
+            size /= part.parts_over(division.tensor)
+        if part.section == "block":
+            blocks += number * size
+        else:
+            ends[part.section] += size
+    last = ends["end"] + ends["ahead"]
+    if division.pipeline == 1:
+        return blocks + ends["embedding"] + last
+    return blocks * math.ceil(model.layers / division.pipeline) / model.layers + max(ends["embedding"], last)
+
+
+def step_bytes(model: ModelSpec, division: Division, rows: int) -> float:
+    """Bytes of activations while ``rows`` of a group are computed: the widest layer, copies for experts, and scores."""
+    copies = model.moe.per_token if model.moe else 0
+    inner = max(model.ffn_dim, 0) / division.tensor
+    layer = rows * 2 * (6 * model.dim + 3 * inner + 3 * copies * model.dim / division.tensor)
+    scores = min(rows, 512) * model.vocab_size / division.tensor * 6
+    return layer + scores
+
+
+def page_room(model: ModelSpec, cluster: Cluster, division: Division, format: str, rows: int) -> float:  # noqa: A002
+    """Bytes of a rank that are left for pages; negative if the rest does not fit."""
+    memory = cluster.accelerator.memory_bytes.value * USABLE
+    return memory - BUFFERS - weight_bytes(model, division, format) - step_bytes(model, division, rows)
+
+
+def requests_held(
+    model: ModelSpec,
+    cluster: Cluster,
+    division: Division,
+    format: str,  # noqa: A002
+    rows: int,
+    tokens: float,
+) -> int:
+    """Requests of ``tokens`` each that a worker holds at once, over its groups and the stages' turns."""
+    room = page_room(model, cluster, division, format, rows)
+    each = rank_token_bytes(model, division) * (math.ceil(tokens / 64) * 64)
+    return division.data * max(0, int(room // each)) if each else 0
+
+
+# Weights that are read for each pass, from host memory or disk: the bound in closed form.
+
+
+def pass_s(read_s: Sequence[float], compute_s: Sequence[float], buffers: int = 2, passes: int = 8) -> float:
+    """Seconds of one pass in the long run, by the recurrence; the reader runs on into the next pass."""
+    layers = len(read_s)
+    read_end: list[float] = []
+    compute_end: list[float] = []
+    for turn in range(layers * passes):
+        layer = turn % layers
+        free = compute_end[turn - buffers] if turn >= buffers else 0.0
+        read_end.append(max(read_end[-1] if turn else 0.0, free) + read_s[layer])
+        compute_end.append(max(read_end[-1], compute_end[-1] if turn else 0.0) + compute_s[layer])
+    half = layers * (passes // 2)
+    return (compute_end[-1] - compute_end[half - 1]) / (passes - passes // 2)
+
+
+def tokens_per_s(
+    rows: float, streamed_bytes: float, bytes_per_s: float, compute_s: float, accepted: float = 0.0
+) -> float:
+    """Upper bound of tokens a second of ``rows`` requests."""
+    return rows * (1 + accepted) / max(streamed_bytes / bytes_per_s, compute_s)
+
+
+def touched_experts(experts: float, per_token: float, rows: float) -> float:
+    """Mean number of ``experts`` that at least one of ``rows`` tokens chooses, if each chooses ``per_token`` uniformly."""
+    touched: float = experts * (1 - (1 - per_token / experts) ** rows)
+    return touched
+
+
+def streamed_bytes(model: ModelSpec, bytes_per_weight: float, rows: float) -> float:
+    """Bytes of blocks that a pass of ``rows`` reads: all of them, but of experts those that the rows touch."""
+    total = 0.0
+    for part, number in numbered_parameters(model):
+        if part.section == "block":
+            met = 1.0
+            if part.stacked:
+                met = touched_experts(part.shape[0], part.per_token, rows) / part.shape[0]
+            total += number * part.numel * met * bytes_per_weight
+    return total
+
+
+# Seconds.
+
+
+_EXCHANGING_UNITS = 24
+"""Multiprocessors that DeepEP's kernels for many rows take (github.com/deepseek-ai/DeepEP, README: 24); those for few take none."""
+PARTS = ("products", "attention", "pointwise", "exchange")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a worker, each group with ``rows`` rows."""
+
+    model: ModelSpec
+    cluster: Cluster
+    division: Division
+    format: str
+    rows: float
+    """Rows of a group of tensor ranks."""
+    held: float
+    """Tokens that a row attends to."""
+    prefill: bool = False
+    queries: float = 1.0
+    """Rows of a request that read its pages together: one, and its drafts."""
+
+    @cached_property
+    def profile(self) -> Profile:
+        """The accelerator's constants; eight bits have a scale for each block of 128, as DeepSeek-V3's, where that was measured."""
+        found = profile_of(self.cluster.accelerator)
+        blocks = found.constants.matmul.get("fp8_block")
+        if self.format != "fp8" or blocks is None:
+            return found
+        matmul = {**found.constants.matmul, "fp8": blocks}
+        return replace(found, constants=replace(found.constants, matmul=matmul))
+
+
+def step_s(step: Step, overlap: bool = False) -> float:
+    """Seconds from a step's begin to its tokens, through all stages of a pipeline."""
+    if not overlap:
+        return sum(step_parts(step).values())
+    half = step_parts(replace(step, rows=step.rows / 2))
+    exchanging = half["exchange"]
+    computing = sum(half.values()) - exchanging
+    units = step.cluster.accelerator.multiprocessors
+    if step.prefill and units > 2 * _EXCHANGING_UNITS:
+        # While an exchange runs, the rest of the multiprocessors computes.
+        computing += min(computing, exchanging) * _EXCHANGING_UNITS / units
+    return 2 * max(computing, exchanging)
+
+
+def step_parts(step: Step) -> dict[str, float]:
+    """Seconds by ``PARTS``."""
+    found = dict.fromkeys(PARTS, 0.0)
+    mixed = [is_mixture(step.model, layer) for layer in range(step.model.layers)]
+    for kind in sorted(set(mixed)):
+        for part, seconds in _priced(step, _operations(step.model, kind)).items():
+            found[part] += mixed.count(kind) * seconds
+    # A prompt's last row alone needs scores.
+    last = replace(step, rows=max(1.0, step.rows / step.held)) if step.prefill else step
+    products = [each for each in ends.head_operations(step.model) if isinstance(each, MatrixProduct)]
+    for part, seconds in _priced(last, products).items():
+        found[part] += seconds
+    stages = step.division.pipeline
+    if stages > 1:
+        stride = step.division.tensor * step.division.data
+        carried = step.rows * step.model.dim * 2 / step.division.tensor
+        hop = collectives.point_to_point_s(step.cluster, stride, carried, stages)
+        found["exchange"] += (stages - 1) * float(hop)
+    return found
+
+
+@lru_cache(maxsize=16)
+def _operations(model: ModelSpec, mixed: bool) -> tuple[Operation, ...]:
+    return block.operations(model, mixed=mixed)
+
+
+def _priced(step: Step, operations: tuple[Operation, ...] | list[MatrixProduct]) -> dict[str, float]:
+    found = dict.fromkeys(PARTS, 0.0)
+    for operation in operations:
+        match operation:
+            case MatrixProduct():
+                found["products"] += _product_s(step, operation)
+            case AttentionCore():
+                found["attention"] += _attention_s(step, operation)
+            case LayerExchange():
+                found["exchange"] += _exchange_s(step, operation)
+            case Norm():
+                found["pointwise"] += _moved_s(step, 2 * operation.width)
+            case Rotation():
+                found["pointwise"] += _moved_s(step, 2 * operation.width / step.division.tensor)
+            case Activation():
+                width = (2 + operation.gated) * operation.width
+                routed = operation.rows == "routed"
+                share = _copies(step) / step.division.tensor if routed else 1 / step.division.tensor
+                found["pointwise"] += _moved_s(step, width * share)
+            case Permutation():
+                found["pointwise"] += _moved_s(
+                    step, 2 * operation.width * operation.copies / step.division.tensor
+                )
+            case _:  # residuals are added by the norms' kernels, and nothing is kept for backward
+                pass
+    return found
+
+
+def _copies(step: Step) -> int:
+    return step.model.moe.per_token if step.model.moe else 0
+
+
+def _moved_s(step: Step, elements: float) -> float:
+    return float(kernels.memory_bound_s(step.profile, 2 * step.rows * elements))
+
+
+def _product_s(step: Step, product: MatrixProduct) -> float:
+    """Seconds of a product, and before it of its input's cast to eight bits."""
+    seconds = _multiplied_s(step, product)
+    if step.format != "fp8" or product.wide:
+        return seconds
+    copies = _copies(step) / step.division.tensor if product.experts else 1.0
+    inner = product.inner / (step.division.tensor if product.inner_over == "tensor" else 1)
+    # Read in 16 bits and written in eight.
+    return seconds + float(kernels.memory_bound_s(step.profile, 3 * step.rows * copies * inner))
+
+
+def _multiplied_s(step: Step, product: MatrixProduct) -> float:
+    division = step.division
+    format_ = "bf16" if product.wide and step.format == "fp8" else step.format
+    if product.experts:
+        ranks = division.data * division.tensor
+        touched = touched_experts(product.experts, _copies(step), step.rows * division.data)
+        local = max(touched / product.experts * experts_held(product.experts, division), 1e-9)
+        routed = step.rows * division.data * _copies(step) / min(ranks, product.experts)
+        return float(
+            kernels.grouped_matmul_s(
+                step.profile, format_, local, routed / local, product.columns, product.inner
+            )
+        )
+    heads = min(division.tensor, attention_kind(step.model).key_heads(step.model))
+    own = product.columns - product.key_columns
+    columns = own / (division.tensor if product.columns_over == "tensor" else 1) + product.key_columns / heads
+    inner = product.inner / (division.tensor if product.inner_over == "tensor" else 1)
+    return float(kernels.matmul_s(step.profile, format_, step.rows, columns, inner))
+
+
+def _attention_s(step: Step, core: AttentionCore) -> float:
+    keys = core.keys(max(1, round(step.held)))
+    heads = core.heads / step.division.tensor
+    if step.prefill:  # causal: half of the square
+        flops = step.rows * keys * heads * core.widths
+        return float(
+            kernels.attention_s(
+                step.profile, "bf16", flops, False, widths=core.widths, latent=core.latent, tokens=keys
+            )
+        )
+    kept, first, second = attention_kind(step.model).cache_row(step.model)
+    widths = 2 * first + second if core.latent else core.widths
+    pages = step.rows / step.queries * keys * kept / min(step.division.tensor, kept) * (first + second)
+    reading = float(kernels.memory_bound_s(step.profile, PAGE_BYTES * pages))
+    rate = kernels.sustained_flops(step.profile, "bf16") * step.profile.constants.attention.forward
+    return max(reading, 2 * step.rows * keys * heads * widths / rate)
+
+
+def _exchange_s(step: Step, exchange: LayerExchange) -> float:
+    division, model = step.division, step.model
+    if exchange.kind == "scatter" and division.tensor > 1:  # beside the next gather: an all-reduce
+        carried = step.rows * exchange.width * 2
+        return float(collectives.all_reduce_s(step.cluster, division.tensor, 1, carried))
+    if exchange.kind in ("dispatch", "combine") and model.moe is not None:
+        ranks = division.data * division.tensor
+        width = exchange.width * (1 if exchange.kind == "dispatch" and step.format == "fp8" else 2)
+        limit = model.moe.groups_per_token if model.moe.groups > 1 else np.inf
+        return float(
+            collectives.dispatch_s(
+                step.cluster, ranks, 1, step.rows / division.tensor, width, model.moe.per_token, limit
+            )
+        )
+    return 0.0

@@ -1,0 +1,372 @@
+"""Simulated coordinators: the real core, a journal, a claim and a timer each; who leads, and what befalls claims and journals.
+
+A coordinator may crash at any moment and replays its journal.
+
+Heads and candidates share a register of claims, as they do on the storage of a real fleet (``phalanx.fleet.core.succession``). A head runs
+on a node's machine and is lost with it, or is started again by its launcher, there or nowhere. It may fall between its claim and its
+commands, stand still while another takes over, or be cut off from most nodes. With its machine, the end of its journal may be lost, or
+all of it. The oracle of this part: no epoch is begun by two heads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+from phalanx.fleet.core import commands as c
+from phalanx.fleet.core import decide as core
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core import succession
+from phalanx.fleet.core.decide import CoreStep
+from phalanx.fleet.core.epochs.deadlines import next_deadline_s
+from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
+from phalanx.fleet.core.orders import Order, deliveries
+from phalanx.fleet.core.replay import batch_line, first_line, replay
+from phalanx.fleet.core.simulated_clock import SimulatedClock
+from phalanx.fleet.core.state import FleetPhase, FleetState, NonFiniteDoubt, encode_state
+from phalanx.fleet.core.succession import Candidacy, Claim
+from phalanx.run.peers.fencing import FencingToken
+from phalanx_plan.simulate.hostile.training import Conditions, Disk
+
+LEAST_TICK_S = 0.25
+
+
+class Register(Protocol):
+    """The claims of all heads, as one head sees them."""
+
+    @property
+    def claim(self) -> Claim:
+        """The newest claim."""
+
+    def make(self, claim: Claim) -> bool:
+        """Makes a claim; False if its term has been claimed."""
+
+    def begins(self, head: SimulatedCoordinator) -> None:
+        """Notes that a head begins an epoch."""
+
+    def left_of(self, journal: list[bytes]) -> list[bytes]:
+        """What is left of a journal after its machine was lost."""
+
+
+class HeadWorld(Protocol):
+    """A head's view of the world."""
+
+    clock: SimulatedClock
+    conditions: Conditions
+    disk: Disk
+
+    def to_node(self, head: SimulatedCoordinator, name: str, command: c.Command) -> None:
+        """Sends a command over the unreliable network."""
+
+    def check_source(self, state: FleetState) -> None:
+        """Is called with the state that begins an epoch, before anybody is told."""
+
+    def check_laid(self, seats: int, state: FleetState) -> None:
+        """Is called with a state that has begun an epoch, and the number of seats before it."""
+
+    def check_verdict(self, doubt: NonFiniteDoubt | None, state: FleetState) -> None:
+        """Is called after each event, with the doubt that was open before it and the state after it."""
+
+
+class SimulatedCoordinator:
+    """The shell around the core: what stands between the network and the decisions."""
+
+    def __init__(
+        self,
+        world: HeadWorld,
+        register: Register,
+        node: str,
+        claim: Claim,
+        state: FleetState,
+        step: CoreStep,
+    ) -> None:
+        """
+        Args:
+            world: Clock, disk and network.
+            register: The claims.
+            node: The node on whose machine it runs; empty if that is none of the fleet's.
+            claim: The claim with which it begins to lead.
+            state: The state from which it leads on.
+            step: The core's ``step``, or a broken one that the world is to find out.
+        """
+        self.world, self.register, self.node, self.claim, self.step = world, register, node, claim, step
+        self.clock, self.disk = world.clock, world.disk
+        self.state = state
+        self.journal = [first_line(self.state)]
+        self.up = False
+        self.life = 0
+        self.superseded = False
+        self.gone = False
+        """Its machine was lost, and with it perhaps the end of its journal."""
+        self.stopped = False
+        """The process stands still: it hears nothing until it goes on, and then everything at once."""
+        self.unread: list[m.CoreEvent] = []
+        self.falls: str = ""
+        """``before`` or ``after`` the next claim, it crashes."""
+        self.seen: tuple[int, ...] = ()
+        """Committed steps that the core has been told of."""
+
+    def start(self) -> None:
+        """Comes up where it was before: replays the journal, and tells the core that it was away."""
+        if self.up or self.gone or self._is_superseded():
+            return
+        if self.events:
+            before = encode_state(self.state)
+            self.state = replay(self.journal, self.step).state
+            if encode_state(self.state) != before:
+                raise BrokenInvariant("the journal does not replay to the same state")
+        self._lead(anew=not self.events and self.claim.reign == 1)
+
+    def come_back(self) -> None:
+        """Comes up after its machine was lost, with what is left of its journal."""
+        self.gone = False
+        if self._is_superseded():
+            return
+        lines, fencing = self.register.left_of(self.journal), self.state.fencing
+        self.state = succession.inherited(self.claim, lines, fencing, self.clock.now_s, self.step)
+        self.journal, self.seen = [first_line(self.state)], ()
+        self._lead(anew=False)
+
+    def _is_superseded(self) -> bool:
+        self.superseded = self.superseded or self.register.claim.reign != self.claim.reign
+        return self.superseded
+
+    def _lead(self, anew: bool) -> None:
+        self.up = True
+        # A head that fell between its claim and its commands has begun the epoch all the same.
+        self.disk.fence = max(self.disk.fence, self.claim.epoch)
+        if succession.is_untold(self.state, self.claim):
+            self._decide(m.Untold())
+        if not anew and self.up:  # before anything else: deadlines may have passed that nobody could keep
+            self._decide(m.Restarted())
+        self._tick(self.life)
+
+    @property
+    def events(self) -> int:
+        """How many events the core has seen."""
+        return len(self.journal) - 1
+
+    def crash(self) -> None:
+        """Dies at once; the journal survives."""
+        self.up = self.stopped = False
+        self.falls = ""
+        self.unread = []
+        self.life += 1
+
+    def lose_machine(self) -> None:
+        """Dies, and no launcher on its machine starts it again."""
+        self.gone = True
+        self.crash()
+
+    def go_on(self) -> None:
+        """The process that stood still goes on, with all that has arrived meanwhile."""
+        self.stopped = False
+        unread, self.unread = self.unread, []
+        for event in unread:
+            self.hear(event)
+
+    def hear(self, event: m.CoreEvent) -> None:
+        """Takes an event, after what has changed on disk."""
+        if self.stopped:
+            self.unread.append(event)
+        elif self.up:
+            saved = tuple(sorted(self.disk.steps))
+            if saved != self.seen:
+                self.seen = saved
+                self._decide(m.DiskHolds(saved))
+            if self.up:
+                self._decide(event)
+
+    def _decide(self, event: m.CoreEvent) -> None:
+        before, doubt, now_s = mark(self.state), self.state.doubt, self.clock.now_s
+        seats = len(self.state.seats)
+        self.journal.append(batch_line(now_s, (event,)))
+        self.state, orders = self.step(self.state, event, now_s)
+        check(self.state, before)
+        self.world.check_verdict(doubt, self.state)
+        if self.state.epoch > before.epoch:
+            self.world.check_laid(seats, self.state)
+        if succession.is_due(self.claim, self.state) and not self._claims():
+            return
+        self.disk.delete(self.state.condemned)
+        self._send(orders)
+
+    def _claims(self) -> bool:
+        """Claims anew; False if it must send nothing: it was superseded, or fell."""
+        falls = self.falls
+        if falls == "before":
+            self.crash()
+            return False
+        claim = succession.renewed(self.claim, self.state, f"{self.claim.term + 1} by {self.node}")
+        if not self.register.make(claim):
+            self.crash()
+            self.superseded = True
+            return False
+        begins, self.claim = claim.epoch > self.claim.epoch, claim
+        if falls:
+            self.crash()
+            return False
+        if begins:
+            self._begins()
+        return True
+
+    def _begins(self) -> None:
+        # Before anybody is told: a fenced node that trains on must not commit what is about to be computed again.
+        self.disk.fence = self.state.epoch
+        self.register.begins(self)
+        if self.state.phase is FleetPhase.BINDING:
+            self.world.check_source(self.state)
+
+    def _send(self, orders: list[Order]) -> None:
+        for name, command in deliveries(self.state, orders):
+            self.world.to_node(self, name, command)
+
+    def _tick(self, life: int) -> None:
+        if self.life != life:
+            return
+        if not self.stopped:
+            if self._is_superseded():
+                self.crash()
+                return
+            self.hear(m.Tick())
+        wait_s = max(LEAST_TICK_S, next_deadline_s(self.state) - self.clock.now_s)
+        self.clock.after(min(wait_s, 1.0), lambda: self._tick(life))
+
+
+# The heads of a world.
+
+
+STANDS_FOR = 2
+"""A candidate withdraws after so many times the patience of the fleet."""
+_START = FencingToken(0, "")
+
+
+class Heads:
+    """Every head that has led, the claims that they made, and the candidates of now."""
+
+    def __init__(self, world: HeadWorld, step: core.CoreStep, draw: random.Random) -> None:
+        self.world, self.step, self.random = world, step, draw
+        self.claims: list[Claim] = []
+        self.heads: list[SimulatedCoordinator] = []
+        self.candidates: dict[str, tuple[Candidacy, float]] = {}
+        """Node -> its candidacy, and the time at which it withdraws."""
+        self.begun_by: dict[int, int] = {}
+        """Epoch -> the reign of the head that began it."""
+        self.successions = 0
+
+    # --- the register
+
+    @property
+    def claim(self) -> Claim:
+        """The newest claim."""
+        return self.claims[-1]
+
+    def make(self, claim: Claim) -> bool:
+        """Makes a claim; False if its term has been claimed."""
+        if claim.term != len(self.claims) + 1:
+            return False
+        self.claims.append(claim)
+        return True
+
+    # --- heads
+
+    @property
+    def newest(self) -> SimulatedCoordinator:
+        """The head that made the newest claim, dead or alive."""
+        return self.heads[self.claim.reign - 1]
+
+    def first(self, node: str) -> None:
+        """The run's first head starts on the machine of ``node``; on none of the fleet's if that is empty."""
+        state = core.initial_state(self.world.conditions.settings, 0.0, _START)
+        claim = succession.first_claim(state, node, "first")
+        self.make(claim)
+        self.heads.append(SimulatedCoordinator(self.world, self, node, claim, state, self.step))
+        self.newest.start()
+
+    def lose_machine(self, node: str) -> None:
+        """A machine is lost, with the head or the candidate on it."""
+        self.withdraw(node)
+        for head in self.heads:
+            if head.node == node:
+                head.lose_machine()
+
+    def machine_is_back(self, node: str) -> None:
+        """A machine has come back; some launchers come back with it, and start their head again."""
+        for head in self.heads:
+            if head.node == node and head.gone and self.random.random() < 0.5:
+                head.come_back()
+
+    def make_peace(self) -> None:
+        """Ends all faults of heads. Where no node can succeed the lost head, somebody starts it again."""
+        for head in self.heads:
+            head.falls = ""
+            head.go_on()
+        newest = self.newest
+        if newest.gone and not self.claim.voters:
+            newest.come_back()
+        newest.start()
+
+    def leading(self) -> list[SimulatedCoordinator]:
+        """The heads that answer: more than one, while an earlier one has not noticed that it was superseded."""
+        return [head for head in self.heads if head.up]
+
+    def begins(self, head: SimulatedCoordinator) -> None:
+        """Notes that a head begins an epoch. Raises BrokenInvariant if another has begun that one, or a later one."""
+        epoch, reign = head.state.epoch, head.claim.reign
+        newest = max(self.begun_by, default=-1)
+        if self.begun_by.get(epoch, reign) != reign or (epoch < newest and self.begun_by[newest] != reign):
+            raise BrokenInvariant(
+                f"reign {reign} began epoch {epoch}, and reign {self.begun_by[newest]} epoch {newest}"
+            )
+        self.begun_by[epoch] = reign
+
+    @property
+    def events(self) -> int:
+        """Number of events that the cores of all heads have seen."""
+        return sum(head.events for head in self.heads)
+
+    # --- candidates
+
+    def stand(self, node: str) -> None:
+        """A node becomes a candidate."""
+        until_s = self.world.clock.now_s + STANDS_FOR * self.world.conditions.succession_s
+        self.candidates[node] = (Candidacy(self.claim), until_s)
+
+    def withdraw(self, node: str) -> None:
+        """A node is no candidate any more: it is lost, or has a head."""
+        self.candidates.pop(node, None)
+
+    def vote(self, candidate: str, voter: str) -> None:
+        """A node without a head has attached to a candidate, which may thereby be elected."""
+        candidacy, until_s = self.candidates[candidate]
+        now_s, claim = self.world.clock.now_s, self.claim
+        if now_s >= until_s or candidacy.claim.term != claim.term:
+            self.withdraw(candidate)
+            return
+        candidacy.heard(voter, now_s)
+        if not candidacy.is_elected(now_s, 2 * self.world.conditions.heartbeat_s):
+            return
+        self.withdraw(candidate)
+        successor = succession.succeeding(claim, candidate, f"{claim.term + 1} by {candidate}")
+        if self.make(successor):
+            self._succeed(claim, successor)
+
+    def _succeed(self, before: Claim, claim: Claim) -> None:
+        """The head that has made ``claim`` takes over from the one of ``before``."""
+        self.successions += 1
+        lines, world = self.left_of(self.heads[before.reign - 1].journal), self.world
+        state = succession.inherited(before, lines, _START, world.clock.now_s, self.step)
+        self.heads.append(SimulatedCoordinator(world, self, claim.node, claim, state, self.step))
+        self.newest.start()
+
+    def left_of(self, journal: Sequence[bytes]) -> list[bytes]:
+        """What is left of a journal after its machine was lost: most often all of it, else a first part, or nothing."""
+        chance = self.random.random()
+        if chance < 0.5:
+            return list(journal)
+        if chance < 0.6:
+            return []
+        if chance < 0.9:
+            return list(journal[: max(0, len(journal) - int(self.random.expovariate(1 / 20)))])
+        return list(journal[: self.random.randint(0, len(journal))])

@@ -1,0 +1,355 @@
+"""A simulated node: its agent, its workers and its snapshot memory, as the core sees them through messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol
+
+from phalanx.fleet.core import commands as c
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core import succession
+from phalanx.fleet.core.epochs.retention import droppable
+from phalanx.fleet.core.succession import NOT_LED
+from phalanx_plan.simulate.hostile.coordinator import Heads, SimulatedCoordinator
+from phalanx_plan.simulate.hostile.training import Group, TrainingWorld
+
+
+class WorldView(TrainingWorld, Protocol):
+    """A node's view of the world: clock, random numbers, conditions, the network and the other nodes."""
+
+    nodes: dict[str, SimulatedNode]
+    heads: Heads
+
+    def reaches(self, node: SimulatedNode, other: str) -> bool:
+        """True if messages pass between a node and the machine of another."""
+
+    def to_coordinator(self, node: SimulatedNode, message: m.AgentReport) -> None:
+        """Sends a report over the unreliable network to the head that the node is attached to."""
+
+    def group(self, bind: c.Bind) -> Group:
+        """The process group of an epoch."""
+
+    def fetch(self, node: SimulatedNode, group: Group, bind: c.Bind) -> bool:
+        """Restores a node's state from where ``bind`` says; False if it is not there."""
+
+
+class SimulatedNode:
+    """A node: what its agent does with commands, and the faults that may strike it."""
+
+    def __init__(self, world: WorldView, name: str, domain: tuple[str, ...]) -> None:
+        self.world, self.name, self.domain = world, name, domain
+        self.incarnation = 0
+        self.life = 0
+        """Raised by the agent's death or fencing, which cancel every action planned before."""
+        self.up = False
+        self.cut = False
+        """True while no message passes between it and other machines."""
+        self.side = 0
+        """The part of the network that it is in."""
+        self.head: SimulatedCoordinator | None = None
+        """The head that it is attached to."""
+        self.follows = NOT_LED
+        """The highest reign that it has been led by: it attaches to no earlier one's head."""
+        self.alone_since_s: float | None = None
+        """When it lost its head, or last gave up to succeed it."""
+        self.sick = False
+        """What its workers compute is not finite; a restart does not heal that."""
+        self.going = False
+        """Its scheduler is about to take the machine away, and its agent says so."""
+        self.held: dict[m.RankSnapshot, bool] = {}
+        """Snapshot -> True if its content is corrupt."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self.life += 1
+        self.incarnation += 1
+        self.warm = self.hung = self.maimed = self.leaving = self.bound = self.leave_at_boundary = (
+            self.doubts
+        ) = False
+        self.epoch = self.parked = m.NO_EPOCH
+        self.step = m.NO_STEP
+        self.bind: c.Bind | None = None
+        self.group: Group | None = None
+
+    # --- faults
+
+    def start(self) -> None:
+        """The machine boots: its agent has no snapshots, and its workers are cold."""
+        if not self.up:
+            self.up, self.held = True, {}
+            self.head, self.follows, self.alone_since_s = None, NOT_LED, None
+            self.world.heads.machine_is_back(self.name)
+            self._begin()
+
+    def _begin(self) -> None:
+        self._find_head()
+        self.join()
+        self._warm_up()
+        self._later(self.world.random.uniform(0, self.world.conditions.heartbeat_s), self._beat)
+
+    def crash(self, silently: bool) -> None:
+        """The machine is lost, with its memory; unless ``silently``, the coordinator sees its connection break."""
+        if self.up:
+            self.up = False
+            self.world.heads.lose_machine(self.name)
+            if not silently and self.head is not None:
+                gone = m.Disconnected(self.name, self.incarnation)
+                self.world.clock.after(0.01, partial(self.head.hear, gone))
+            self._forget()
+
+    def kill_worker(self) -> None:
+        """A worker is killed; the agent sees it at once."""
+        if self.up and self.warm:
+            self.warm, epoch = False, self.epoch
+            self.maimed = epoch != m.NO_EPOCH
+            self.say(m.WorkerExited(self.name, self.incarnation, epoch, 0, -9))
+            self._warm_up()
+
+    def hang(self, seen: bool) -> None:
+        """The workers hang; unless ``seen``, they still answer their agent, which notices nothing."""
+        if self.up and self.epoch != m.NO_EPOCH and not self.maimed:
+            self.hung = True
+            if seen:
+                self._later(1.0, self._kill_hung)
+
+    def _kill_hung(self) -> None:
+        if self.hung:
+            self.hung, self.warm, self.maimed = False, False, True
+            self.say(m.WorkerHung(self.name, self.incarnation, self.epoch, 0, 1.0))
+            self._warm_up()
+
+    def break_collective(self) -> None:
+        """A collective fails in its workers."""
+        if self.up and self.epoch != m.NO_EPOCH and not (self.hung or self.maimed or self.leaving):
+            self.leaving = True
+            self.say(m.Broken(self.name, self.incarnation, self.epoch, 0, "connection reset by peer"))
+
+    def doubt(self, epoch: int, step: int, ranks: tuple[int, ...]) -> None:
+        """Its workers find that a step is not finite, and wait to be ordered out of the epoch."""
+        if self.computes(epoch):
+            self.doubts = True
+            self.say(m.Suspect(self.name, "nonfinite", "loss nan", epoch=epoch, ranks=ranks, step=step))
+
+    # --- reports
+
+    def say(self, message: m.AgentReport) -> None:
+        """Sends a report to the coordinator."""
+        self.world.to_coordinator(self, message)
+
+    def join(self) -> None:
+        """Describes itself completely."""
+        self.say(
+            m.Joined(
+                self.name,
+                self.incarnation,
+                self.world.conditions.workers,
+                self.name,
+                1,
+                self.domain,
+                tuple(self.held),
+                self.epoch,
+                self.bound,
+                self._points(),
+                leaving=self.going,
+            )
+        )
+
+    def _points(self) -> tuple[str, ...]:
+        return (f"{self.name}:{self.incarnation}" if self.warm else "",) * self.world.conditions.workers
+
+    def _beat(self) -> None:
+        if not self._is_led():
+            self.head = None
+            self._find_head()
+            self.join()
+        phase = self._phase()
+        self.say(m.Heartbeat(self.name, self.incarnation, self.epoch, self.step, phase, leaving=self.going))
+        self._later(self.world.conditions.heartbeat_s, self._beat)
+
+    def _phase(self) -> m.WorkerPhase:
+        if not self.warm:
+            return m.WorkerPhase.COLD
+        if self.epoch == m.NO_EPOCH:
+            return m.WorkerPhase.WARM
+        if self.leaving:
+            return m.WorkerPhase.LEAVING
+        return m.WorkerPhase.BOUND if self.bound else m.WorkerPhase.BINDING
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        life = self.life
+
+        def act() -> None:
+            if self.life == life:
+                action()
+
+        self.world.clock.after(delay_s, act)
+
+    def _warm_up(self) -> None:
+        self._later(self.world.random.uniform(*self.world.conditions.warm_up_s), self._is_warm)
+
+    def _is_warm(self) -> None:
+        if not self.warm:
+            self.warm = True
+            if self.epoch == m.NO_EPOCH:
+                self.say(m.Ready(self.name, self.incarnation, self._points()))
+
+    # --- heads
+
+    def _is_led(self) -> bool:
+        """True if it is attached to a head. A connection over which nothing comes is given up after a while."""
+        head = self.head
+        if head is None or not head.up:
+            return False
+        silent = head.stopped or not self.world.reaches(self, head.node)
+        return not (silent and self.world.random.random() < 0.3)
+
+    def _find_head(self) -> None:
+        """Attaches to a head that it may follow; without one, votes for candidates and may become one itself."""
+        heads, world = self.world.heads, self.world
+        found = [
+            head
+            for head in heads.leading()
+            if not head.stopped and head.claim.reign >= self.follows and world.reaches(self, head.node)
+        ]
+        if found:
+            self.head, self.alone_since_s = world.random.choice(found), None
+            self.follows = self.head.claim.reign
+            heads.withdraw(self.name)
+            return
+        self._stand()
+        for candidate in list(heads.candidates):
+            if candidate in heads.candidates and world.reaches(self, candidate):
+                heads.vote(candidate, self.name)
+
+    def _stand(self) -> None:
+        """Becomes a candidate once it has been alone for long enough."""
+        heads, now_s = self.world.heads, self.world.clock.now_s
+        if self.alone_since_s is None:
+            self.alone_since_s = now_s
+        patience_s = succession.stands_after_s(heads.claim, self.name, self.world.conditions.succession_s)
+        if patience_s is not None and now_s - self.alone_since_s >= patience_s:
+            self.alone_since_s = now_s
+            heads.stand(self.name)
+
+    # --- commands
+
+    def on_command(self, command: c.Command) -> None:
+        """Obeys a command of the coordinator."""
+        if isinstance(command, c.Park):
+            self._park(command)
+        elif isinstance(command, c.Bind):
+            self._enter(command)
+        elif isinstance(command, c.Fence) and command.incarnation >= self.incarnation:
+            self._forget()
+            self._begin()
+        elif isinstance(command, c.TellAll):
+            self.join()
+        elif isinstance(command, c.Shutdown):
+            self._go()
+
+    def _go(self) -> None:
+        """Goes, with its memory; the machine comes to the fleet again after a while."""
+        self.crash(silently=False)
+        self.going = False
+        self.world.clock.after(self.world.random.uniform(0.5, 30), self.start)
+
+    def _park(self, command: c.Park) -> None:
+        if self.epoch > command.epoch:
+            return
+        if self.epoch == m.NO_EPOCH:
+            self._is_parked(command.epoch)
+        elif command.planned and self.bound and not (self.maimed or self.doubts):
+            self.leave_at_boundary = True
+        elif self.hung:
+            # A hanging worker cannot answer; the agent kills it, and the new worker is in no epoch.
+            self._later(1.0, self._kill_hung)
+            self._later(1.1, self.leave)
+        else:
+            self.leaving = True
+            self._later(self.world.random.uniform(0.001, 0.05), self.leave)
+
+    def leave(self) -> None:
+        """All workers leave their epoch."""
+        if self.epoch != m.NO_EPOCH:
+            epoch, self.epoch = self.epoch, m.NO_EPOCH
+            self.maimed = self.leaving = self.bound = self.leave_at_boundary = self.doubts = False
+            self._is_parked(epoch)
+
+    def _is_parked(self, epoch: int) -> None:
+        self.parked = max(self.parked, epoch)
+        self.say(m.Parked(self.name, self.incarnation, epoch, self._points(), tuple(self.held)))
+
+    def _enter(self, bind: c.Bind) -> None:
+        if bind.epoch <= max(self.parked, self.epoch) or not self.warm:
+            return
+        self.epoch, self.bind, self.bound, self.step = bind.epoch, bind, False, m.NO_STEP
+        resumed = m.NO_STEP if isinstance(bind.resume, c.Fresh) else bind.resume.step
+        # Steps after the restored one are computed again.
+        self.held = {held: tainted for held, tainted in self.held.items() if held.step <= resumed}
+        self.group = self.world.group(bind)
+        self.group.enter(self, bind)
+        self._later(
+            self.world.random.uniform(0.01, self.world.conditions.restore_s), lambda: self._restore(bind)
+        )
+
+    def _restore(self, bind: c.Bind) -> None:
+        if self.computes(bind.epoch) and self.group is not None:
+            if self.world.fetch(self, self.group, bind):
+                self.group.has_restored(self)
+            else:
+                self.break_collective()
+
+    def begin(self) -> None:
+        """Starts training: all members have met and restored."""
+        self.bound, self.step = True, self.group.step if self.group else m.NO_STEP
+        self.say(m.Bound(self.name, self.incarnation, self.epoch))
+
+    def report_durable(self, epoch: int, step: int) -> None:
+        """Reports a committed checkpoint to the coordinator."""
+        self.say(m.Durable(self.name, self.incarnation, epoch, step))
+
+    # --- training
+
+    def computes(self, epoch: int) -> bool:
+        """True if its workers take part in the collectives of ``epoch``."""
+        return self.up and self.epoch == epoch and not (self.hung or self.maimed or self.leaving)
+
+    def holds(self, rank: int, epoch: int) -> bool:
+        """True if one of its workers is ``rank`` in ``epoch``."""
+        bind = self.bind
+        return (
+            bind is not None and self.epoch == bind.epoch == epoch and any(rank == r for _, r in bind.places)
+        )
+
+    def copies_wanted(self) -> Iterator[tuple[int, bool]]:
+        """(rank, True if it is the buddy's copy) of each snapshot that it keeps or sends."""
+        if self.bind is not None:
+            yield from ((rank, False) for _, rank in self.bind.places)
+            yield from ((rank, True) for buddy in self.bind.buddies for rank in buddy.ranks)
+
+    def complete(self, group: Group, step: int) -> None:
+        """Ends a step, and takes a snapshot of it if the last snapshot is safe."""
+        self.step = step
+        for old in droppable(self.held, group.safe):
+            del self.held[old]
+        if self.bind is None or group.newest != step:
+            return
+        for _, rank in self.bind.places:
+            self._keep(group, rank, step, "own")
+        for buddy in self.bind.buddies:
+            for rank in buddy.ranks:
+                self._send(group, self.world.nodes[buddy.node], rank, step)
+
+    def _send(self, group: Group, to: SimulatedNode, rank: int, step: int) -> None:
+        def arrive() -> None:
+            if self.epoch == to.epoch == group.epoch and self.up and to.up:
+                to._keep(group, rank, step, "buddy")
+
+        self._later(self.world.random.uniform(0.001, self.world.conditions.copy_s), arrive)
+
+    def _keep(self, group: Group, rank: int, step: int, kind: str) -> None:
+        second = kind == "buddy"
+        holding = m.RankSnapshot(group.ranks, rank, step, "buddy" if second else "own", 1, group.epoch)
+        self.held[holding] = group.tainted(step)
+        group.copy_arrived(rank, step, second)

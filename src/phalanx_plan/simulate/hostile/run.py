@@ -1,0 +1,361 @@
+"""Runs small hostile worlds: everything that can fail does, at any moment, recovery included; the core must hold.
+
+A world is a function of its seed: fleet, layout, network and faults are drawn from it. The network loses, repeats,
+delays and reorders messages; workers die and hang, machines die alone and by racks and come back, links break, the
+coordinator is cut off, stands still, crashes and replays its journal, or is lost with its machine and succeeded, nodes turn out slow, unsound or wrong, or alone with an error, and steps are not finite. After every event the
+invariants of the core and of the world are checked; when the faults have ended, training must go on within a bound.
+The method is that of FoundationDB (SIGMOD 2021, section 4) and TigerBeetle: one thread, one seed, one truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from phalanx.fleet.core import decide as core
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.epochs.epoch_plan import can_do_without
+from phalanx.fleet.core.invariants import BrokenInvariant
+from phalanx.fleet.core.resize import CannotShrinkError, choose
+from phalanx.fleet.core.state import FleetPhase
+from phalanx_plan.simulate.hostile.node import SimulatedNode
+from phalanx_plan.simulate.hostile.world import World
+
+# The faults of a hostile world, each a function of the world and its random numbers.
+
+
+def strike_somewhere(world: World) -> None:
+    """Commits one fault, drawn from the world's random numbers."""
+    names, weights = zip(*((name, weight) for name, (weight, _) in _FAULTS.items()), strict=True)
+    name = world.random.choices(names, weights)[0]
+    world.faults[name] += 1
+    _FAULTS[name][1](world)
+
+
+def _somebody(world: World) -> SimulatedNode:
+    return world.nodes[world.random.choice(list(world.nodes))]
+
+
+def _crash(world: World, node: SimulatedNode) -> None:
+    node.crash(silently=world.random.random() < 0.3)
+    world.clock.after(world.random.uniform(0.5, 30), node.start)
+
+
+def _worker(world: World) -> None:
+    _somebody(world).kill_worker()
+
+
+def _hang(world: World) -> None:
+    _somebody(world).hang(seen=world.random.random() < 0.7)
+
+
+def _node(world: World) -> None:
+    _crash(world, _somebody(world))
+
+
+def _rack(world: World) -> None:
+    domain = _somebody(world).domain
+    for node in world.nodes.values():
+        if node.domain == domain and world.random.random() < 0.9:
+            world.clock.after(world.random.uniform(0, 0.2), partial(_crash, world, node))
+
+
+def _link(world: World) -> None:
+    node = _somebody(world)
+    group = node.group
+    if group is None:
+        return
+    for other in group.members:
+        if other.epoch == group.epoch and (other is node or world.random.random() < 0.5):
+            other.break_collective()
+
+
+def _cut(world: World) -> None:
+    _isolate(world, _somebody(world))
+
+
+def _cut_all(world: World) -> None:
+    for node in world.nodes.values():
+        _isolate(world, node)
+
+
+def _isolate(world: World, node: SimulatedNode) -> None:
+    def mend() -> None:
+        node.cut = False
+
+    if not node.cut and node.up:
+        node.cut = True
+        if world.random.random() < 0.5 and node.head is not None:
+            node.head.hear(m.Disconnected(node.name, node.incarnation))
+        world.clock.after(world.random.uniform(0.1, 15), mend)
+
+
+def _coordinator(world: World) -> None:
+    world.coordinator.crash()
+    world.clock.after(world.random.uniform(0.1, 20), world.coordinator.start)
+
+
+def _head(world: World) -> None:
+    """The machine of the head is lost, and everything on it."""
+    node = world.nodes.get(world.coordinator.node)
+    if node is not None:
+        _crash(world, node)
+
+
+def _fall(world: World) -> None:
+    """The head falls in the middle of its next decision that needs a claim, and is started again some time later."""
+    head = world.coordinator
+    head.falls = world.random.choice(("before", "after"))
+    world.clock.after(world.random.uniform(5, 25), head.start)
+
+
+def _stand_still(world: World) -> None:
+    """The head's process is stopped and goes on later, when another may have taken over."""
+    head = world.coordinator
+    if head.up:
+        head.stopped = True
+        world.clock.after(world.random.uniform(1, 40), head.go_on)
+
+
+def _part(world: World) -> None:
+    """The network falls into two parts."""
+    for node in world.nodes.values():
+        node.side = world.random.randint(0, 1)
+
+    def mend() -> None:
+        for node in world.nodes.values():
+            node.side = 0
+
+    world.clock.after(world.random.uniform(1, 40), mend)
+
+
+def _slow(world: World) -> None:
+    _accuse(world, "straggler")
+
+
+def _unsound(world: World) -> None:
+    _accuse(world, "health")
+
+
+def _accuse(world: World, reason: Literal["straggler", "health"]) -> None:
+    name = _somebody(world).name
+    world.coordinator.hear(m.Suspect(name, reason, "a test"))
+    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
+
+
+def _sicken(world: World) -> None:
+    node = _somebody(world)
+    node.sick = True
+    world.ever_sick.add(node.name)
+
+    def heal() -> None:
+        node.sick = False
+        world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(node.name)))
+
+    world.clock.after(world.random.uniform(1, 20), heal)
+
+
+def _cannot_train(world: World) -> None:
+    """One node alone says that the run cannot go on, where the others can do without it."""
+    name, state = _somebody(world).name, world.coordinator.state
+    heard = world.coordinator.up and not world.coordinator.stopped
+    if not heard or name not in state.nodes or not can_do_without(state, {name}):
+        return
+    kind = f"error {world.faults['cannot train']}"
+    world.coordinator.hear(m.Fatal(state.epoch, name, "its data cannot be read", kind))
+    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
+
+
+def _corrupt(world: World) -> None:
+    node = _somebody(world)
+    group = node.group
+    if group is None or not group.running or not node.computes(group.epoch) or group.tainted(group.step + 1):
+        return
+    group.right_until = group.step
+    found = m.Suspect(node.name, "corruption", "checksums differ", trusted_step=group.step, epoch=group.epoch)
+    world.unheard += 1
+    world.clock.after(world.random.uniform(0, 3), lambda: _report(world, found))
+
+
+def _report(world: World, found: m.Suspect) -> None:
+    """Reports a corruption until a head that knows the node has heard it, and has not fallen before it could say so in a claim."""
+    head = world.coordinator
+    head.start()
+    heard = head.up and not head.stopped and found.node in head.state.nodes
+    if heard:
+        head.hear(found)
+    if heard and head.up:
+        world.unheard -= 1
+    else:
+        world.clock.after(1.0, lambda: _report(world, found))
+
+
+def _drain(world: World) -> None:
+    name = _somebody(world).name
+    world.coordinator.hear(m.Drain(name))
+    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
+
+
+def _give_back(world: World) -> None:
+    """An operator gives nodes back, and wants them again later."""
+    state, before = world.coordinator.state, world.conditions.settings
+    try:
+        names = choose(state, world.random.randint(1, 2), world.coordinator.node)
+    except CannotShrinkError:
+        return
+    world.coordinator.hear(m.GiveBack(names))
+    formation = before.formation
+    again = m.Enlarge(before.wanted_nodes, before.expected_nodes, formation.legal, formation.fewer)
+    world.clock.after(world.random.uniform(1, 30), lambda: world.coordinator.hear(again))
+
+
+def _take_away(world: World) -> None:
+    """A scheduler takes a machine away with grace, or without waiting for the fleet to let it go."""
+    node = _somebody(world)
+    node.going = True
+    if world.random.random() < 0.3:
+        world.clock.after(world.random.uniform(0.1, 20), partial(_end_of_grace, world, node))
+
+
+def _end_of_grace(world: World, node: SimulatedNode) -> None:
+    if node.going:
+        node.going = False
+        _crash(world, node)
+
+
+_FAULTS: dict[str, tuple[float, Callable[[World], None]]] = {
+    "worker killed": (4, _worker),
+    "worker hung": (3, _hang),
+    "node lost": (4, _node),
+    "rack lost": (1, _rack),
+    "link broken": (2, _link),
+    "node cut off": (2, _cut),
+    "all cut off": (0.5, _cut_all),
+    "coordinator crashed": (2, _coordinator),
+    "head lost": (1.5, _head),
+    "head fell while deciding": (1, _fall),
+    "head stood still": (1, _stand_still),
+    "network parted": (1, _part),
+    "straggler": (1, _slow),
+    "unsound": (0.5, _unsound),
+    "corruption": (0.5, _corrupt),
+    "not finite": (0.7, _sicken),
+    "cannot train": (0.5, _cannot_train),
+    "drained": (1, _drain),
+    "given back": (1, _give_back),
+    "taken away": (1, _take_away),
+}
+
+
+FAULTS_END_S = 60.0
+RECOVERED_WITHIN_S = 240.0
+"""Longer than every deadline of the core in a row: park, bind, lease, stall twice, growth."""
+
+
+@dataclass(frozen=True)
+class WorldOutcome:
+    """How a world went."""
+
+    seed: int
+    faults: dict[str, int]
+    recoveries: int
+    regroups: int
+    epochs: int
+    steps: int
+    lost_steps: int
+    worst_lost_steps: int
+    """In one recovery that restored from memory."""
+    events: int
+    successions: int
+    """How often another node's head took over."""
+
+
+def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
+    """Runs the world of one seed. Raises BrokenInvariant, with the command that reproduces it."""
+    world = World(seed, step)
+    try:
+        return _run(world)
+    except Exception as error:
+        where = f"at {world.clock.now_s:.3f} s, after {world.heads.events} events"
+        raise BrokenInvariant(
+            f"{error or type(error).__name__}, {where}. To see it again: phalanx simulate fleet --small --seeds {seed}:{seed + 1}"
+        ) from error
+
+
+def _run(world: World) -> WorldOutcome:
+    """Lets faults strike for a minute, then lets the fleet recover."""
+    for node in world.nodes.values():
+        world.clock.after(world.random.uniform(0, 2), node.start)
+    world.heads.first("0" if world.conditions.succession_s else "")
+    _next_fault(world, world.random.choice((0.5, 2.0, 8.0)))
+    world.clock.run_until(FAULTS_END_S)
+    _make_peace(world)
+    _recover(world)
+    state = world.coordinator.state
+    return WorldOutcome(
+        world.seed,
+        dict(world.faults),
+        state.recoveries,
+        state.regroups,
+        state.epoch + 1,
+        world.furthest + 1,
+        world.lost_steps,
+        world.worst_lost_steps,
+        world.heads.events,
+        world.heads.successions,
+    )
+
+
+def _next_fault(world: World, mean_s: float) -> None:
+    """Strikes now, and again after a random time."""
+    if world.clock.now_s >= FAULTS_END_S - 5:
+        return
+    strike_somewhere(world)
+    recovering = world.coordinator.state.phase in (FleetPhase.PARKING, FleetPhase.BINDING)
+    # Recovery is where control planes break, so that is where faults fall most.
+    hurry = 0.05 if recovering and world.random.random() < 0.5 else 1.0
+    world.clock.after(world.random.expovariate(1 / (mean_s * hurry)), lambda: _next_fault(world, mean_s))
+
+
+def _make_peace(world: World) -> None:
+    """Ends all faults: the network is reliable, every machine comes back, every node is admitted."""
+    world.loss = world.repeat = 0.0
+    world.delay_s = min(world.delay_s, 0.1)
+    world.heads.make_peace()
+    for node in world.nodes.values():
+        node.cut = node.sick = node.going = False
+        node.side = 0
+        node.start()
+        world.clock.after(1.0, partial(_tell, world, m.Admit(node.name)))
+        world.clock.after(60.0, partial(_tell, world, m.Admit(node.name)))
+    settings = world.conditions.settings
+    formation = settings.formation
+    whole = m.Enlarge(settings.wanted_nodes, settings.expected_nodes, formation.legal, formation.fewer)
+    world.clock.after(2.0, partial(_tell, world, whole))
+
+
+def _tell(world: World, request: m.CoreEvent) -> None:
+    """Tells the head what an operator wants, once there is one."""
+    if world.coordinator.up:
+        world.coordinator.hear(request)
+    else:
+        world.clock.after(1.0, partial(_tell, world, request))
+
+
+def _recover(world: World) -> None:
+    """Waits until all wanted nodes train. Raises BrokenInvariant if they do not within the bound."""
+    conditions, state = world.conditions, world.coordinator.state
+    settings = conditions.settings
+    full = settings.formation.largest(settings.wanted_nodes * conditions.workers)
+    while world.clock.now_s < FAULTS_END_S + RECOVERED_WITHIN_S:
+        before = world.furthest
+        world.clock.run_until(world.clock.now_s + 4 * conditions.step_s + conditions.heartbeat_s)
+        state = world.coordinator.state
+        if state.phase is FleetPhase.RUNNING and state.ranks == full and world.furthest > before:
+            return
+    raise BrokenInvariant(
+        f"{RECOVERED_WITHIN_S:g} s after the last fault the fleet is {state.phase} with {state.ranks} of {full} "
+        f"ranks, at step {world.furthest}; waits for {sorted(state.awaiting)}; {state.reason}"
+    )

@@ -1,0 +1,483 @@
+"""A hundred thousand accelerators for a month: the core of the fleet under published failure rates.
+
+Reports of healthy nodes are folded into roll calls, so that an incident costs only what it changes; all other events are
+those of a live fleet. The steps between two incidents are counted, not simulated one by one. The result is the number of
+failures and recoveries, and the bucket of each second of the run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from phalanx.fleet.core import commands as c
+from phalanx.fleet.core import decide as core
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.epochs.deadlines import next_deadline_s
+from phalanx.fleet.core.epochs.life_cycle import can_grow
+from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
+from phalanx.fleet.core.settings import CoreSettings, Formation
+from phalanx.fleet.core.simulated_clock import (
+    BINDING,
+    DETECTION,
+    INTERRUPTED,
+    NS_PER_S,
+    PARKING,
+    RECOMPUTED,
+    USEFUL,
+    WAITING,
+    Account,
+    SimulatedClock,
+    to_ns,
+)
+from phalanx.fleet.core.state import NO_SEAT, FleetPhase, RestorePoint
+from phalanx_plan.simulate.rates import DEFAULT_RATE, SILENT, Cause, FailureScope, draw_cause
+from phalanx_plan.simulate.spares import SeatsKept, SpareStudy, StepCost
+from phalanx_plan.whole_run.failures import DAY_S
+
+WORKERS = 8
+LEVELS = ("hall", "switch", "rack")
+"""Levels of the network, the widest first."""
+CHECK_EVERY = 500
+"""Events between two checks of all invariants of the core, whose cost grows with the number of nodes."""
+
+
+OnProgress = Callable[[float, float], None]
+_PARTS = 200
+"""In so many parts a simulation tells how far it is."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The inputs of a simulation. The durations of recovery are best measured on the fleet in question."""
+
+    nodes: int = 12_500
+    spares: int = 125
+    days: float = 30.0
+    seed: int = 0
+    rate: float = DEFAULT_RATE
+    """Failures per 1,000 node-days."""
+    step_s: float = 10.0
+    exit_seen_s: float = 0.05
+    worker_lease_s: float = 1.0
+    park_s: float = 0.2
+    meet_s: float = 1.0
+    """Time for all ranks to connect."""
+    restore_s: float = 3.0
+    """Time to stream a lost node's shards (16 GB a rank at 50 GB/s a node) from a peer."""
+    disk_restore_s: float = 120.0
+    warm_up_s: float = 60.0
+    save_every_s: float = 1800.0
+    audit_every_s: float = 600.0
+    unit: int = 1
+    """Nodes that talk most and are placed together; with more than one, it is told how well the choice of spares keeps them so."""
+    spares_together: int = 0
+    """So many spares lie together, at equal distances all over the fleet; 0 means that all are the last nodes."""
+    rack_nodes: int = 4
+    switch_nodes: int = 32
+    hall_nodes: int = 3200
+
+    def domain(self, node: int) -> tuple[str, ...]:
+        """Where a node lies, the widest level first."""
+        sizes = (self.hall_nodes, self.switch_nodes, self.rack_nodes)
+        return tuple(f"{what}{node // size}" for what, size in zip(LEVELS, sizes, strict=True))
+
+    def spread_spares(self) -> Iterator[int]:
+        """The nodes that begin as spares, if these lie all over the fleet."""
+        together = self.spares_together
+        pieces = self.spares // together if together else 0
+        places = (self.nodes + self.spares) // max(together, 1)
+        for number in range(pieces):
+            first = number * places // pieces * together
+            yield from range(first, first + together)
+
+
+@dataclass(frozen=True)
+class FleetReport:
+    """The result of a simulation. Times in seconds."""
+
+    scenario: Scenario
+    elapsed_s: float
+    failures: dict[str, int]
+    of_members: int
+    recoveries: int
+    from_memory: int
+    from_disk: int
+    regroups: int
+    steps: int
+    goodput: float
+    buckets_s: dict[str, float]
+    node_s: dict[str, float]
+    mean_recovery_s: float
+    """From the fault to the next running epoch."""
+    fewest_spares: int
+    events: int
+    units_kept: dict[str, SeatsKept]
+    """How well units were kept together with the nearest spares, and with any; empty if a unit is one node."""
+
+
+class LargeFleet:
+    """The simulated machines and their training, and the core that gets their reports."""
+
+    def __init__(self, scenario: Scenario, step_cost: StepCost | None = None) -> None:
+        self.scenario, self.clock, self.random = scenario, SimulatedClock(), random.Random(scenario.seed)
+        self.total = scenario.nodes + scenario.spares
+        unit = scenario.unit
+        legal = tuple(range(WORKERS * unit, scenario.nodes * WORKERS + 1, WORKERS * unit))
+        settings = CoreSettings(
+            Formation(WORKERS, legal),
+            wanted_nodes=scenario.nodes,
+            min_nodes=scenario.nodes // 2,
+            block=unit,
+            unit=unit,
+        )
+        self.state = core.initial_state(settings, 0.0)
+        self.started_as_spares = set(map(str, scenario.spread_spares()))
+        self.study: SpareStudy | None = None
+        if unit > 1:
+            domains = {str(index): scenario.domain(index) for index in range(self.total)}
+            self.study = SpareStudy(domains, unit, scenario.seed, step_cost)
+        self.incarnation = {str(index): 1 for index in range(self.total)}
+        self.down: set[str] = set()
+        self.unnoticed: set[str] = set()
+        """Nodes that are down, which the core does not know yet."""
+        self.cold: set[str] = set()
+        """Nodes of which a worker is being started again."""
+        self.account, self.node_ns = Account(), Counter[str]()
+        self.counted_ns = 0
+        self.reached = self.furthest = self.started = m.NO_STEP
+        self.fault_s: float | None = None
+        self.recovery_s: list[float] = []
+        self.failures = Counter[str]()
+        self.of_members = self.events = self.from_memory = self.from_disk = 0
+        self.fewest_spares = self.total
+        self.tick_s = float("inf")
+
+    # --- events to the core
+
+    def hear(self, event: m.CoreEvent) -> None:
+        """Passes one event to the core, and simulates what follows from its decision."""
+        self._count_nodes()
+        before, planned = mark(self.state), self.state.planned
+        self.state, _ = core.step(self.state, event, self.clock.now_s)
+        self.events += 1
+        if self.events % CHECK_EVERY == 0:
+            check(self.state, before)
+        state = self.state
+        self.unnoticed = {name for name in self.unnoticed if state.nodes[name].alive}
+        if (state.phase, state.epoch, state.planned) != (before.phase, before.epoch, planned):
+            self._turn()
+        self._plan_tick()
+
+    def _turn(self) -> None:
+        state, now_ns = self.state, to_ns(self.clock.now_s)
+        if state.phase is FleetPhase.PARKING and state.planned and self.account.bucket == USEFUL:
+            step_ns = to_ns(self.scenario.step_s)
+            left_ns = step_ns - (now_ns - self.account.since_ns) % step_ns
+            self.clock.at((now_ns + left_ns) / NS_PER_S, self._if_still(self._boundary))
+        elif state.phase is FleetPhase.PARKING:
+            self._halt(PARKING)
+            self.account.switch(PARKING, now_ns)
+            self.clock.after(self.scenario.park_s, self._if_still(self._all_parked))
+        elif state.phase is FleetPhase.BINDING:
+            self.account.switch(BINDING, now_ns)
+            memory, disk = isinstance(state.source, RestorePoint), isinstance(state.source, c.FromDisk)
+            self.from_memory, self.from_disk = self.from_memory + memory, self.from_disk + disk
+            restore_s = self.scenario.disk_restore_s if disk else self.scenario.restore_s
+            self.clock.after(self.scenario.meet_s + restore_s, self._if_still(self._all_bound))
+        elif state.phase is FleetPhase.RUNNING:
+            self._run()
+        elif state.phase is FleetPhase.WAITING:
+            self.account.switch(WAITING, now_ns)
+        elif state.phase is not FleetPhase.FORMING:
+            raise BrokenInvariant(f"the fleet is {state.phase}: {state.reason}")
+        self.fewest_spares = min(self.fewest_spares, len(state.spares))
+
+    def _if_still(self, action: Callable[[], None]) -> Callable[[], None]:
+        """``action`` as one that does nothing if epoch or phase have changed by then."""
+        epoch, phase = self.state.epoch, self.state.phase
+
+        def act() -> None:
+            if (self.state.epoch, self.state.phase) == (epoch, phase):
+                action()
+
+        return act
+
+    def _run(self) -> None:
+        dead = [name for name in self.unnoticed | self.cold if self.state.nodes[name].seat != NO_SEAT]
+        if dead:
+            raise BrokenInvariant(f"epoch {self.state.epoch} runs with the dead: {dead}")
+        if self.study is not None:
+            self.study.seated(self.clock.now_s, self.state.seats, self.state.spares)
+        self.started = self.reached = self.state.step
+        self.account.switch(USEFUL, to_ns(self.clock.now_s))
+        if self.fault_s is not None:
+            self.recovery_s.append(self.clock.now_s - self.fault_s)
+            self.fault_s = None
+
+    def _halt(self, bucket: str) -> None:
+        """Stops training: its time since the epoch began is divided into whole steps and the interrupted one."""
+        if self.account.bucket != USEFUL:
+            return
+        now_ns, step_ns = to_ns(self.clock.now_s), to_ns(self.scenario.step_s)
+        steps, rest_ns = divmod(now_ns - self.account.since_ns, step_ns)
+        again = min(steps, max(0, self.furthest - self.started))
+        parts = {
+            USEFUL: (steps - again) * step_ns,
+            RECOMPUTED: again * step_ns,
+            INTERRUPTED: rest_ns,
+        }
+        self.account.split(parts, bucket, now_ns)
+        self.reached = self.started + steps
+        self.furthest = max(self.furthest, self.reached)
+
+    def _boundary(self) -> None:
+        if self.account.bucket == USEFUL:
+            self._halt(PARKING)
+            self.clock.after(self.scenario.park_s, self._if_still(self._all_parked))
+
+    def _all_parked(self) -> None:
+        every = max(1, round(self.scenario.save_every_s / self.scenario.step_s))
+        newest = self.reached // every * every
+        self.hear(m.DiskHolds(tuple(range(max(every, newest - every), newest + 1, every))))
+        epoch = self.state.epoch
+        steps = tuple(step for step in (self.reached - 1, self.reached) if step > self.started)
+        for name in sorted((self.cold - self.down) & self.state.awaiting):
+            no_points = ("",) * WORKERS
+            self.hear(m.Parked(name, self.incarnation[name], epoch, no_points, self._held(name, steps)))
+        if self.state.phase is FleetPhase.PARKING and self.state.epoch == epoch:
+            self.hear(m.Rollcall("parked", epoch, steps=steps, absent=self._down_of(self.state.awaiting)))
+
+    def _down_of(self, names: set[str]) -> tuple[str, ...]:
+        return tuple(sorted(name for name in self.unnoticed if name in names))
+
+    def _held(self, name: str, steps: tuple[int, ...]) -> tuple[m.RankSnapshot, ...]:
+        state = self.state
+        formation, seat = state.settings.formation, state.nodes[name].seat
+        cared_for = state.ring.index(seat)
+        ranks = [*formation.ranks_of(seat, state.ranks), *formation.ranks_of(cared_for, state.ranks)]
+        return tuple(
+            m.RankSnapshot(state.ranks, rank, step, "own", epoch=state.epoch)
+            for step in steps
+            for rank in ranks
+        )
+
+    def _all_bound(self) -> None:
+        epoch, members = self.state.epoch, self.state.awaiting
+        for name in sorted((self.cold - self.down) & members):
+            if self.state.epoch == epoch:
+                self.hear(
+                    m.Heartbeat(name, self.incarnation[name], m.NO_EPOCH, m.NO_STEP, m.WorkerPhase.COLD)
+                )
+        if self.state.phase is FleetPhase.BINDING and self.state.epoch == epoch:
+            self.hear(m.Rollcall("bound", epoch, absent=self._down_of(self.state.awaiting)))
+
+    def _plan_tick(self) -> None:
+        state = self.state
+        growing = state.phase is FleetPhase.RUNNING and can_grow(state)
+        if state.suspects or self.unnoticed or growing:
+            at_s = max(next_deadline_s(state), self.clock.now_s + 0.05)
+            if at_s < self.tick_s:
+                self.tick_s = at_s
+                self.clock.at(at_s, lambda: self._tick(at_s))
+
+    def _tick(self, at_s: float) -> None:
+        if at_s == self.tick_s:
+            self.tick_s = float("inf")
+            self._all_well()
+            self.hear(m.Tick())
+
+    def _all_well(self) -> None:
+        step = self.reached
+        if self.account.bucket == USEFUL:
+            running_ns = to_ns(self.clock.now_s) - self.account.since_ns
+            step = self.started + running_ns // to_ns(self.scenario.step_s)
+        self.hear(m.Rollcall("heartbeat", self.state.epoch, step=step, absent=tuple(sorted(self.unnoticed))))
+
+    def _count_nodes(self) -> None:
+        now_ns, state = to_ns(self.clock.now_s), self.state
+        passed_ns, self.counted_ns = now_ns - self.counted_ns, now_ns
+        if passed_ns:
+            seated, spare = len(state.seats) - len(state.vacant), len(state.spares)
+            self.node_ns["holding ranks"] += seated * passed_ns
+            self.node_ns["spare"] += spare * passed_ns
+            self.node_ns["out"] += (self.total - seated - spare) * passed_ns
+
+    # --- faults
+
+    def _next_incident(self) -> None:
+        per_s = self.scenario.rate / 1000 / DAY_S * self.total
+        self.clock.after(self.random.expovariate(per_s), self._incident)
+
+    def _incident(self) -> None:
+        cause, name = draw_cause(self.random), str(self.random.randrange(self.total))
+        if name not in self.down:
+            self._strike(cause, name)
+        self._next_incident()
+
+    def _strike(self, cause: Cause, name: str) -> None:
+        self.failures[cause.name] += 1
+        self.of_members += self.state.nodes[name].seat != NO_SEAT
+        if cause.scope is FailureScope.RESULT:
+            self._compute_wrongly(name)
+        elif cause.scope in (FailureScope.WORKER, FailureScope.HANG):
+            self._lose_worker(name, hang=cause.scope is FailureScope.HANG)
+        else:
+            scenario = self.scenario
+            together = {FailureScope.RACK: scenario.rack_nodes, FailureScope.SWITCH: scenario.switch_nodes}
+            size = together.get(cause.scope, 1)
+            first = int(name) // size * size
+            back_s = self.random.expovariate(1 / cause.repair_s) + self.scenario.warm_up_s
+            silent = self.random.random() < SILENT
+            self._all_well()
+            for index in range(first, min(first + size, self.total)):
+                if str(index) not in self.down:
+                    self._lose_node(str(index), back_s, silent)
+
+    def _stop_if_member(self, name: str) -> bool:
+        member = self.state.nodes[name].seat != NO_SEAT
+        if member and self.fault_s is None:
+            self.fault_s = self.clock.now_s
+        if member:
+            self._halt(DETECTION)
+        return member
+
+    def _lose_worker(self, name: str, *, hang: bool) -> None:
+        if name in self.cold:
+            return
+        member, incarnation = self._stop_if_member(name), self.incarnation[name]
+        self.cold.add(name)
+        epoch = self.state.epoch if member else m.NO_EPOCH
+        lease_s = self.scenario.worker_lease_s
+        if hang:
+            self.clock.after(lease_s, lambda: self.hear(m.WorkerHung(name, incarnation, epoch, 0, lease_s)))
+        else:
+            exited = m.WorkerExited(name, incarnation, epoch, 0, 1)
+            self.clock.after(self.scenario.exit_seen_s, lambda: self.hear(exited))
+        self.clock.after(self.scenario.warm_up_s, lambda: self._warm(name, incarnation))
+
+    def _warm(self, name: str, incarnation: int) -> None:
+        if self.incarnation[name] == incarnation and name not in self.down:
+            self.cold.discard(name)
+            self.hear(m.Ready(name, incarnation, self._points(name)))
+
+    def _lose_node(self, name: str, back_s: float, silent: bool) -> None:
+        member, gone = self._stop_if_member(name), m.Disconnected(name, self.incarnation[name])
+        self.down.add(name)
+        self.unnoticed.add(name)
+        self.cold.discard(name)
+        if not silent:
+            self.clock.after(self.scenario.exit_seen_s, lambda: self.hear(gone))
+            if member:
+                self.clock.after(2 * self.scenario.exit_seen_s, self._a_peer_notices)
+        self.clock.after(back_s, lambda: self._return(name))
+        self._plan_tick()
+
+    def _a_peer_notices(self) -> None:
+        state = self.state
+        for name in state.seats:
+            if name not in self.down and name not in self.cold:
+                self.hear(m.Broken(name, self.incarnation[name], state.epoch, 0, "connection reset by peer"))
+                return
+
+    def _return(self, name: str) -> None:
+        self.down.discard(name)
+        self.unnoticed.discard(name)
+        self.incarnation[name] += 1
+        self.hear(self._joined(name))
+
+    def _compute_wrongly(self, name: str) -> None:
+        audit_s = self.scenario.audit_every_s
+        since_s = self.clock.now_s % audit_s
+        if self.account.bucket != USEFUL or self.state.nodes[name].seat == NO_SEAT:
+            return
+        running_s = self.clock.now_s - self.account.since_ns / NS_PER_S
+        trusted = max(0, self.started + int((running_s - since_s) // self.scenario.step_s))
+        found = m.Suspect(name, "corruption", "checksums differ", trusted_step=trusted)
+
+        def audit() -> None:
+            if self.fault_s is None:
+                self.fault_s = self.clock.now_s
+            self.hear(found)
+
+        self.clock.after(audit_s - since_s, audit)
+        self.clock.after(DAY_S, lambda: self.hear(m.Admit(name)))
+
+    def _points(self, name: str) -> tuple[str, ...]:
+        return tuple(f"{name}:{worker}" for worker in range(WORKERS))
+
+    def _joined(self, name: str) -> m.Joined:
+        return m.Joined(
+            name,
+            self.incarnation[name],
+            WORKERS,
+            name,
+            1,
+            self.scenario.domain(int(name)),
+            meeting_points=self._points(name),
+            started_as_spare=name in self.started_as_spares,
+        )
+
+    # --- the run
+
+    def run(self, on_progress: OnProgress) -> FleetReport:
+        """Simulates the whole scenario. Raises BrokenInvariant."""
+        for name in list(self.incarnation):
+            self.hear(self._joined(name))
+        self._next_incident()
+        end_s = self.scenario.days * DAY_S
+        for part in range(1, _PARTS + 1):
+            self.clock.run_until(end_s if part == _PARTS else end_s * part / _PARTS)
+            on_progress(self.scenario.days * part / _PARTS, self.scenario.days)
+        self._count_nodes()
+        self._halt(WAITING)
+        self.account.switch(self.account.bucket, to_ns(end_s))
+        check(self.state)
+        return self._report(end_s)
+
+    def _report(self, end_s: float) -> FleetReport:
+        totals_ns, state = self.account.totals_ns, self.state
+        if sum(totals_ns.values()) != to_ns(end_s) or sum(self.node_ns.values()) != self.total * to_ns(end_s):
+            raise BrokenInvariant(f"{totals_ns} and {self.node_ns} do not add up to {end_s} s")
+        if totals_ns.get(USEFUL, 0) != (self.furthest + 1) * to_ns(self.scenario.step_s):
+            raise BrokenInvariant(f"{self.furthest + 1} steps in {totals_ns.get(USEFUL, 0)} ns")
+        return FleetReport(
+            scenario=self.scenario,
+            elapsed_s=end_s,
+            failures=dict(self.failures.most_common()),
+            of_members=self.of_members,
+            recoveries=state.recoveries,
+            from_memory=self.from_memory,
+            from_disk=self.from_disk,
+            regroups=state.regroups,
+            steps=self.furthest + 1,
+            goodput=totals_ns.get(USEFUL, 0) / to_ns(end_s),
+            buckets_s={name: total / NS_PER_S for name, total in totals_ns.items()},
+            node_s={name: total / NS_PER_S for name, total in self.node_ns.items()},
+            mean_recovery_s=sum(self.recovery_s) / max(1, len(self.recovery_s)),
+            fewest_spares=self.fewest_spares,
+            events=self.events,
+            units_kept={} if self.study is None else self.study.results(end_s),
+        )
+
+
+def simulate(
+    scenario: Scenario,
+    on_progress: OnProgress = lambda _done, _days: None,
+    step_cost: StepCost | None = None,
+) -> FleetReport:
+    """Simulates the fleet of a scenario. Raises BrokenInvariant, with the command that reproduces it.
+
+    ``on_progress`` is given the days that are simulated, and all, now and then. ``step_cost`` prices the seats of units.
+    """
+    fleet = LargeFleet(scenario, step_cost)
+    try:
+        return fleet.run(on_progress)
+    except BrokenInvariant as error:
+        raise BrokenInvariant(
+            f"{error}, at {fleet.clock.now_s:.3f} s, after {fleet.events} events. To see it again: phalanx simulate fleet "
+            f"--nodes {scenario.nodes} --days {scenario.days:g} --seed {scenario.seed} --spares {scenario.spares} "
+            f"--rate {scenario.rate:g} --unit {scenario.unit} --spares-together {scenario.spares_together}"
+        ) from error

@@ -1,0 +1,263 @@
+"""Seconds of collectives, by where the members of a group lie in the cluster.
+
+A group is (size, stride): members are ``stride`` ranks apart, with the rank order of ``phalanx.run.layout``. Of the ``size``
+members ``inner`` share a scale-up domain, and ``outer`` domains hold them all. The sibling groups run the same collective at
+the same time, so an accelerator has no more than its own share of network and domain.
+
+* Inside one domain: ``a(n) + g sqrt(a S / B) + k(n) S / (e(n) B)``, fitted to NCCL's measured times; the square root is what
+  cutting into chunks costs at the best chunk size. ``k`` is the algorithm's volume: (n - 1)/n for all-gather,
+  reduce-scatter and all-to-all, 2 (n - 1)/n for a ring's all-reduce, 1 where the switch adds (NVLink SHARP).
+* Across domains: the volumes of the hierarchical decomposition, S (outer - 1)/(outer inner) over the network and
+  S (inner - 1)/inner inside (Thakur et al. 2005; NCCL's rings and trees do the same). The two overlap, so the slower counts.
+* Latency: a flat ring pays every hop; trees and the parallel aggregated trees (PAT, NCCL >= 2.23, one rank a domain) pay
+  log2(outer) hops. The cheapest algorithm is taken, as NCCL's tuner does.
+* The fabric: level *i* carries what leaves blocks of the reach below it. A ring laid along the ranks has few edges that leave a
+  large block, so oversubscription costs it little; all-to-all sends nearly everything across.
+
+``bytes`` is always the whole gathered or reduced tensor; for the all-to-all and the dispatch it is said there. Everything
+takes scalars or arrays and broadcasts. A group of one takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.hardware.cluster import Cluster, Domain
+from phalanx.hardware.profiles import CollectiveFit, Constants, profile_of
+from phalanx_plan.step_cost.kernels import Numbers
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
+_NO_NETWORK = 1e-3
+"""Bytes per second where there is no network, so low that no plan crosses it."""
+
+
+@dataclass(frozen=True)
+class _Path:
+    """Placement of a group in the cluster."""
+
+    cluster: Cluster
+    constants: Constants
+    size: Array
+    inner: Array
+    """Members in one domain."""
+    outer: Array
+    """Domains."""
+    span: Array
+    """Ranks from the first member to behind the last."""
+    hop: Array
+    """Ranks between neighbors of the ring that each member runs across domains."""
+
+
+def all_gather_s(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Numbers) -> Array:  # noqa: A002
+    """Seconds until every member has the tensor of ``bytes``, of which each held 1/size."""
+    return _gather(cluster, size, stride, bytes, "all_gather")
+
+
+def reduce_scatter_s(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Numbers) -> Array:  # noqa: A002
+    """Seconds until every member has 1/size of the sum of the members' tensors of ``bytes``."""
+    return _gather(cluster, size, stride, bytes, "reduce_scatter")
+
+
+def all_reduce_s(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Numbers) -> Array:  # noqa: A002
+    """Seconds until every member has the sum of the members' tensors of ``bytes``: the best of ring, tree and in-switch."""
+    path, volume = _path(cluster, size, stride), np.asarray(bytes, dtype=np.float64)
+    inside = _reduce_inside(path, volume)
+    share_s = volume / path.inner / _ring_rate(path, path.hop)
+    tree_s = 2 * share_s / path.constants.network.tree_efficiency
+    best = np.minimum(
+        _ring(path, 2 * _ring_latency(path), 2 * share_s * (path.outer - 1) / path.outer, inside),
+        _tree(2 * np.log2(path.outer) * _latency(path, path.span), tree_s, inside),
+    )
+    if cluster.fabric.in_switch_reduction:
+        best = np.minimum(best, _tree(2 * _latency(path, path.span), share_s, inside))
+    return _choose(path, inside, best)
+
+
+def all_to_all_s(cluster: Cluster, size: Numbers, stride: Numbers, bytes_per_rank: Numbers) -> Array:
+    """Seconds until every member has sent 1/size of its ``bytes_per_rank`` to each member (itself included)."""
+    path, volume = _path(cluster, size, stride), np.asarray(bytes_per_rank, dtype=np.float64)
+    inside = _inside(path, "all_to_all", volume * path.inner / path.size)
+    network = volume * (path.size - path.inner) / path.size / _spread_rate(path)
+    latency = _latency(path, path.span) + path.constants.network.message_s * (path.size - path.inner)
+    return _choose(path, inside, latency + np.maximum(network, inside))
+
+
+def dispatch_s(
+    cluster: Cluster,
+    size: Numbers,
+    stride: Numbers,
+    tokens: Numbers,
+    bytes_per_token: Numbers,
+    per_token: Numbers,
+    domain_limit: Numbers = np.inf,
+    law: Literal["dispatch", "all_to_all"] = "dispatch",
+) -> Array:
+    """Seconds until every token of every rank is at its experts; the way back takes the same with its own bytes.
+
+    ``tokens`` of each rank, each to ``per_token`` experts that lie evenly over the group. A token crosses the network once
+    for each other domain that holds one of its experts, and goes on to the ranks there over the domain's links (DeepEP,
+    github.com/deepseek-ai/DeepEP; DeepSeek-V3, arXiv 2412.19437, section 3.2.2). ``domain_limit`` is the most domains that
+    the router lets a token go to. ``law`` names the constants for the way inside a domain: those of DeepEP's kernels, or those of
+    an all-to-all that has as much to carry (HybridEP, which copies by the links' own engines).
+    """
+    path = _path(cluster, size, stride)
+    sent = np.asarray(tokens, dtype=np.float64) * np.asarray(bytes_per_token, dtype=np.float64)
+    domains = np.minimum(_reached(path.outer, per_token), domain_limit)
+    network = sent * domains * (path.outer - 1) / path.outer / _spread_rate(path)
+    inside = _inside(path, law, sent * _reached(path.size, per_token))
+    latency = _latency(path, path.span) + path.constants.network.message_s * (path.outer - 1)
+    return _choose(path, inside, latency + np.maximum(network, inside))
+
+
+def point_to_point_s(cluster: Cluster, stride: Numbers, bytes: Numbers, size: Numbers = 2) -> Array:  # noqa: A002
+    """Seconds to send ``bytes`` to the rank ``stride`` further on, for the worst neighbors of a chain of ``size``."""
+    path, volume = _path(cluster, size, stride), np.asarray(bytes, dtype=np.float64)
+    inside = inside_s(
+        path.cluster.domain,
+        path.constants.collectives["point_to_point"],
+        volume,
+        1.0,
+        np.minimum(path.size, 2),
+    )
+    stride = np.asarray(stride, dtype=np.float64)
+    return _choose(path, inside, _latency(path, 2 * stride) + volume / _ring_rate(path, stride))
+
+
+def _gather(cluster: Cluster, size: Numbers, stride: Numbers, bytes: Numbers, name: str) -> Array:  # noqa: A002
+    path, volume = _path(cluster, size, stride), np.asarray(bytes, dtype=np.float64)
+    inside = _inside(path, name, volume)
+    network = volume / path.inner * (path.outer - 1) / path.outer / _ring_rate(path, path.hop)
+    ring = _ring(path, _ring_latency(path), network, inside)
+    hops_s = np.ceil(np.log2(path.outer)) * _latency(path, path.span)
+    trees = _tree(hops_s, network / path.constants.network.tree_efficiency, inside)
+    return _choose(path, inside, np.where(path.inner == 1, np.minimum(ring, trees), ring))
+
+
+def _path(cluster: Cluster, size: Numbers, stride: Numbers) -> _Path:
+    size, stride = np.asarray(size, dtype=np.float64), np.asarray(stride, dtype=np.float64)
+    inner = np.minimum(size, np.maximum(1, cluster.domain.size // stride))
+    constants = profile_of(cluster.accelerator).constants
+    return _Path(cluster, constants, size, inner, np.ceil(size / inner), size * stride, stride * inner)
+
+
+def _choose(path: _Path, inside: Array, across: Array) -> Array:
+    return np.where(path.size <= 1, 0.0, np.where(path.outer > 1, across, inside))
+
+
+def _ring(path: _Path, latency_s: Array, network_s: Array, inside_s: Array) -> Array:
+    """Domain and network work on different blocks at once; the first block has nothing to overlap with."""
+    return latency_s + np.maximum(network_s, inside_s) + np.minimum(network_s, inside_s) / path.outer
+
+
+def _tree(latency_s: Array, network_s: Array, inside_s: Array) -> Array:
+    """A tree is a pipeline of chunks: at the best chunk size they cost the root of latency times volume."""
+    return latency_s + np.sqrt(latency_s * network_s) + np.maximum(network_s, inside_s)
+
+
+def _inside(path: _Path, name: str, volume: Array) -> Array:
+    members = path.inner
+    k = (members - 1) / members
+    if path.cluster.domain.torus_axes and name in ("all_to_all", "dispatch"):
+        k = np.maximum(k, _torus_detour(path.cluster.domain, members))
+    return inside_s(path.cluster.domain, path.constants.collectives[name], volume, k, members)
+
+
+def _reduce_inside(path: _Path, volume: Array) -> Array:
+    members = path.inner
+    ring = path.constants.collectives["all_reduce"]
+    best = inside_s(path.cluster.domain, ring, volume, 2 * (members - 1) / members, members)
+    if path.cluster.domain.in_switch_reduction:
+        adding = path.constants.collectives["all_reduce_in_switch"]
+        best = np.minimum(best, inside_s(path.cluster.domain, adding, volume, 1.0, members))
+    return best
+
+
+def inside_s(domain: Domain, fit: CollectiveFit, volume: Array, k: Array | float, members: Array) -> Array:
+    """Seconds of a collective that stays in ``domain``: ``volume`` bytes, of which a member's links carry ``k``-fold."""
+    step = fit.base_s + fit.hops * domain.latency_s * (members - 1)
+    rate = domain.bytes_per_s.value * _torus_share(domain, members)
+    reached = fit.efficiency * rate / (1 + fit.small_group / np.maximum(members - 1, 1))
+    seconds = step + fit.pipelining * np.sqrt(step * volume / rate) + k * volume / reached
+    return np.where(members > 1, seconds, 0.0)
+
+
+def _torus_axes(domain: Domain, members: Array) -> Array:
+    """Axes of the torus that a group of ``members`` neighbors fills, each to the torus's full length."""
+    side = domain.size ** (1 / domain.torus_axes)
+    needed = np.ceil(np.log(np.maximum(members, 2)) / np.log(side) - 1e-9)
+    axes: Array = np.clip(needed, 1, domain.torus_axes)
+    return axes
+
+
+def _torus_share(domain: Domain, members: Array) -> Array | float:
+    """Share of an accelerator's links that lie along the group's axes."""
+    axes = domain.torus_axes
+    return _torus_axes(domain, members) / axes if axes else 1.0
+
+
+def _torus_detour(domain: Domain, members: Array) -> Array:
+    """Mean number of links that a byte crosses: a quarter of the ring, on each axis ("How to Scale Your Model", 2025)."""
+    axes = _torus_axes(domain, members)
+    return members ** (1 / axes) * axes / 4
+
+
+def _latency(path: _Path, ranks: Array) -> Array:
+    """One way between members ``ranks`` apart at most: that of the level where they meet, and what a call costs."""
+    levels = path.cluster.fabric.levels
+    if not levels:
+        return np.full(np.shape(ranks), path.constants.network.base_s)
+    found = np.searchsorted([level.reach for level in levels], ranks).clip(max=len(levels) - 1)
+    latency_s: Array = np.array([level.latency_s for level in levels])[found]
+    return path.constants.network.base_s + latency_s
+
+
+def _ring_latency(path: _Path) -> Array:
+    """Every hop of a flat ring, one after the other: between domains, and inside."""
+    base_s = path.constants.network.base_s
+    across = (path.outer - 1) * (_latency(path, 2 * path.hop) - base_s)
+    return base_s + across + (path.size - path.outer) * path.cluster.domain.latency_s
+
+
+def _ring_rate(path: _Path, hop: Array) -> Array:
+    """Bytes per second of each member where rings with edges of ``hop`` ranks run side by side over the fabric.
+
+    Of the ``reach`` ranks of a block, ``hop`` have an edge that leaves it, so a level whose capacity is a share of all of
+    them limits the ring only if that share is below ``hop / reach``.
+    """
+    load = np.ones(np.broadcast_shapes(np.shape(path.span), np.shape(hop)))
+    for below, share in _crossings(path.cluster):
+        load = np.maximum(load, np.where(path.span > below, np.minimum(1, hop / below) / share, 0))
+    return _network_rate(path) / load
+
+
+def _spread_rate(path: _Path) -> Array:
+    """Bytes per second that leave the domain where every member sends evenly to all others."""
+    leaving = np.maximum(1 - path.inner / path.size, 1e-12)
+    load = np.ones(np.shape(path.span))
+    for below, share in _crossings(path.cluster):
+        load = np.maximum(load, np.minimum(1, np.maximum(0, 1 - below / path.span) / leaving) / share)
+    return _network_rate(path) / load
+
+
+def _crossings(cluster: Cluster) -> Iterator[tuple[int, float]]:
+    """For each level of the fabric: ranks of the block below it that traffic must leave, and the share of the rate that it carries."""
+    below = cluster.domain.size
+    for level in cluster.fabric.levels:
+        yield below, level.share
+        below = level.reach
+
+
+def _network_rate(path: _Path) -> float:
+    return path.cluster.fabric.bytes_per_s.value * path.constants.network.efficiency or _NO_NETWORK
+
+
+def _reached(places: Array, per_token: Numbers) -> Array:
+    """Mean number of places that hold at least one of ``per_token`` experts, each drawn uniformly over the places."""
+    return places * (1 - (1 - 1 / places) ** np.asarray(per_token, dtype=np.float64))

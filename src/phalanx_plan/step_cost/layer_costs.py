@@ -1,0 +1,423 @@
+"""Seconds and bytes of one layer of each kind, for every combination of axes that a layer depends on.
+
+A layer's cost depends on few of a candidate's fields (the degrees of tensor, context and expert, the micro-batch and the
+format), so it is computed once for each combination that occurs and then looked up: a table of hundreds of rows can afford finer
+formulas than millions of candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+
+import numpy as np
+
+from phalanx.run.kinds.operations import (
+    AttentionCore,
+    Axis,
+    KeptTensor,
+    LayerExchange,
+    MatrixProduct,
+    Pointwise,
+    Rows,
+)
+from phalanx_plan.step_cost import collectives, kernels
+from phalanx_plan.workload.architecture import KINDS, Layer, LayerOperation, layers
+from phalanx_plan.workload.candidates import (
+    PARTS,
+    PRECISIONS,
+    Bools,
+    Candidates,
+    Floats,
+    Ints,
+    Precision,
+    distinct,
+)
+from phalanx_plan.workload.stacks import Job
+
+CATEGORIES = ("matmul", "attention", "pointwise", "tensor_comm", "context_comm", "expert_comm", "host")
+"""Categories of a layer's time."""
+PHASES = ("forward", "input_gradient", "weight_gradient")
+_EXCHANGE_LAUNCHES = 2
+"""Launches of a collective: its kernel, and the event that other streams wait for."""
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Tables over unique combinations ("rows") of what a layer depends on."""
+
+    row: Ints
+    """Row of each candidate, in the candidates' own axes."""
+    seconds: Floats
+    """Seconds of one micro-batch, shape (kinds, phases, categories, rows)."""
+    recompute_s: Floats
+    """Seconds of recomputation of one micro-batch, shape (kinds, modes, rows)."""
+    kept_bytes: Floats
+    """Bytes kept from forward to backward of one micro-batch, shape (kinds, modes, rows)."""
+    widest_bytes: Floats
+    """Bytes kept by the part of a layer that keeps most, shape (kinds, rows)."""
+    hidden_s: Floats
+    """Seconds of exchange of tokens of one micro-batch that another micro-batch's computing hides, shape (kinds, rows)."""
+    by_phase: Floats
+    """The sum of ``seconds`` over categories."""
+    by_category: Floats
+    """The sum of ``seconds`` over phases."""
+
+    def of(self, table: Floats, *where: int) -> Floats:
+        """The entries of ``table[where]``, whose last axis is rows, for each candidate."""
+        found: Floats = table[where].take(self.row)
+        return found
+
+    def by_mode(self, table: Floats, kind: int, mode: Ints) -> Floats:
+        """The entries of a table of shape (kinds, modes, rows) for each candidate."""
+        if mode.shape[-1] > 1 or mode.ndim != self.row.ndim or self.row.size != self.row.shape[-1]:
+            found: Floats = table[kind][mode, self.row]
+            return found
+        # Modes have an axis of their own: rows are looked up in one table after the other, in less time.
+        found = table[kind].take(mode.ravel(), axis=0).take(self.row.ravel(), axis=-1)
+        return found.reshape(*mode.shape[:-1], -1)
+
+
+def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
+    """The tables for all of ``candidates``."""
+    keys, row = _unique(candidates)
+    seconds = np.zeros((len(KINDS), len(PHASES), len(CATEGORIES), len(keys.tensor)))
+    parts = np.zeros((2, len(KINDS), len(PARTS) + 1, len(keys.tensor)))
+    hidden = np.zeros((len(KINDS), len(keys.tensor)))
+    work = layers(job.workload, job.stack)
+    for code in sorted(set(keys.precision.tolist())):
+        mine = keys.precision == code
+        rank = _RankShare(job, keys.rows(mine), PRECISIONS[code])
+        for number, kind in enumerate(KINDS):
+            layer = work[kind]
+            seconds[number][..., mine], parts[0, number][:, mine], hidden[number, mine] = rank.seconds(layer)
+            parts[1, number][:, mine] = rank.kept(layer)
+    again = np.array([[mode.share(part) for part in (*PARTS, "input")] for mode in job.modes])
+    # A part's tensors are dropped if it is computed again; its time is then spent twice.
+    recompute_s = np.einsum("mp,kpr->kmr", again, parts[0])
+    kept = np.einsum("mp,kpr->kmr", 1 - again, parts[1])
+    return LayerCosts(
+        row,
+        seconds,
+        recompute_s,
+        kept,
+        parts[1].max(axis=1),
+        hidden,
+        seconds.sum(axis=2),
+        seconds.sum(axis=1),
+    )
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Fields of a candidate that a layer's cost depends on, one entry for each combination."""
+
+    tensor: Ints
+    context: Ints
+    expert: Ints
+    expert_tensor: Ints
+    micro_batch: Ints
+    sequence_parallel: Ints
+    precision: Ints
+
+    def rows(self, mine: Bools) -> _Keys:
+        return _Keys(*(getattr(self, field.name)[mine] for field in fields(self)))
+
+
+def _unique(candidates: Candidates) -> tuple[_Keys, Ints]:
+    """The combinations that occur, and the index of each candidate's combination."""
+    values, row = distinct([getattr(candidates, field.name) for field in fields(_Keys)])
+    return _Keys(*values), row
+
+
+@dataclass(frozen=True)
+class _RankShare:
+    """One rank's share of the work, as arrays over rows of the table."""
+
+    job: Job
+    keys: _Keys
+    precision: Precision
+
+    def rows(self, rows: Rows) -> Floats:
+        """Number of rows of a kind that a rank has of a micro-batch."""
+        keys, workload = self.keys, self.job.workload
+        tokens = keys.micro_batch * workload.seq_len / keys.context
+        local = tokens / np.where(keys.sequence_parallel > 0, keys.tensor, 1)
+        if rows == "gathered":
+            return tokens if self.job.stack.activations.gathered_inputs else local
+        if rows == "routed":
+            per_token = workload.model.moe.per_token if workload.model.moe else 0
+            return tokens / keys.tensor * keys.expert_tensor * per_token * workload.imbalance
+        return local if rows == "local" else tokens
+
+    def over(self, axis: Axis) -> Ints:
+        """Ranks that an axis divides over."""
+        if axis == "none":
+            return np.ones_like(self.keys.tensor)
+        if axis == "key_heads":
+            return np.minimum(self.keys.tensor, self.job.workload.model.kv_heads)
+        return self.keys.tensor if axis == "tensor" else self.keys.expert_tensor
+
+    def kept(self, layer: Layer) -> Floats:
+        """Bytes by part and "input", shape (parts + 1, rows)."""
+        found = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
+        for tensor in layer.kept:
+            place = PARTS.index(tensor.part) if tensor.part != "input" else len(PARTS)
+            found[place] += (
+                self.rows(tensor.rows) * tensor.width * self._bytes(tensor) / self.over(tensor.over)
+            )
+        return found
+
+    def _bytes(self, tensor: KeptTensor) -> int:
+        wide, narrow = self.precision.activation_bytes, self.precision.operand_bytes
+        if self.job.stack.activations.wide_operands:
+            narrow = wide
+        if tensor.beside and narrow == wide:
+            return 0
+        return tensor.bytes or (narrow if tensor.operand else wide)
+
+    def seconds(self, layer: Layer) -> tuple[Floats, Floats, Floats]:
+        """Seconds by phase and category, forward seconds by part, and seconds of exchange that other micro-batches hide.
+
+        Their shapes are (phases, categories, rows), (parts + 1, rows) and (rows,).
+        """
+        found = np.zeros((len(PHASES), len(CATEGORIES), len(self.keys.tensor)))
+        parts = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
+        core, launches = np.zeros((2, len(PHASES), len(self.keys.tensor)))
+        for operation in layer.operations:
+            category, times = self._cost(operation)
+            if isinstance(operation, AttentionCore):
+                core += times
+            found[:, CATEGORIES.index(category)] += times
+            parts[PARTS.index(operation.part)] += times[0]
+            if operation.part not in self.job.stack.kernels.graphed:
+                launches += self._launches(operation)
+        exchange = found[:, CATEGORIES.index("expert_comm")]
+        paired = exchange.sum(axis=0) * self._hidden_exchange(found)
+        found[:, CATEGORIES.index("expert_comm")] *= 1 - self._hidden_exchange(found)
+        hidden = self._hidden_context(found[:, CATEGORIES.index("context_comm")], core)
+        found[:, CATEGORIES.index("context_comm")] -= hidden
+        parts[PARTS.index("core")] -= hidden[0]
+        device, facts = found.sum(axis=1), self.job.stack.kernels
+        launches[0] += facts.random_states * (core[0] > 0)
+        found[:, CATEGORIES.index("host")] = self._host(launches, device)
+        # Part by part the host is as far behind as in the whole.
+        again = parts * (found[0].sum(axis=0) / np.maximum(device[0], 1e-30))
+        further = launches[:1] + facts.checkpoint_states * (core[:1] > 0)
+        again[PARTS.index("residual")] += (
+            self._host(further, device[:1]) - self._host(launches[:1], device[:1])
+        )[0]
+        return found, again, paired
+
+    def _hidden_context(self, exchange: Floats, core: Floats) -> Floats:
+        """Seconds of the transfer of keys and values that attention with the previous blocks hides, by phase."""
+        if self.job.stack.attention.exchange == "gather":
+            return np.zeros_like(exchange)
+        # A ring of n ranks computes n blocks and sends n - 1; each can hide no more than the block computed meanwhile.
+        blocks = self.keys.context
+        hiding = core * self.job.stack.overlap.context * (blocks - 1) / blocks
+        return np.minimum(exchange, hiding)
+
+    def _hidden_exchange(self, found: Floats) -> Floats:
+        """The share of the exchange of tokens that another micro-batch's forward and backward hide."""
+        exchange = found[:, CATEGORIES.index("expert_comm")].sum(axis=0)
+        computing = sum(
+            found[:, CATEGORIES.index(name)].sum(axis=0) for name in ("matmul", "attention", "pointwise")
+        )
+        share: Floats = np.minimum(self.job.stack.overlap.expert, computing / np.maximum(exchange, 1e-30))
+        return share
+
+    def _host(self, launches: Floats, device_s: Floats) -> Floats:
+        """Seconds that the device waits for the host, by phase."""
+        host_s = launches * self.job.stack.kernels.launch_s
+        return host_s if self.job.stack.kernels.blocking_launches else np.maximum(host_s - device_s, 0.0)
+
+    def _launches(self, operation: LayerOperation) -> Floats:
+        """Kernels by phase."""
+        ones = np.ones_like(self.keys.tensor, dtype=np.float64)
+        if isinstance(operation, MatrixProduct):
+            # A narrow format takes a cast of each operand beside the product.
+            casts = 2 if self.precision.matmul in ("fp8", "fp4") else 0
+            each = (1 + casts) * self._local(operation.experts)
+            return np.stack([each, each, each])
+        if isinstance(operation, AttentionCore):
+            return np.stack([ones, 2 * ones, 0 * ones]) * self.keys.context
+        if isinstance(operation, Pointwise):
+            forward, backward = self._kernels(operation)
+            return np.stack([forward, backward, 0 * forward])
+        size = self._members(operation)
+        return np.stack([ones, ones, 0 * ones]) * np.where(size > 1, _EXCHANGE_LAUNCHES, 0)
+
+    def _members(self, exchange: LayerExchange) -> Ints:
+        """Ranks that take part in an exchange."""
+        keys = self.keys
+        sizes = {"context": keys.context, "dispatch": keys.expert, "combine": keys.expert}
+        sizes |= {"gather": keys.tensor, "scatter": keys.tensor}
+        return sizes.get(exchange.kind, keys.expert_tensor)
+
+    def _cost(self, operation: LayerOperation) -> tuple[str, Floats]:
+        """The category of an operation and its seconds by phase."""
+        if isinstance(operation, MatrixProduct):
+            return "matmul", self._product(operation)
+        if isinstance(operation, AttentionCore):
+            return "attention", self._attention(operation)
+        if isinstance(operation, Pointwise):
+            return "pointwise", self._pointwise(operation)
+        return self._exchange(operation)
+
+    def _product(self, product: MatrixProduct) -> Floats:
+        rows = self.rows(product.rows)
+        own = product.columns - product.key_columns
+        columns = own / self.over(product.columns_over) + product.key_columns / self.over("key_heads")
+        inner = product.inner / self.over(product.inner_over)
+        format_ = (
+            self.precision.matmul if not product.wide or self.precision.matmul in ("fp16", "fp32") else "bf16"
+        )
+        groups = self._local(product.experts)
+        casts = self._casts(format_, (rows * inner, rows * columns), groups)
+        seconds: Callable[..., Floats] = partial(kernels.matmul_s, self.job.profile, format_)
+        each = rows
+        if product.experts:
+            streams = self.job.stack.experts.streams
+            seconds = partial(kernels.grouped_matmul_s, self.job.profile, format_, groups, streams=streams)
+            each = rows / groups
+        adding = self.job.stack.kernels.accumulating_bytes
+        products = np.stack(
+            [
+                seconds(each, columns, inner),
+                seconds(each, inner, columns),
+                seconds(columns, inner, each, result_bytes=adding),
+            ]
+        )
+        return casts + products
+
+    def _casts(self, format_: str, operands: tuple[Floats, Floats], groups: Floats) -> Floats:
+        """Seconds to bring the input, and in backward the output's gradient, into a narrow format; weights are cast once."""
+        if format_ not in ("fp8", "fp4"):
+            return np.zeros((len(PHASES), 1))
+        # Written twice: along rows for one product and along columns for another.
+        starts = np.maximum(self.job.stack.kernels.cast_kernels * groups, 1)
+        moved = (
+            self.job.stack.kernels.cast_reads * self.precision.activation_bytes
+            + 2 * self.precision.operand_bytes
+        )
+        forward, backward = (
+            kernels.memory_bound_s(self.job.profile, moved * elements, starts) for elements in operands
+        )
+        return np.stack([forward, backward, np.zeros_like(forward)])
+
+    def _attention(self, attention: AttentionCore) -> Floats:
+        # 2 FLOP for each multiply-add, over half of the square; backward 2.5 times (arXiv 2307.08691, section 3.1).
+        keys = attention.keys(self.job.workload.seq_len)
+        per_token = keys * attention.heads * attention.widths
+        flops = self.rows("tokens") * per_token / self.keys.tensor * self.job.workload.attended
+        if not self.job.stack.attention.balanced:  # the last of n contiguous pieces attends to all before it
+            flops = flops * (2 - 1 / self.keys.context)
+        format_ = self.precision.matmul if self.precision.matmul in ("fp16", "fp32") else "bf16"
+        if self.job.stack.attention.narrow and self.precision.matmul in ("fp8", "fp4"):
+            format_ = "fp8"
+        seconds = partial(
+            kernels.attention_s,
+            self.job.profile,
+            format_,
+            widths=attention.widths,
+            latent=attention.latent,
+            tokens=keys / self.keys.context,
+        )
+        forward, backward = seconds(flops, backward=False), seconds(2.5 * flops, backward=True)
+        return np.stack([forward, backward, np.zeros_like(forward)])
+
+    def _local(self, experts: int) -> Floats:
+        """Experts of a rank out of ``experts``; one for operations that are not repeated for each expert."""
+        return experts / self.keys.expert if experts else np.ones(len(self.keys.tensor))
+
+    def _kernels(self, operation: Pointwise) -> tuple[Floats, Floats]:
+        """Kernels forward and backward."""
+        each = self._passes * self._local(operation.experts)
+        return operation.kernels * each, (operation.backward_kernels or 2 * operation.kernels) * each
+
+    @property
+    def _passes(self) -> int:
+        """Eager code keeps intermediate results in fp32 and makes several passes of what one kernel would do."""
+        return 1 if self.job.stack.kernels.fused_pointwise else 3
+
+    def _pointwise(self, operation: Pointwise) -> Floats:
+        passes = self._passes
+        elements = self.rows(operation.rows) / self.over(operation.over) * self.precision.activation_bytes
+        each = self._kernels(operation)[0]
+        starts = each, self._kernels(operation)[1] if operation.backward_kernels else each
+        forward, backward = (
+            kernels.memory_bound_s(self.job.profile, elements * passes * count, number)
+            for count, number in zip((operation.forward, operation.backward), starts, strict=True)
+        )
+        return np.stack([forward, backward, np.zeros_like(forward)])
+
+    def _exchange(self, exchange: LayerExchange) -> tuple[str, Floats]:
+        if exchange.kind in ("dispatch", "combine"):
+            both = self._to_experts(exchange)
+            return "expert_comm", np.stack([both, both, np.zeros_like(both)])
+        if exchange.kind == "context":
+            return "context_comm", self._keys_and_values(exchange)
+        dense = exchange.kind in ("gather", "scatter")
+        size = self.keys.tensor if dense else self.keys.expert_tensor
+        elements = self.rows("tokens" if dense else "routed") * exchange.width
+        # Operands of narrow products are cast before they are gathered (Transformer Engine); sums are not narrow.
+        gather = self._collective(collectives.all_gather_s, size, 1, elements * self.precision.operand_bytes)
+        scatter = self._collective(
+            collectives.reduce_scatter_s, size, 1, elements * self.precision.activation_bytes
+        )
+        forward, backward = (gather, scatter) if "gather" in exchange.kind else (scatter, gather)
+        if exchange.kind == "gather" and not self.job.stack.activations.gathered_inputs:
+            backward = backward + gather
+        exposed = 1 - self.job.stack.overlap.tensor
+        return "tensor_comm", np.stack([forward, backward, np.zeros_like(forward)]) * exposed
+
+    def _keys_and_values(self, exchange: LayerExchange) -> Floats:
+        keys = self.keys
+        block = (
+            self.rows("tokens") * exchange.width / self.over(exchange.over) * self.precision.activation_bytes
+        )
+        if self.job.stack.attention.exchange == "gather":
+            gather, scatter = (
+                self._collective(seconds, keys.context, keys.tensor, block * keys.context)
+                for seconds in (collectives.all_gather_s, collectives.reduce_scatter_s)
+            )
+            return np.stack([gather, gather + scatter, np.zeros_like(gather)])
+        # Backward passes round keys and values, and with them their gradients.
+        forward, backward = (
+            (keys.context - 1)
+            * collectives.point_to_point_s(self.job.cluster, keys.tensor, times * block, keys.context)
+            for times in (1, 2)
+        )
+        return np.stack([forward, backward, np.zeros_like(forward)])
+
+    def _to_experts(self, exchange: LayerExchange) -> Floats:
+        moe = self.job.workload.model.moe
+        assert moe is not None, "only mixtures have an exchange with experts"
+        job, keys = self.job, self.keys
+        tokens = self.rows("tokens") / keys.tensor * job.workload.imbalance
+        once = job.stack.experts.dispatch != "every copy"
+        narrow = exchange.kind == "dispatch" and job.stack.experts.narrow_dispatch
+        bytes_ = exchange.width * (
+            self.precision.operand_bytes if narrow else self.precision.activation_bytes
+        )
+        if once:
+            return np.asarray(
+                collectives.dispatch_s(
+                    job.cluster,
+                    keys.expert,
+                    keys.expert_tensor,
+                    tokens,
+                    bytes_,
+                    moe.per_token,
+                    law="all_to_all" if job.stack.experts.dispatch == "hybrid" else "dispatch",
+                )
+            )
+        copies = tokens * moe.per_token * bytes_
+        return np.asarray(collectives.all_to_all_s(job.cluster, keys.expert, keys.expert_tensor, copies))
+
+    def _collective(
+        self, seconds: Callable[..., Floats], size: Ints, stride: Ints | int, whole: Floats
+    ) -> Floats:
+        return np.asarray(seconds(self.job.cluster, size, stride, whole))

@@ -1,0 +1,401 @@
+"""Seconds of an optimizer step, term by term, for arrays of layouts.
+
+The slowest rank decides: that whose stages take longest. Its work is counted once for each micro-batch; to it is added what it waits
+for: the pipeline (``phalanx_plan.step_cost.pipeline``), the part of each exchange that computing does not hide, the update, and the
+scale tax. Every term is an array of its own, in seconds, over just the axes it depends on; their sum is the step.
+
+Overlap is a bound, not a promise: of the time of a backward pass a fraction (``Overlap.data``) can hide the reduction of
+gradients; at least one block's share, the last, is always exposed (Rashidi et al., arXiv 2305.18169 and Calculon, arXiv
+2305.18176, treat the tail alike). What is hidden is not free: it slows the computing beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+
+from phalanx.model.facts.optimizer_state import UPDATE_BYTES
+from phalanx.run.spec import OptimizerSpec
+from phalanx_plan.step_cost import collectives, kernels
+from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
+from phalanx_plan.step_cost.memory import PlaceTable, micro_batches_per_slot, times, total
+from phalanx_plan.step_cost.pipeline import Pipelines, exposed_hops, idle_s, in_flight
+from phalanx_plan.workload.architecture import KINDS
+from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
+from phalanx_plan.workload.holdings import Holdings, owned_matrices
+from phalanx_plan.workload.stacks import Job
+
+_SLOWED = {"NVIDIA": 0.189, "AMD": 0.189}
+"""Fraction by which computing slows while a collective runs beside it, by vendor: collectives are kernels that take processors,
+cache and memory bandwidth. The mean over GPT and LLaMA models on four A100, H100, MI210 and MI250 (arXiv 2507.03114). A TPU's
+transfers are its DMA engines'."""
+_ADAM_BYTES = UPDATE_BYTES + 2 * 8
+"""Read and written for each parameter by Adam with fp32 moments."""
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one micro-batch in one layer of each of ``KINDS``."""
+
+    forward_s: tuple[Floats, ...]
+    input_gradient_s: tuple[Floats, ...]
+    """Recomputation included."""
+    weight_gradient_s: tuple[Floats, ...]
+    hidden_s: tuple[Floats, ...]
+    """Exchange of tokens that another micro-batch's computing hides, where there is one."""
+
+    @cached_property
+    def backward_s(self) -> tuple[Floats, ...]:
+        """Both gradients."""
+        return tuple(i + w for i, w in zip(self.input_gradient_s, self.weight_gradient_s, strict=True))
+
+    @cached_property
+    def layer_s(self) -> tuple[Floats, ...]:
+        """Forward and backward."""
+        each = zip(self.forward_s, self.input_gradient_s, self.weight_gradient_s, strict=True)
+        return tuple(f + i + w for f, i, w in each)
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The rank that the others wait for, in each candidate."""
+
+    counts: tuple[Floats, ...]
+    forward_s: Floats
+    """Seconds of one micro-batch in all stages of the rank."""
+    backward_s: Floats
+    mean_stage_s: tuple[Floats, Floats, Floats]
+    """Forward, gradient of the input and of the weights in the mean stage of the pipeline."""
+    sum_s: Floats
+    """Seconds of one micro-batch on all ranks of the pipeline together."""
+    hidden_s: Floats
+    """Exchange of tokens of one micro-batch on the rank that another one's computing hides, where there is one."""
+
+
+def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes:
+    """Times of one micro-batch in each kind of layer."""
+    kinds = range(len(KINDS))
+    forward, inputs, weights = (
+        tuple(costs.of(costs.by_phase, kind, phase) for kind in kinds) for phase in range(len(PHASES))
+    )
+    again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in kinds)
+    waits = [offload_waits(job, candidates, costs, kind) for kind in kinds]
+    return PassTimes(
+        tuple(f + wait[0] for f, wait in zip(forward, waits, strict=True)),
+        tuple(i + a + wait[1] for i, a, wait in zip(inputs, again, waits, strict=True)),
+        weights,
+        tuple(costs.of(costs.hidden_s, kind) for kind in kinds),
+    )
+
+
+def slowest_place(passes: PassTimes, table: PlaceTable) -> Ints:
+    """Index of each candidate's slowest place."""
+    layer = passes.layer_s
+    longest = times(table[0].counts, layer)
+    slow = np.zeros(longest.shape, dtype=np.int64)
+    for kind in range(1, len(table)):
+        seconds = times(table[kind].counts, layer)
+        slow[seconds > longest] = kind
+        longest = np.maximum(longest, seconds)
+    return slow
+
+
+def slowest(candidates: Candidates, passes: PassTimes, table: PlaceTable, place: Ints) -> Slowest:
+    """The rank at ``place``, as ``slowest_place`` gives it."""
+    counts = table[place].counts
+    everything = _whole_model(table)
+    stages = candidates.pipeline * candidates.stages_per_rank
+    return Slowest(
+        counts,
+        times(counts, passes.forward_s),
+        times(counts, passes.backward_s),
+        (
+            times(everything, passes.forward_s) / stages,
+            times(everything, passes.input_gradient_s) / stages,
+            times(everything, passes.weight_gradient_s) / stages,
+        ),
+        times(everything, passes.layer_s),
+        times(counts, passes.hidden_s),
+    )
+
+
+def _whole_model(table: PlaceTable) -> tuple[Floats, ...]:
+    """Number of each of ``KINDS`` in the model."""
+    layers = table.table
+    return tuple(np.asarray(n, dtype=np.float64) for n in (layers.layers[0], layers.layers[1], 1, 1))
+
+
+def step_terms(
+    job: Job,
+    candidates: Candidates,
+    held: Holdings,
+    costs: LayerCosts,
+    pipes: Pipelines,
+    rank: Slowest,
+) -> dict[str, Floats]:
+    """Seconds of a step by term; their sum is the step."""
+    passes = _passes(job, candidates)
+    terms = compute_terms(candidates, costs, rank, passes)
+    terms |= waiting_terms(job, candidates, held, pipes, rank)
+    waits = (offload_waits(job, candidates, costs, kind) for kind in range(len(KINDS)))
+    terms["activation_offload"] = passes * times(rank.counts, tuple(f + b for f, b in waits))
+    terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
+    return with_tax(job, candidates, terms)
+
+
+def step_s(job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest) -> Floats:
+    """The sum of ``step_terms``, with computing and copies of the slowest rank in one term."""
+    terms = waiting_terms(job, candidates, held, pipes, rank)
+    terms["busy"] = _passes(job, candidates) * (rank.forward_s + rank.backward_s)
+    terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
+    factor = (1 + scale_tax(job, candidates.ranks)) * job.stack.time_scalar
+    return total({term: factor * seconds for term, seconds in terms.items()})
+
+
+def _passes(job: Job, candidates: Candidates) -> Floats:
+    """Micro-batches that a rank computes in a step."""
+    return np.asarray(job.workload.batch / (candidates.data * candidates.micro_batch))
+
+
+def waiting_terms(
+    job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest
+) -> dict[str, Floats]:
+    """Seconds that the slowest rank waits in all its micro-batches, and of the update, by term."""
+    passes = _passes(job, candidates)
+    flushes, reductions = passes / pipes.micro_batches, passes / micro_batches_per_slot(job, candidates)
+    idle = idle_s(pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s)
+    hops = np.maximum(exposed_hops(pipes), blocked_hops(job, pipes))
+    # What waits for the host can hide the network meanwhile.
+    windows = (rank.forward_s, rank.backward_s)
+    unpaired = {"unpaired_exchange": flushes * unpaired_s(pipes, rank)} if job.stack.overlap.expert else {}
+    return unpaired | {
+        "bubble": flushes * idle,
+        "pipeline_comm": flushes * hops * hop_s(job, candidates),
+        **data_terms(job, candidates, held, rank.counts, windows, passes, reductions),
+        "optimizer": optimizer_s(job, candidates, held, rank.counts),
+    }
+
+
+def unpaired_s(pipes: Pipelines, rank: Slowest) -> Floats:
+    """Seconds of a flush in which the exchange of tokens has no other micro-batch to hide behind.
+
+    What hides it is the backward pass of an earlier micro-batch, or the forward pass of a later one (arXiv 2412.19437, figure 4). Until
+    a rank has its first backward pass, and once it had its last forward pass, there is none: that is of all micro-batches that it holds
+    at once, of the first rank the most.
+    """
+    alone = np.minimum(in_flight(pipes, np.zeros(1, dtype=np.int64)), pipes.micro_batches)
+    return np.asarray(alone * rank.hidden_s)
+
+
+def compute_terms(
+    candidates: Candidates, costs: LayerCosts, rank: Slowest, passes: Floats
+) -> dict[str, Floats]:
+    """Seconds that the slowest rank computes in all its micro-batches, by category."""
+    terms = {}
+    for number, category in enumerate(CATEGORIES):
+        each = tuple(costs.of(costs.by_category, kind, number) for kind in range(len(KINDS)))
+        terms[category] = passes * times(rank.counts, each)
+    again = tuple(costs.by_mode(costs.recompute_s, kind, candidates.recompute) for kind in range(len(KINDS)))
+    terms["recompute"] = passes * times(rank.counts, again)
+    return terms
+
+
+def blocked_hops(job: Job, pipes: Pipelines) -> Floats:
+    """Transfers of a flush during which a rank is blocked: one each way for every micro-batch, where sends block."""
+    each = 2.0 * pipes.micro_batches * pipes.per_rank * (pipes.ranks > 1)
+    return np.asarray(each if job.stack.overlap.blocking_sends else 0 * each)
+
+
+def hop_s(job: Job, candidates: Candidates) -> Floats:
+    """Seconds to carry a micro-batch's hidden states from one stage to the next, as far as no pairing hides them."""
+    width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
+    rows = candidates.micro_batch * job.workload.seq_len / candidates.context
+    whole = rows * job.workload.model.dim * width
+    scatters = job.stack.overlap.scattered_sends
+    pieces = np.where((candidates.sequence_parallel > 0) | scatters, candidates.tensor, 1)
+    stride = candidates.tensor * candidates.context * candidates.data
+    seconds = collectives.point_to_point_s(job.cluster, stride, whole / pieces, candidates.pipeline)
+    if scatters:
+        gathers = (candidates.sequence_parallel == 0) & (candidates.tensor > 1)
+        gather_s = collectives.all_gather_s(job.cluster, candidates.tensor, 1, whole)
+        seconds = seconds + np.where(gathers, gather_s, 0.0)
+    paired = np.where(candidates.schedule == SCHEDULES.index("dualpipev"), job.stack.overlap.paired, 0)
+    exposed: Floats = np.asarray(seconds) * (1 - paired)
+    return exposed
+
+
+def data_terms(
+    job: Job,
+    candidates: Candidates,
+    held: Holdings,
+    counts: tuple[Floats, ...],
+    windows: tuple[Floats, Floats],
+    passes: Floats,
+    reductions: Floats,
+) -> dict[str, Floats]:
+    """Exposed seconds of gathering weights and of reducing gradients, given the ``windows`` of one forward and backward to hide in.
+
+    ``passes`` are a rank's micro-batches, ``reductions`` its slots.
+    """
+    stack, zero = job.stack, candidates.zero
+    gather, scatter, among = _weights_s(job, candidates, held, counts)
+    blocks = np.maximum(counts[0] + counts[1], 1)
+    forward, backward = (stack.overlap.data * seconds for seconds in windows)
+    sharded = zero >= 3
+    exposed = partial(_exposed, blocks=blocks, slowed=_SLOWED.get(job.cluster.accelerator.vendor, 0.0))
+    gathered = exposed(gather, forward)
+    # After an update, the next step's first forward pass is what hides the gathering of new weights.
+    weights_s = np.where(zero >= 1, gathered, 0.0)
+    window = backward
+    if sharded.any():
+        weights_s = np.where(sharded, passes * (gathered + exposed(gather, backward)), weights_s)
+        window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
+    # Sums over shards are all-reduced over replicas once, with the last micro-batch of a slot.
+    gradients_s = reductions * exposed(scatter + among, window)
+    if stack.data.reduces_once:
+        last_s = exposed(scatter + among, window)
+        further_s = np.where(sharded, (reductions - 1) * exposed(scatter, window), 0.0)
+        gradients_s = last_s + further_s
+    if stack.data.add_bytes:
+        elements = times(counts, held.dense) + times(counts, held.experts)
+        gradients_s = gradients_s + reductions * kernels.memory_bound_s(
+            job.profile, stack.data.add_bytes * elements
+        )
+    if stack.data.reduces_each_micro_batch:
+        further = np.where(zero >= 2, passes - reductions, 0.0)
+        gradients_s = gradients_s + further * exposed(scatter, window)
+    return {"weight_gather": weights_s, "gradient_reduce": gradients_s}
+
+
+def _exposed(seconds: Floats, window: Floats, *, blocks: Ints, slowed: float) -> Floats:
+    """Seconds that a collective adds: what exceeds its window, and the fraction ``slowed`` of what computing hides.
+
+    At least one of ``blocks`` equal parts is always exposed.
+    """
+    beyond = np.maximum(seconds - window, seconds / blocks)
+    return beyond + slowed * (seconds - beyond)
+
+
+def _weights_s(
+    job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds to gather all weights of a rank's stages, to reduce all their gradients over shards, and then over replicas.
+
+    What overlaps with computing goes block by block, and each block pays the latency of its collectives.
+    """
+    cluster, stack = job.cluster, job.stack
+    gather = scatter = among = np.zeros(1)
+    inside = candidates.tensor * candidates.context * candidates.shard
+    divided = candidates.zero >= 1
+    pieces = stack.data.gathers_per_block * np.maximum(counts[0] + counts[1], 1) if stack.overlap.data else 1
+    for elements, size, stride in (
+        (held.dense, candidates.dense_shard, candidates.tensor),
+        (held.experts, candidates.expert_shard, candidates.expert * candidates.expert_tensor),
+    ):
+        if not any(each.any() for each in elements):
+            continue
+        each = times(counts, elements) / pieces
+        bytes_ = stack.data.reduce_bytes * each
+        gather = gather + pieces * collectives.all_gather_s(
+            cluster, size, stride, stack.data.gather_bytes * each
+        )
+        reduce_s = collectives.reduce_scatter_s(cluster, size, stride, bytes_)
+        if not divided.all():
+            everyone = collectives.all_reduce_s(cluster, size * candidates.replicate, stride, bytes_)
+            reduce_s = np.where(divided, reduce_s, everyone)
+        scatter = scatter + pieces * reduce_s
+        if (candidates.replicate > 1).any():
+            replicas_s = collectives.all_reduce_s(
+                cluster, candidates.replicate, inside, bytes_ / np.maximum(size, 1)
+            )
+            among = among + pieces * np.where(divided, replicas_s, 0.0)
+    return gather, scatter, among
+
+
+def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:
+    """Seconds of the update of a rank's share, and of the whole matrices that the busiest rank owns."""
+    optimizer = job.stack.states.optimizer
+    if optimizer is None:
+        elements = _updated(job, candidates, held, counts)
+        return np.asarray(kernels.memory_bound_s(job.profile, _ADAM_BYTES * elements))
+    moments = times(counts, held.moment_bytes_share)
+    if optimizer.name == "adamw":
+        moved = UPDATE_BYTES * _updated(job, candidates, held, counts) + 2 * moments
+        return np.asarray(kernels.memory_bound_s(job.profile, moved))
+    # What an optimizer of matrices leaves to AdamW has fp32 moments: eight bytes an element.
+    rest_s = kernels.memory_bound_s(job.profile, (UPDATE_BYTES / 8 + 2) * moments)
+    return np.asarray(rest_s + _owners_s(optimizer, job, candidates, counts))
+
+
+def _owners_s(
+    optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts: tuple[Floats, ...]
+) -> Floats:
+    """Seconds in which the busiest owner updates its whole matrices, their way to it and back included.
+
+    Eigenvalues and QR decompositions are counted at the rate of matrix products, which they do not reach: at least so long.
+    """
+    owned = owned_matrices(optimizer, job.workload.model, candidates, counts)
+    known = job.profile.accelerator.flops
+    # Muon's iterations are in bf16 on every GPU, whatever precision.compute says (phalanx.train.optimizers.matrix.rules).
+    narrow = optimizer.name == "muon" and job.cluster.accelerator.vendor != "any"
+    formats = ("bf16", "fp32", "tf32") if narrow else ("fp32", "tf32", "bf16")
+    rate = kernels.sustained_flops(job.profile, next(name for name in (*formats, *known) if name in known))
+    products = (owned.product_flops + owned.decomposition_flops) / rate
+    ranks = candidates.dense_shard * candidates.tensor
+    way = collectives.all_to_all_s(job.cluster, ranks, 1, owned.crossing_bytes)
+    updates = kernels.memory_bound_s(job.profile, owned.moved_bytes)
+    return np.asarray(updates + products + 2 * np.where(ranks > 1, way, 0.0))
+
+
+def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:
+    """Number of parameters that a rank updates."""
+    sharded_from = min(state.sharded_from for state in job.stack.states.kept if state.kind == "moments")
+    whole = times(counts, held.dense) + times(counts, held.experts)
+    share = times(counts, held.dense_share) + times(counts, held.experts_share)
+    return np.where(candidates.zero >= sharded_from, share, whole)
+
+
+def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int) -> tuple[Floats, Floats]:
+    """Seconds that copies of a layer's activations to and from the host's memory add to its forward and backward.
+
+    That is what outlasts them; and of what they hide, the time in which the accelerator's memory serves the copy and no kernel.
+    """
+    if not candidates.offload_activations.any() or not costs.kept_bytes[kind].any():
+        return np.zeros(1), np.zeros(1)
+    forward, inputs, weights = (costs.of(costs.by_phase, kind, phase) for phase in range(3))
+    again = costs.by_mode(costs.recompute_s, kind, candidates.recompute)
+    copy = kernels.host_copy_s(job.profile, costs.by_mode(costs.kept_bytes, kind, candidates.recompute))
+    copy = copy * candidates.offload_activations
+    accelerator = job.cluster.accelerator
+    taken = min(1.0, accelerator.host_bytes_per_s.value / accelerator.memory_bytes_per_s.value)
+    ahead, back = (np.maximum(copy - window, 0) for window in (forward, inputs + again + weights))
+    return ahead + taken * (copy - ahead), back + taken * (copy - back)
+
+
+def state_copy_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:
+    """Seconds to fetch the optimizer's state from the host's memory for the update, and to put it back."""
+    moved = sum(state.bytes for state in job.stack.states.kept if state.optimizer)
+    seconds = 2 * kernels.host_copy_s(job.profile, moved * _updated(job, candidates, held, counts))
+    return np.asarray(candidates.offload_optimizer * seconds)
+
+
+def scale_tax(job: Job, ranks: Ints) -> Floats:
+    """The fraction by which a step grows because ``ranks`` ranks wait for the slowest of them, and share the fabric.
+
+    ``tax_per_doubling x log2(ranks / ranks of a node)``: logarithmic, as the largest of many delays with an exponential tail
+    is (Gumbel); one constant, fitted to runs of one model on growing fleets (MegaScale, arXiv 2402.15627, table 2).
+    """
+    doublings = np.log2(np.maximum(ranks / job.cluster.per_node, 1))
+    return np.asarray(job.stack.tax_per_doubling * doublings)
+
+
+def with_tax(job: Job, candidates: Candidates, terms: dict[str, Floats]) -> dict[str, Floats]:
+    """Adds the scale tax and the effect of the stack's ``time_scalar`` as terms."""
+    tax = scale_tax(job, candidates.ranks)
+    clean = total(terms)
+    terms = terms | {"scale_tax": clean * tax}
+    if job.stack.time_scalar != 1:
+        terms["stack_scalar"] = clean * (1 + tax) * (job.stack.time_scalar - 1)
+    return terms

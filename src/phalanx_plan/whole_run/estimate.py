@@ -1,0 +1,410 @@
+"""The run as a whole: from the time of one step to days, failures, energy, carbon and money.
+
+Everything that is not computed is an assumption with a name (``RunAssumptions``) and, where it is a default,
+a source. The finish date is a distribution: of when failures strike, of how often (published fleets differ by
+a factor of 2.8), and of how wrong the step time may be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
+from phalanx.hardware.cluster import Cluster, Fact
+from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs
+from phalanx_plan.whole_run.cost import (
+    ELECTRICITY_USD_PER_KWH,
+    GRID_KG_PER_KWH,
+    J_PER_KWH,
+    STORAGE_USD_PER_GB_MONTH,
+    Cost,
+    Energy,
+    cost,
+    energy,
+)
+from phalanx_plan.whole_run.data_reading import DataReading, data_reading, waiting_note
+from phalanx_plan.whole_run.failures import (
+    CORRELATED_DOMAINS,
+    DAY_S,
+    RateLevel,
+    failures_per_s,
+    nodes_in_repair,
+    spares_needed,
+)
+from phalanx_plan.whole_run.goodput import HOPELESS, CheckpointPlan, Risk, interval_s, simulate
+from phalanx_plan.whole_run.recovery import (
+    TIER_OF,
+    RecoveryMethod,
+    TierCost,
+    fleet_share,
+    host_bytes_per_node,
+    recovery_phases,
+    tiers,
+)
+from phalanx_plan.workload.candidates import Floats
+
+_NORMAL = NormalDist()
+LEVELS: tuple[RateLevel, ...] = ("low", "typical", "high")
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Percentiles of a simulated quantity; infinite where so many runs would not finish."""
+
+    p5: float
+    p50: float
+    p95: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """The whole run. Days are wall time from the first step; the parts of each breakdown sum to its total."""
+
+    steps: int
+    tokens_per_day: float
+    """While training, failures counted."""
+    failure_free_days: float
+    days: float
+    """Failure-free days over the mean goodput."""
+    finish_days: Percentiles
+    goodput: float
+    goodput_by_level: Mapping[str, float]
+    """Goodput at the low, typical and high failure rates."""
+    goodput_percentiles: Percentiles
+    breakdown: Mapping[str, float]
+    """Shares of wall time by the goodput ledger's names; they sum to 1."""
+    mtti_s: float
+    failures: float
+    """Expected, over the run."""
+    tier: TierCost
+    """The tier that the state is restored from after a frequent failure."""
+    durable_tier: TierCost
+    interval_s: float
+    optimal_interval_s: float
+    """The best checkpoint interval before draining and whole steps limit it."""
+    young_interval_s: float
+    daly_interval_s: float
+    """Checkpoint intervals by the two usual approximations."""
+    durable_interval_s: float
+    recovery_s: float
+    spare_nodes: int
+    spare_accelerators: int
+    energy: Energy
+    mean_power_w: float
+    co2_kg: float
+    cost: Cost
+    energy_kwh: Percentiles
+    """The total at the percentiles of the finish date."""
+    usd: Percentiles
+    """The same of the cost."""
+    usd_per_million_tokens: float
+    data: DataReading | None
+    """What is needed of the place where the data lie, and what it gives; ``None`` if nothing is known of the data."""
+    warnings: tuple[str, ...]
+    """Conditions under which the figures are not to be trusted."""
+    assumptions: RunAssumptions
+    sources: Mapping[str, str]
+    """The source of each figure that the user did not give."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON: infinities become null, totals are added."""
+        values: dict[str, Any] = _plain(asdict(self))
+        if self.data is not None:
+            values["data"]["binds"] = self.data.binds
+        values["energy"]["total_kwh"] = _plain(self.energy.total_kwh)
+        values["cost"]["total_usd"] = _plain(self.cost.total_usd)
+        return values
+
+
+def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -> RunEstimate:
+    """The run as a whole. Pure: the same inputs give the same figures, simulated ones included."""
+    given = assumptions or RunAssumptions()
+    places = tiers(
+        inputs.cluster, inputs.checkpoint_bytes, inputs.accelerators, snapshot_overlap=given.snapshot_overlap
+    )
+    tier, durable = places[TIER_OF[given.recovery]], places["storage"]
+    plan = goodput_plan(inputs, given, given.failure_level)
+    fleet = _fleet_share(inputs, given)
+    shares = _with_pauses(plan.breakdown, given, fleet)
+    goodput = shares["committed"]
+    steps = math.ceil(inputs.tokens / inputs.tokens_per_step)
+    work_s = steps * inputs.step_s
+    wall_s = work_s / goodput if goodput > 0 else math.inf
+    finish_s = _finish_s(plan, inputs, given, work_s, goodput / max(plan.goodput, 1e-300))
+    spare_nodes = _spare_nodes(inputs, given)
+    spares = spare_nodes * inputs.cluster.per_node
+    used = _energy(inputs, given, wall_s, shares, spares)
+    spent = _cost(inputs, given, wall_s, used.total_kwh, spares)
+    finish = _percentiles(finish_s)
+    kwh = {name: _energy(inputs, given, at, shares, spares).total_kwh for name, at in vars(finish).items()}
+    usd = {name: _cost(inputs, given, at, kwh[name], spares).total_usd for name, at in vars(finish).items()}
+    per_s = failures_per_s(inputs.cluster, inputs.accelerators, given.failure_level, given.failure_classes)
+    reading = _reading(inputs, given)
+    return RunEstimate(
+        steps=steps,
+        tokens_per_day=inputs.tokens_per_step / inputs.step_s * goodput * DAY_S,
+        failure_free_days=work_s / DAY_S,
+        days=wall_s / DAY_S,
+        finish_days=_percentiles(finish_s / DAY_S),
+        goodput=goodput,
+        goodput_by_level={
+            level: _with_pauses(goodput_plan(inputs, given, level).breakdown, given, fleet)["committed"]
+            for level in LEVELS
+        },
+        goodput_percentiles=_percentiles(work_s / finish_s),
+        breakdown=shares,
+        mtti_s=1 / per_s if per_s else math.inf,
+        failures=per_s * wall_s if per_s else 0.0,
+        tier=tier,
+        durable_tier=durable,
+        interval_s=plan.interval_s,
+        optimal_interval_s=optimal_interval_s(plan.frequent.mtti_s, plan.frequent.stall_s),
+        young_interval_s=young_interval_s(plan.frequent.mtti_s, plan.frequent.stall_s),
+        daly_interval_s=daly_interval_s(plan.frequent.mtti_s, plan.frequent.stall_s),
+        durable_interval_s=plan.rare_interval_s,
+        recovery_s=plan.frequent.recovery_s,
+        spare_nodes=spare_nodes,
+        spare_accelerators=spares,
+        energy=used,
+        mean_power_w=used.total_kwh * J_PER_KWH / wall_s if math.isfinite(wall_s) else math.nan,
+        co2_kg=used.co2_kg(given.grid_kg_per_kwh),
+        cost=spent,
+        energy_kwh=Percentiles(**kwh),
+        usd=Percentiles(**usd),
+        usd_per_million_tokens=spent.total_usd / (inputs.tokens / 1e6),
+        data=reading,
+        warnings=tuple(
+            note
+            for note in (
+                *_warnings(inputs, given, tier, durable, plan),
+                "" if reading is None else waiting_note(reading),
+            )
+            if note
+        ),
+        assumptions=given,
+        sources=_sources(inputs, given, plan),
+    )
+
+
+def goodput_plan(inputs: RunInputs, given: RunAssumptions, level: RateLevel) -> CheckpointPlan:
+    """The two risks at a level of failure rates, with the best checkpoint intervals for it.
+
+    With memory tiers, a few failures go beyond them; a restart from durable storage knows only one risk.
+    """
+    per_s = failures_per_s(inputs.cluster, inputs.accelerators, level, given.failure_classes)
+    places = tiers(
+        inputs.cluster, inputs.checkpoint_bytes, inputs.accelerators, snapshot_overlap=given.snapshot_overlap
+    )
+    tier, durable = places[TIER_OF[given.recovery]], places["storage"]
+    beyond = given.beyond_peer_share if tier is not durable else 0.0
+    stall_s = tier.stall_s + (0.0 if given.asynchronous_saves else tier.drain_s)
+    frequent = _risk(per_s * (1 - beyond), stall_s, given, given.recovery, tier)
+    # The durable save is drained from the copy that the memory tier took: it stalls nobody again.
+    rare = _risk(per_s * beyond, 0.0, given, "restart", durable)
+    # A save begins when the one before it has drained.
+    drain_s = tier.drain_s if given.asynchronous_saves else 0.0
+    best_s = interval_s(frequent, drain_s, inputs.step_s)
+    if math.isinf(best_s):
+        best_s = max(given.durable_interval_s, inputs.step_s)
+    wanted_s = given.checkpoint_interval_s
+    chosen_s = best_s if wanted_s is None else max(wanted_s, drain_s, inputs.step_s)
+    durable_s = max(given.durable_interval_s, durable.drain_s, chosen_s)
+    return CheckpointPlan(frequent, chosen_s, rare, math.ceil(durable_s / chosen_s - 1e-9) * chosen_s)
+
+
+def _risk(
+    per_s: float, stall_s: float, given: RunAssumptions, method: RecoveryMethod, tier: TierCost
+) -> Risk:
+    return Risk(
+        1 / per_s if per_s else math.inf, stall_s, recovery_phases(method, tier, given.recovery_level)
+    )
+
+
+def _reading(inputs: RunInputs, given: RunAssumptions) -> DataReading | None:
+    if inputs.data is None:
+        return None
+    bandwidth = inputs.cluster.storage_bytes_per_s.value
+    if given.data_bytes_per_s is not None:
+        bandwidth = given.data_bytes_per_s
+    return data_reading(
+        inputs.data,
+        inputs.step_s,
+        _nodes(inputs),
+        inputs.replicas,
+        bytes_per_s=bandwidth,
+        latency_s=given.data_latency_s,
+        requests_per_s=given.data_requests_per_s,
+    )
+
+
+def _nodes(inputs: RunInputs) -> float:
+    return max(1.0, inputs.accelerators / inputs.cluster.per_node)
+
+
+def _node_losses_per_s(inputs: RunInputs, given: RunAssumptions) -> float:
+    return failures_per_s(
+        inputs.cluster, inputs.accelerators, given.failure_level, given.failure_classes, takes_node=True
+    )
+
+
+def _fleet_share(inputs: RunInputs, given: RunAssumptions) -> float:
+    away = nodes_in_repair(_node_losses_per_s(inputs, given), given.repair_s)
+    return fleet_share(given.recovery, away, _nodes(inputs), inputs.replicas)
+
+
+def _spare_nodes(inputs: RunInputs, given: RunAssumptions) -> int:
+    """Nodes beside those that hold ranks: what was assumed, else none for a run that shrinks, else as many as are needed."""
+    if given.spare_nodes is not None:
+        return given.spare_nodes
+    return 0 if given.recovery == "shrink" else _spares_needed(inputs, given)
+
+
+def _spares_needed(inputs: RunInputs, given: RunAssumptions) -> int:
+    """Spares of which one is there with the assumed confidence; a restart needs whole nodes as much as a swap does."""
+    return spares_needed(_node_losses_per_s(inputs, given), given.repair_s, given.spare_confidence)
+
+
+def _with_pauses(shares: Mapping[str, float], given: RunAssumptions, fleet: float) -> dict[str, float]:
+    """The shares with planned pauses, and with what a fleet that lacks nodes does not do."""
+    paused = min(1.0, given.planned_pauses_per_day * given.planned_pause_s / DAY_S)
+    scaled = {name: share * (1 - paused) for name, share in shares.items()}
+    missing = scaled["committed"] * (1 - fleet)
+    return {
+        **scaled,
+        "committed": scaled["committed"] - missing,
+        "fleet.missing": missing,
+        "pause.operator": paused,
+    }
+
+
+def _finish_s(
+    plan: CheckpointPlan, inputs: RunInputs, given: RunAssumptions, work_s: float, rest: float
+) -> Floats:
+    """Wall seconds of simulated runs; ``rest`` is the goodput that pauses and missing nodes leave.
+
+    Failure rates are drawn between the published ones (triangular in the logarithm, typical as its mode),
+    step times around the estimate (its band).
+    """
+    random = np.random.default_rng([given.seed, 1])
+    rates = [
+        failures_per_s(inputs.cluster, inputs.accelerators, one, given.failure_classes) for one in LEVELS
+    ]
+    here = failures_per_s(inputs.cluster, inputs.accelerators, given.failure_level, given.failure_classes)
+    factor = np.ones(given.draws)
+    if here and rates[0] < rates[2]:
+        low, typical, high = (math.log(rate / here) for rate in rates)
+        factor = np.exp(random.triangular(low, typical, high, given.draws))
+    # Step times are spread evenly over the band's probabilities: drawn at random, a wide band's P95 would be noise.
+    levels = (random.permutation(given.draws) + 0.5) / given.draws
+    slower = given.step_time_band.at(np.array([_NORMAL.inv_cdf(level) for level in levels]))
+    if rest <= 0:
+        return np.full(given.draws, np.inf)
+    return simulate(plan, work_s * slower, factor, given.seed) / rest
+
+
+def _energy(
+    inputs: RunInputs, given: RunAssumptions, wall_s: float, shares: Mapping[str, float], spares: int
+) -> Energy:
+    cluster = inputs.cluster
+    if given.pue is not None:
+        cluster = _with_pue(cluster, given.pue)
+    in_steps = min(1.0, shares["committed"] + shares["discarded.rollback"])
+    return energy(cluster, inputs.accelerators, spares, wall_s, in_steps, inputs.activities)
+
+
+def _cost(inputs: RunInputs, given: RunAssumptions, wall_s: float, energy_kwh: float, spares: int) -> Cost:
+    price = given.usd_per_accelerator_hour
+    return cost(
+        accelerators=inputs.accelerators,
+        spare_accelerators=spares,
+        wall_s=wall_s,
+        usd_per_accelerator_hour=inputs.cluster.accelerator.price_per_hour.value if price is None else price,
+        energy_kwh=energy_kwh,
+        usd_per_kwh=given.usd_per_kwh,
+        electricity_in_price=given.electricity_in_price,
+        stored_bytes=given.checkpoints_kept * inputs.checkpoint_bytes,
+        usd_per_gb_month=given.usd_per_gb_month,
+    )
+
+
+def _with_pue(cluster: Cluster, pue: float) -> Cluster:
+    return replace(cluster, pue=Fact(pue, "set by the user"))
+
+
+def _percentiles(values: Floats) -> Percentiles:
+    ordered = np.sort(values)
+
+    def at(share: float) -> float:
+        # The nearest rank, since an interpolation between a number and infinity is no number.
+        return float(ordered[min(len(ordered) - 1, int(share * len(ordered)))])
+
+    return Percentiles(at(0.05), at(0.5), at(0.95), float(np.mean(values)))
+
+
+def _warnings(
+    inputs: RunInputs, given: RunAssumptions, tier: TierCost, durable: TierCost, plan: CheckpointPlan
+) -> Iterator[str]:
+    if given.recovery == "spare" and _spare_nodes(inputs, given) < (needed := _spares_needed(inputs, given)):
+        yield (
+            f"{given.spare_nodes} spare nodes: with fewer than {needed} a failure finds none more often than "
+            f"{1 - given.spare_confidence:.0%} of the time, and that wait is not counted"
+        )
+    host_bytes = host_bytes_per_node(tier, durable)
+    if host_bytes > inputs.cluster.host_memory_bytes.value:
+        yield (
+            f"saves into tier {tier.name} take {host_bytes / 1e9:,.0f} GB of each host's memory, which has "
+            f"{inputs.cluster.host_memory_bytes.value / 1e9:,.0f} GB: use more nodes, or recovery by restart"
+        )
+    if durable.drain_s > plan.rare.mtti_s / 2:
+        yield (
+            f"a durable save takes {durable.drain_s:,.0f} s, over half the time between failures that need one "
+            f"({plan.rare.mtti_s:,.0f} s): storage must write faster"
+        )
+    if plan.goodput < HOPELESS:
+        yield "failures come faster than the run recovers from them: it would not finish"
+    if inputs.accelerators > inputs.cluster.accelerators:
+        yield f"the layout uses {inputs.accelerators} accelerators of a cluster of {inputs.cluster.accelerators}"
+
+
+def _sources(inputs: RunInputs, given: RunAssumptions, plan: CheckpointPlan) -> dict[str, str]:
+    """Returns the source of each figure; a value that is not its default is the user's."""
+    cluster, user = inputs.cluster, "set by the user"
+    usual = RunAssumptions()
+
+    def of(name: str, source: str) -> str:
+        return source if getattr(given, name) == getattr(usual, name) else user
+
+    return {
+        "power": cluster.accelerator.power_w.source,
+        "node power": cluster.node_power_w.source,
+        "pue": of("pue", cluster.pue.source),
+        "storage bandwidth": cluster.storage_bytes_per_s.source,
+        "data bandwidth": of("data_bytes_per_s", cluster.storage_bytes_per_s.source),
+        "data latency": of("data_latency_s", "assumption, Amazon's guide to S3's performance: 100 to 200 ms"),
+        "data requests": of("data_requests_per_s", "Amazon's guide to S3's performance, of one prefix"),
+        "host link": cluster.accelerator.host_bytes_per_s.source,
+        "grid": of("grid_kg_per_kwh", GRID_KG_PER_KWH.source),
+        "electricity price": of("usd_per_kwh", ELECTRICITY_USD_PER_KWH.source),
+        "storage price": of("usd_per_gb_month", STORAGE_USD_PER_GB_MONTH.source),
+        "accelerator price": of("usd_per_accelerator_hour", cluster.accelerator.price_per_hour.source),
+        **{f"recovery.{phase.name}": phase.source for phase in plan.frequent.recovery},
+        **{f"correlated.{one.name}": f"{one.takes_down}; {one.evidence}" for one in CORRELATED_DOMAINS},
+    }
+
+
+def _plain(value: object) -> Any:
+    """Values that JSON knows."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,271 @@
+"""Prices the operations of layers by a software stack: what each computes, moves, exchanges and keeps for backward.
+
+A kind of layer says which operations it has (``phalanx.run.kinds``); how many passes over memory they take, by how many kernels,
+and what is kept of them, depends on the software. So a new kind of layer is a new list, a new stack a new set of facts, and
+neither a new formula. ``phalanx_plan.step_cost.layer_costs`` turns the priced lists into seconds and bytes.
+
+What is kept for backward follows Korthikanti et al. (arXiv 2205.05198, section 4) with
+fused attention (arXiv 2307.08691), which keeps its inputs, its result and one number for each row and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from phalanx.run.kinds import block, ends, prediction_ahead
+from phalanx.run.kinds.operations import (
+    Activation,
+    AroundExperts,
+    AttentionCore,
+    Dropout,
+    KeptTensor,
+    LayerExchange,
+    LossOfScores,
+    MatrixProduct,
+    Norm,
+    Operation,
+    Permutation,
+    Pointwise,
+    Rotation,
+)
+from phalanx_plan.workload.stacks import Stack, Workload
+
+_PERMUTING = 8
+"""Kernels that sort tokens by expert: histogram, prefix sums, indices, and the copy."""
+
+_PERMUTED = 1.43
+"""Transformer Engine's fused permutation of tokens, counted as a row read and three written for each copy, over a kernel that moves
+as much in order: 4.3 instead of 6.2 TB/s on B200 (MooreThreads/SimuMax v1.2, simu_tools/efficency_test/test_ce_permute_efficiency.py)."""
+_FUSED_LOGIT_BYTES = 4
+"""Scores and gradient in 16 bits: one kernel makes both of the loss."""
+
+KINDS = ("dense", "mixture", "embedding", "head")
+"""Kinds of parts of a stage: two kinds of layers, and the two ends of the model."""
+
+LayerOperation = MatrixProduct | AttentionCore | Pointwise | LayerExchange
+"""The operations of a layer that take time."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """All of one layer."""
+
+    operations: tuple[LayerOperation, ...] = ()
+    kept: tuple[KeptTensor, ...] = ()
+
+    def __add__(self, other: Layer) -> Layer:
+        return Layer(self.operations + other.operations, self.kept + other.kept)
+
+
+def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
+    """The operations of each of ``KINDS`` on one micro-batch."""
+    model = workload.model
+    ahead = prediction_ahead.depths(model) * prediction_ahead.operations(model)
+    work = {
+        "dense": block.operations(model, mixed=False),
+        "mixture": block.operations(model, mixed=True),
+        "embedding": ends.embedding_operations(model),
+        "head": (*ends.head_operations(model), *ahead),
+    }
+    return {kind: _layer(work[kind], workload, stack) for kind in KINDS}
+
+
+def _layer(operations: Iterable[Operation], workload: Workload, stack: Stack) -> Layer:
+    return sum((_priced(operation, workload, stack) for operation in operations), Layer())
+
+
+def _priced(operation: Operation, workload: Workload, stack: Stack) -> Layer:
+    """One operation as ``stack`` carries it out."""
+    match operation:
+        case KeptTensor():
+            return Layer(kept=(operation,))
+        case MatrixProduct():
+            return _product(operation, stack)
+        case Norm():
+            # Read and write; backward reads the input and two gradients.
+            moved = Pointwise(
+                operation.part,
+                "local",
+                2 * operation.width,
+                4 * operation.width,
+                kernels=operation.kernels,
+                # The input's gradient, both sums over rows in two steps, and both added to sums over micro-batches.
+                backward_kernels=5 * operation.kernels * stack.kernels.small_gradients,
+            )
+            return Layer((moved,), (KeptTensor(operation.part, "gathered", operation.width, operand=True),))
+        case Rotation():
+            return _rotation(operation, stack)
+        case AttentionCore():
+            return _core(operation, workload, stack)
+        case Activation():
+            return _activation(operation, stack)
+        case Permutation():
+            return _permutation(operation, stack)
+        case AroundExperts():
+            return _around_experts(operation, stack)
+        case LossOfScores():
+            # A soft cap reads and writes logits once more, and in backward its slope and their gradient.
+            bent = (2, 3) if operation.capped else (0, 0)
+            passes = (once + more for once, more in zip(_loss_passes(stack), bent, strict=True))
+            forward, backward = (count * operation.scores for count in passes)
+            return Layer((Pointwise("projection", "tokens", forward, backward, "tensor", kernels=6),))
+        case Dropout():
+            return _dropout(operation, stack)
+        case Pointwise() | LayerExchange():
+            return Layer((operation,))
+
+
+def _product(product: MatrixProduct, stack: Stack) -> Layer:
+    biases = _biases(product) if stack.kernels.small_gradients and not product.wide else ()
+    if not product.kept:
+        return Layer((product, *biases))
+    narrow = product.experts > 0 and stack.experts.narrow_gates
+    own = product.columns - product.key_columns
+    kept = [KeptTensor(product.part, product.rows, own, product.columns_over, operand=narrow)]
+    if product.key_columns:
+        kept.append(KeptTensor(product.part, product.rows, product.key_columns, "key_heads"))
+    return Layer((product, *biases), tuple(kept))
+
+
+def _biases(product: MatrixProduct) -> tuple[Pointwise, ...]:
+    """The bias of a product: backward it is summed over rows, and added to its sum; forward the next kernel adds it, if it is pointwise."""
+    apart = product.part == "projection"
+    return (
+        Pointwise(
+            product.part,
+            product.rows,
+            2 * product.columns * apart,
+            product.columns,
+            product.columns_over,
+            kernels=int(apart),
+            backward_kernels=2,
+        ),
+    )
+
+
+def _rotation(rotation: Rotation, stack: Stack) -> Layer:
+    # Apart: products with cosine and sine, the halves turned and joined, their sum, and a copy of it; backward the same way.
+    if not stack.attention.rotary:
+        return Layer()
+    forward, backward, kernels = (12, 13, 12) if stack.attention.turns_apart else (2, 2, 2)
+    normed = bool(rotation.norms)
+    moved = Pointwise(
+        "projection",
+        "tokens",
+        forward * rotation.width + 2 * normed * rotation.whole,
+        backward * rotation.width + 4 * normed * rotation.whole,
+        "tensor",
+        kernels=kernels + len(rotation.norms),
+    )
+    return Layer((moved,))
+
+
+def _core(core: AttentionCore, workload: Workload, stack: Stack) -> Layer:
+    """Attention, which keeps its result for its own backward; a narrow output projection keeps it once more in its format."""
+    width = core.heads * core.value_width
+    result = KeptTensor("core", "tokens", width, "tensor")
+    operand = KeptTensor("out", "tokens", width, "tensor", operand=True, beside=True)
+    if stack.attention.flash:
+        # One fp32 number for each row and head: the logarithm of the softmax's sum (arXiv 2307.08691, section 3.1).
+        sums = KeptTensor("core", "tokens", core.heads, "tensor", bytes=4)
+        return Layer((core, *_capping(core, workload)), (result, sums, operand))
+    # Scores in memory: written by the product, scaled and masked, normalized, dropped, read by the product.
+    scores = core.heads * workload.seq_len
+    moved = Pointwise("core", "tokens", 8 * scores, 8 * scores, "tensor", kernels=4)
+    # The softmax, a dropout mask and its result: 5 bytes for each score (arXiv 2205.05198).
+    softmax = KeptTensor("core", "tokens", 5 * scores, "tensor", bytes=1)
+    return Layer((core, moved), (result, softmax, operand))
+
+
+def _capping(core: AttentionCore, workload: Workload) -> tuple[Pointwise, ...]:
+    """What soft-capped scores move, which no fused kernel computes: half of the square, in fp32, a few rows at a time.
+
+    Scaled, bent, masked, summed, normalized and narrowed; backward computes them again, with their slopes (``phalanx.model.layers.attention.soft_cap``).
+    """
+    scores = round(core.heads * core.keys(workload.seq_len) / 2)
+    return (
+        (Pointwise("core", "tokens", 16 * scores, 26 * scores, "tensor", kernels=10),) if core.capped else ()
+    )
+
+
+def _activation(activation: Activation, stack: Stack) -> Layer:
+    part, rows, width, over = activation.part, activation.rows, activation.width, activation.over
+    inputs = 2 if activation.gated else 1
+    moved = Pointwise(part, rows, (inputs + 1) * width, (2 * inputs + 1) * width, over)
+    kept = [KeptTensor(part, rows, width, over, operand=True)]
+    if activation.gated and not stack.kernels.fused_pointwise:
+        # Unless one kernel does it all, the activated gate is kept beside gate, values and their product.
+        kept.append(KeptTensor(part, rows, width, over))
+    return Layer((moved,), tuple(kept))
+
+
+def _permutation(permutation: Permutation, stack: Stack) -> Layer:
+    into, back = _sorting(permutation.copies, stack)
+    copied = (into if permutation.part == "dispatch" else back) * permutation.width
+    moved = Pointwise(permutation.part, "local", copied, copied, kernels=_PERMUTING)
+    if permutation.part == "dispatch" or stack.experts.weighs_inside:
+        return Layer((moved,))
+    # The weights' gradients are of experts' results.
+    return Layer((moved,), (KeptTensor("combine", "routed", permutation.width),))
+
+
+def _sorting(copies: int, stack: Stack) -> tuple[float, float]:
+    """Rows read and written for each token: into the order of experts, and back."""
+    if stack.experts.dispatch == "hybrid":  # its own kernel sorts what has come
+        return 2 * copies, 2 * copies
+    # Of an all-to-all, what it brings is in the order of ranks and sorted once more.
+    moved = 1 + 3 * copies + (2 * copies if stack.experts.dispatch == "every copy" else 0)
+    fused = _PERMUTED * moved
+    # Else each copy is weighted (read, written) and added to a sum that is cleared, read and written.
+    return (
+        (fused, fused)
+        if stack.experts.fused_permutation
+        else (4 * copies, 2 * copies + 2 * copies + 3 * copies + 1)
+    )
+
+
+def _around_experts(around: AroundExperts, stack: Stack) -> Layer:
+    """Prices experts' padding, activation and biases where the kernels around them do not do it on their way."""
+    outer, inner = around.outer, around.inner
+    # Gates and values are clamped and joined; backward they are masked by what was clamped, and joined.
+    clamps = Layer(
+        (Pointwise("expert_activation", "routed", 8 * inner, 10 * inner, "expert_tensor", kernels=3),),
+        (KeptTensor("expert_activation", "routed", 2 * inner, "expert_tensor"),),
+    )
+    # Weighted in fp32, added, joined, to 16 bits; backward the same way, with sums for weights and biases.
+    biases = Layer(
+        (Pointwise("expert_down", "routed", 14 * outer, 18 * outer, kernels=2, experts=around.experts),)
+    )
+    # Rows read and written into the experts, and out of them; backward the same for their gradients.
+    padding = Layer((Pointwise("dispatch", "routed", 4 * outer, 4 * outer, kernels=2),))
+    asked = (
+        (stack.experts.clamps_apart, clamps),
+        (stack.experts.weighs_biases, biases),
+        (stack.experts.pads_apart, padding),
+    )
+    return sum((layer for is_asked, layer in asked if is_asked), Layer())
+
+
+def _dropout(dropout: Dropout, stack: Stack) -> Layer:
+    if not stack.activations.dropout:
+        return Layer()
+    results = dropout.results
+    masks = KeptTensor("out", "local", results * dropout.width, bytes=1)
+    # One kernel adds bias, dropout and residual: those of the sum are counted.
+    return Layer((Pointwise("out", "local", 2 * results, 2 * results, kernels=0),), (masks,))
+
+
+def _loss_passes(stack: Stack) -> tuple[float, float]:
+    """Number of reads and writes of a score of two bytes for the loss, and for its gradient."""
+    if stack.loss.passes is not None:
+        return stack.loss.passes
+    if stack.loss.chunk:
+        return 6, 1
+    if stack.loss.logit_bytes <= _FUSED_LOGIT_BYTES:  # read for the sum; read and overwritten by its gradient
+        return 2, 2
+    if stack.kernels.fused_pointwise:
+        # To fp32, the maximum, exponentials and their sum; the gradient, to 16 bits.
+        return 12, 5
+    # Each of these steps and a division by itself: 38 bytes forward, 14 backward. All that eager code moves is counted thrice.
+    return 19 / 3, 7 / 3

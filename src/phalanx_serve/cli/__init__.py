@@ -1,0 +1,1 @@
+"""The commands that run a trained model: text, scores, a service."""

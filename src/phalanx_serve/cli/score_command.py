@@ -1,0 +1,272 @@
+"""``phalanx score``: log-probabilities of given text, by the arithmetic that a run was trained with."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.cli.run_places import weights_place
+from phalanx.cli.weights.options import (
+    RUN_FILE_NAMES,
+    Bytes,
+    DeviceName,
+    DtypeName,
+    TrustCode,
+    require_trusted_code,
+)
+from phalanx.command.options import Argument, AsJson, command_options
+
+if TYPE_CHECKING:
+    from phalanx.data.tokenizers.tokenizer import Tokenizer
+    from phalanx.train.score.score import Scorer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    place: Annotated[Path, Argument()]
+    file: Annotated[BinaryIO, click.File("rb"), Argument()]
+    step: int | None = None
+    """A step other than the newest."""
+    dtype: Annotated[str | None, DtypeName()] = None
+    """Format to compute in; by default the run's own."""
+    stream: bool = False
+    """Read the weights as they are computed with; for models larger than memory."""
+    memory: Annotated[int | None, Bytes()] = None
+    """With --stream: what the process may take, 2GiB, 500MiB (four fifths of what is free)."""
+    device: Annotated[str, DeviceName()] = "cpu"
+    """Device: cpu, whose numbers exact serving is held to, cuda, or one GPU, cuda:1. auto: a GPU if there is one and the run was trained on one."""
+    trust_code: TrustCode = False
+    as_json: AsJson = False
+    """Print a JSON object for each text, with all log-probabilities."""
+
+
+@click.command("score")
+@command_options(ScoreOptions)
+def command(options: ScoreOptions) -> None:
+    """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
+
+    FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. Of each
+    text the tokens behind the first are scored, in nats, on a CPU with the bits of exact serving: those that the trainer computes for them, if the run
+    was trained with portable numerics.
+
+    \b
+      phalanx score runs/quickstart-1f3a9c04 README.md
+      phalanx score runs/quickstart-1f3a9c04 texts.jsonl --json
+      echo '{"tokens": [12, 7, 99]}' | phalanx score runs/quickstart-1f3a9c04 - --step 200
+      phalanx score model.pack texts.jsonl --stream --memory 4GiB
+    """
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.data.errors import DataError
+    from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.run.kinds.latent_attention import is_absorbed
+    from phalanx_serve.engine.errors import PartLostError
+    from phalanx_serve.numerics import computing_on, numerics_id
+    from phalanx_serve.prompt import load_run_tokenizer
+
+    if options.memory is not None and not options.stream:
+        raise click.UsageError("--memory is for --stream")
+    place, file = options.place, options.file
+    given = given_texts(file.read(), "standard input" if file is sys.stdin.buffer else file.name)
+    kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
+    with explained(*kinds), _opened(place, options.step) as opened:
+        run_dir, step = opened
+        pack = place if place.is_file() else None
+        require_trusted_code(run_dir, trust_code=options.trust_code, place=pack)
+        needs_tokenizer = any(isinstance(one, str) for one in given)
+        try:
+            tokenizer = load_run_tokenizer(run_dir)
+        except DataError:
+            if needs_tokenizer:
+                raise
+            tokenizer = None  # tokens alone are scored without one, but not by the byte
+        texts = [_encoded(one, tokenizer) for one in given]
+        scorer = _scorer(pack or run_dir, step, options)
+        with computing_on(scorer.device, "the scores of a text"):
+            found = scorer.score(texts, _progress(len(texts)))
+        computed = numerics_id(
+            "exact" if scorer.is_exact else "score",
+            scorer.dtype,
+            absorbed=is_absorbed(scorer.spec.model),
+            device=scorer.device,
+        )
+    if scorer.note:
+        click.echo(f"note: {scorer.note}", err=True)
+    every = [
+        Scored(tuple(text), tuple(log_probs.tolist()), _bytes(text, tokenizer))
+        for text, log_probs in zip(texts, found, strict=True)
+    ]
+    for number, scored in enumerate(every, 1):
+        if options.as_json:
+            click.echo(json.dumps(scored.json(scorer.step, scorer.note) | {"numerics_id": computed}))
+        else:
+            click.echo(f"text {number}: {scored}")
+    if len(every) > 1 and not options.as_json:
+        click.echo(f"all {len(every)} texts: {_together(every)}")
+
+
+@contextmanager
+def _opened(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
+    """The run's directory, or for a while the small files that a pack has of it; and the step that is meant."""
+    if not place.is_file():
+        with weights_place(place, step) as where:
+            yield where.root.parent, where.step
+        return
+    from phalanx.checkpoint.pack.reader import open_pack
+    from phalanx_serve.weights.open_model import run_folder
+
+    file = open_pack(place)
+    file.close()
+    with run_folder(file.index) as folder:
+        yield folder, step
+
+
+def _scorer(place: Path, step: int | None, options: ScoreOptions) -> Scorer:
+    from phalanx.hardware.local.device import gpus, on_gpu
+    from phalanx.hardware.local.environment import set_for_rank
+    from phalanx.run.directory.paths import RunDirectory, read_resolved
+    from phalanx.train.score.score import Scorer
+    from phalanx_serve.numerics import computing_on, device_named
+    from phalanx_serve.weights.open_model import scorer_of
+
+    device, dtype = options.device, None if options.dtype is None else RUN_FILE_NAMES[options.dtype]
+    of_pack = options.stream or place.is_file()
+    if device == "auto" and (of_pack or read_resolved(RunDirectory(place)).runtime.device != "cuda"):
+        device = "cpu"
+    only_cpu = "a pack, and what is streamed, is scored by the CPU: leave out --device" if of_pack else ""
+    computing = device_named(device, gpus(), only_cpu=only_cpu)
+    if on_gpu(computing):
+        set_for_rank()  # before CUDA starts: deterministic mode needs it
+    if of_pack:
+        return scorer_of(place, step, dtype, stream=options.stream, memory_bytes=options.memory)
+    with computing_on(computing, "the weights"):
+        return Scorer.of_run(place, step, dtype, computing)
+
+
+def _progress(count: int) -> Callable[[int], None] | None:
+    """Says on a terminal how many of ``count`` texts are scored; ``None`` where nobody looks."""
+    if count < 2 or not sys.stderr.isatty():
+        return None
+    return lambda done: click.echo(f"\r{done} of {count} texts", err=True, nl=done == count)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A text's tokens, the log-probabilities in nats of those behind the first, and the bytes that these stand for."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text_bytes: int
+    """0 where there is no tokenizer, or special tokens alone."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all log-probabilities, rounded once."""
+        return math.fsum(self.log_probs)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits needed for a byte of the text; ``None`` if the bytes are not known."""
+        return -self.total / math.log(2) / self.text_bytes if self.text_bytes else None
+
+    def __str__(self) -> str:
+        bits = self.bits_per_byte
+        by_byte = "" if bits is None else f", {bits:.4f} bits per byte"
+        mean = self.total / len(self.log_probs)
+        return f"{len(self.log_probs)} tokens scored, sum {self.total:.6f}, mean {mean:.6f} nats{by_byte}"
+
+    def json(self, step: int, note: str) -> dict[str, object]:
+        """What ``--json`` prints."""
+        return {
+            "tokens": self.tokens,
+            "log_probs": self.log_probs,
+            "sum": self.total,
+            "mean": self.total / len(self.log_probs),
+            "bits_per_byte": self.bits_per_byte,
+            "step": step,
+            "note": note,
+        }
+
+
+def _together(every: Sequence[Scored]) -> Scored:
+    """All texts as if they were one; without bytes if those of any are not known."""
+    known = all(one.text_bytes for one in every)
+    return Scored(
+        tuple(token for one in every for token in one.tokens),
+        tuple(value for one in every for value in one.log_probs),
+        sum(one.text_bytes for one in every) if known else 0,
+    )
+
+
+def given_texts(content: bytes, name: str) -> list[str | list[int]]:
+    """The texts in a file: one plain text, or of each line's JSON object its text or tokens. Raises ClickException."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise click.ClickException(f"{name} is not UTF-8 at byte {error.start}; convert it") from error
+    if not text.strip():
+        raise click.ClickException(f"{name} is empty: give a text, or a JSON object on each line")
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not name.endswith(".jsonl") and _given(lines[0][1]) is None:
+        return [text]
+    found: list[str | list[int]] = []
+    for number, line in lines:
+        one = _given(line)
+        if one is None:
+            raise click.ClickException(
+                f'{name}, line {number}: {_damage(line)}give {{"text": "..."}} or {{"tokens": [1, 2, ...]}}'
+            )
+        if not one:
+            raise click.ClickException(f"{name}, line {number}: the text is empty; leave the line out")
+        found.append(one)
+    return found
+
+
+def _damage(line: str) -> str:
+    """The reason why a line is no JSON, for a message; empty if it is JSON."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON ({error}); "
+    return ""
+
+
+def _given(line: str) -> str | list[int] | None:
+    try:
+        table = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(table, dict) or ("text" in table) == ("tokens" in table):
+        return None
+    text, tokens = table.get("text"), table.get("tokens")
+    if isinstance(text, str):
+        return text if text.isascii() or not any("\ud800" <= one <= "\udfff" for one in text) else None
+    if isinstance(tokens, list) and all(type(token) is int for token in tokens):
+        return tokens
+    return None
+
+
+def _encoded(given: str | list[int], tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(given, str):
+        return given
+    assert tokenizer is not None
+    return [*tokenizer.document_start, *tokenizer.encode(given)]
+
+
+def _bytes(text: Sequence[int], tokenizer: Tokenizer | None) -> int:
+    """Bytes of text that the tokens behind the first stand for."""
+    if tokenizer is None:
+        return 0
+    lengths, start = tokenizer.byte_lengths, tokenizer.document_start
+    # A vocabulary may be padded beyond the tokenizer's.
+    count = sum(int(lengths[token]) for token in text[1:] if token < len(lengths))
+    # The first token of a text may have a space that is not the text's.
+    return max(0, count - tokenizer.prefix_bytes) if start and tuple(text[: len(start)]) == start else count

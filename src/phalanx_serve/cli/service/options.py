@@ -1,0 +1,236 @@
+"""The options of ``phalanx serve``, and which of them go together."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import click
+
+from phalanx.cli.address_options import HostName
+from phalanx.cli.weights.options import Bytes, DeviceName, DtypeName, TrustCode
+from phalanx.command.options import Argument, AsJson, ExistingFile, Option, given_options
+from phalanx.run.directory.paths import is_published
+from phalanx.run.fields import FRACTION, NOT_NEGATIVE, POSITIVE, ValueRange
+from phalanx_serve.cli.service.worker_roles import UNDIVIDED, Degrees, RoleDegrees, WorkerRoles
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.events import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    run_dir: Annotated[Path | None, Argument(metavar="PLACE")] = None
+    step: int | None = None
+    """A step other than the newest."""
+    name: str | None = None
+    """The model's name for clients. Without it, the name of PLACE."""
+    host: Annotated[str, HostName()] = "127.0.0.1"
+    """Address; any but a loopback one needs --key-file."""
+    port: Annotated[int, ValueRange(at_least=0, at_most=65535)] = 8000
+    """Port (0: any)."""
+    dtype: Annotated[str, DtypeName()] = "float32"
+    context: Annotated[int | None, ValueRange(at_least=2)] = None
+    """Most tokens of a request. Without it, those that its publisher gives an imported model, else those of a training sequence."""
+    memory: Annotated[int | None, Bytes()] = None
+    """Memory of keys and values: 2GiB, 500MiB (1GiB); as much again goes to texts that are being computed. On a GPU, of its memory. With --stream
+    that of the whole process (four fifths of what is free)."""
+    stream: bool = False
+    """Read the weights as they are computed with; for models larger than memory."""
+    rows: Annotated[int, ValueRange(at_least=16)] = 256
+    """Most tokens that a pass computes."""
+    numerics: Literal["exact", "fast"] = "exact"
+    """exact: a token's bits depend on its request and the weights alone, on any CPU. fast: they may depend on more."""
+    device: Annotated[str, DeviceName()] = "auto"
+    """Device: cpu, cuda, or one GPU, cuda:1. auto: with --numerics fast a GPU if there is one, else the CPU. Of --workers, each takes the next
+    GPU."""
+    kv: Literal["compute", "int8", "fp8"] = "compute"
+    """How keys and values are kept: as computed, or with 8 bits, which changes log-probabilities."""
+    drafts: Annotated[int | None, NOT_NEGATIVE] = None
+    """Tokens that the model's predictions ahead guess in each pass, which changes no text. Without it, model.mtp_depth of the run."""
+    follow: Literal["recompute", "mixed"] | None = None
+    """Go on to each newer checkpoint of the run. Texts that go on: computed again by the new weights, or from old keys and values."""
+    workers: Annotated[tuple[Role, ...] | None, WorkerRoles()] = None
+    """Processes that compute: 2, or prefill:1,decode:2. Without it, this process does."""
+    threads: Annotated[int, NOT_NEGATIVE] = 0
+    """Threads of each process of --workers. Without it, the processors are divided among them."""
+    pages: Literal["auto", "socket", "nixl"] = "auto"
+    """How --workers take keys and values from one another. auto: in memory that they share, else through sockets. socket: never in memory. nixl: over
+    NIXL (pip install 'phalanx-train[nixl]'), else through sockets."""
+    pipeline: Annotated[Degrees, RoleDegrees(), Option(default="1")] = UNDIVIDED
+    """Processes that share the layers, for models larger than the memory of one. With --workers, of each worker, or prefill:2,decode:1."""
+    tensor: Annotated[Degrees, RoleDegrees(), Option(default="1")] = UNDIVIDED
+    """Processes that share each layer: its heads, inner elements, and experts. With --workers, of each worker, or prefill:2,decode:1."""
+    stages_at: Annotated[str, Option(metavar="HOST:PORT")] = ""
+    """Where the other processes of --pipeline or --tensor join from their machines (--join). Without it they are started here."""
+    stage_timeout: Annotated[float, ValueRange(at_least=1, at_most=86400)] = 30.0
+    """Seconds after which one of these processes that gives no sign of life is given up."""
+    join: Annotated[str, Option(metavar="HOST:PORT")] = ""
+    """Be one of the processes of the --pipeline or --tensor that waits there, with the part that it gives out."""
+    token_file: Path | None = None
+    """With --stages-at and --join: a file of 16 characters or more that both sides have, and nobody else."""
+    audit: Annotated[float, FRACTION, Option(show_default=True)] = 0.0
+    """Share of texts that another of --workers scores again, to compare bits."""
+    requests: Annotated[int, POSITIVE] = 256
+    """Most texts at a time; more are sent away (429)."""
+    chat_template: ExistingFile | None = None
+    """A file of Jinja that frames conversations, in the place of the model's own."""
+    trust_code: TrustCode = False
+    drain_s: Annotated[float, NOT_NEGATIVE] = 60.0
+    """Seconds for what goes on at SIGTERM."""
+    as_json: AsJson = False
+    """Print what listens where, and what becomes of workers, as lines of JSON."""
+    key_file: Path | None = None
+    """Hashes of the keys that clients must have."""
+    new_key: Annotated[Path | None, Option(metavar="FILE")] = None
+    """Make a key, add its hash to FILE, print it, and end."""
+    key_name: str = ""
+    """With --new-key: the name that metrics and messages call it by."""
+    key_limits: Annotated[str, Option(metavar="LIMITS")] = ""
+    """With --new-key: requests=60,tokens=100000,concurrent=4 (the first two in a minute)."""
+
+    @property
+    def divided(self) -> str:
+        """The option that divides the model over several processes; empty if none does."""
+        return "--pipeline" if self.pipeline.most > 1 else "--tensor" if self.tensor.most > 1 else ""
+
+
+_PAGES_BYTES = 1 << 30
+
+
+def served_run(options: ServeOptions, run_dir: Path) -> ServedRun:
+    """Describe the computation, as every process of the service gets it."""
+    memory_bytes = (
+        (0 if options.stream else _PAGES_BYTES) if options.memory is None else max(1, options.memory)
+    )
+    return ServedRun(
+        str(run_dir),
+        options.step,
+        options.dtype,
+        options.context,
+        memory_bytes,
+        options.rows,
+        options.numerics,
+        drafts=options.drafts,
+        kept=options.kv,
+        stream=options.stream,
+        stages=options.pipeline.every,
+        tensor=options.tensor.every,
+        silence_s=options.stage_timeout,
+        stages_at=options.stages_at,
+        token_file=str(options.token_file or ""),
+        texts=options.requests,
+        device=options.device,
+        chat_template=str(options.chat_template or ""),
+    )
+
+
+def require_consistent(options: ServeOptions, path: Path) -> None:
+    """Raises UsageError for options that are for another kind of service than the one asked for."""
+    _require_workers(options)
+    divided, workers = options.divided, options.workers or ()
+    for option, degrees in (("--pipeline", options.pipeline), ("--tensor", options.tensor)):
+        _require_roles(option, degrees, workers)
+    if any(options.pipeline.of(role) > 1 < options.tensor.of(role) for role in workers or ("both",)):
+        raise click.UsageError("--tensor shares out each layer, and --pipeline the layers: give one of them")
+    _require_stage_timeout(options.stage_timeout, divided)
+    if divided and (options.stream or options.drafts or path.is_file()):
+        raise click.UsageError(
+            f"{divided} divides the model of a run directory, which drafts nothing then: leave out --stream and --drafts, and give no pack"
+        )
+    if options.follow:
+        _require_followed(options, path)
+    if is_published(path):
+        _require_for_published(options, path)
+
+
+def _require_for_published(options: ServeOptions, path: Path) -> None:
+    """Raises UsageError for what needs a run's own directory, and a folder of Hugging Face has not."""
+    if options.follow:
+        raise click.UsageError(f"{path} is a published model, which saves no newer steps: leave out --follow")
+    if options.stream:
+        raise click.UsageError(
+            f"--stream reads weights in the order of layers, as a pack has them: phalanx pack {shlex.quote(str(path))} --out NEW.pack, and serve that"
+        )
+    if options.stages_at:
+        raise click.UsageError(f"--stages-at: {another_machine(path)}")
+
+
+def another_machine(path: Path) -> str:
+    """Why a folder of Hugging Face is not divided over several machines, and what is."""
+    return (
+        f"that two machines have the same files of {path} is not looked at: make it a run directory on each (phalanx import "
+        f"{shlex.quote(str(path))} --out RUN_DIR), whose checkpoints are compared"
+    )
+
+
+def _require_workers(options: ServeOptions) -> None:
+    if options.name == "":
+        raise click.UsageError("--name is empty: leave it out for the name of PLACE")
+    if not options.workers and (options.threads or options.audit):
+        raise click.UsageError("--threads and --audit are for --workers")
+    if len(options.workers or ()) < 2 and "pages" in given_options():
+        raise click.UsageError(
+            "--pages says how workers take keys and values from one another: it needs --workers 2 or more"
+        )
+    if options.audit and len(options.workers or ()) < 2:
+        raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
+
+
+def _require_roles(option: str, degrees: Degrees, workers: Sequence[Role]) -> None:
+    """Raises UsageError for degrees of roles that no worker has."""
+    if degrees.by_role and not workers:
+        raise click.UsageError(
+            f"{option} names roles, which are those of --workers: give that, or {option} one number"
+        )
+    if unknown := sorted(set(degrees.by_role) - set(workers)):
+        there = ", ".join(dict.fromkeys(workers))
+        raise click.UsageError(
+            f"{option} says how many processes a worker has whose role is {' or '.join(unknown)}, and --workers has none: its roles are {there}"
+        )
+
+
+def _require_followed(options: ServeOptions, path: Path) -> None:
+    if options.divided:
+        raise click.UsageError(f"--follow exchanges the weights of one process: leave out {options.divided}")
+    if options.workers or options.step is not None or options.stream or path.is_file():
+        raise click.UsageError(
+            "--follow goes on to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
+            "--step and --stream, and give the run's directory, not a pack"
+        )
+
+
+def require_stage_options(options: ServeOptions) -> None:
+    """Raises UsageError for options that do not go together."""
+    if options.token_file is None:
+        raise click.UsageError("--stages-at and --join need --token-file, a file that both sides have")
+    if options.join:
+        beside = ("run_dir", "join", "token_file")
+        if others := [name for field, name in given_options().items() if field not in beside]:
+            raise click.UsageError(
+                f"--join takes part in another server, which says what to compute: leave out {', '.join(others)}"
+            )
+        return
+    if not options.stages_at:
+        raise click.UsageError("--token-file is for --stages-at and --join")
+    if not options.divided:
+        raise click.UsageError(
+            "--stages-at is where the other processes of --pipeline or --tensor join: give one of them, 2 or more"
+        )
+    if options.workers:
+        raise click.UsageError(
+            "--stages-at is for one server: with --workers, stages are started on this machine"
+        )
+
+
+def _require_stage_timeout(seconds: float, divided: str) -> None:
+    """Raises UsageError for a ``--stage-timeout`` that is no time, or that is given where ``divided`` is empty: one process has no others."""
+    if math.isnan(seconds):
+        raise click.UsageError("--stage-timeout nan is no time: give seconds, from 1 to 86400")
+    if not divided and "stage_timeout" in given_options():
+        raise click.UsageError(
+            "--stage-timeout is for the processes of --pipeline or --tensor: give one of them, 2 or more"
+        )

@@ -1,0 +1,170 @@
+"""Drafts of the next tokens by the model's predictions ahead (multi-token prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+A step computes a text's last token and, behind it, guesses of the next ones, as more rows of the same products (speculative decoding,
+arXiv 2211.17192). A guess is taken if and only if it is the token that the model draws there anyway, so a draft changes no text, at any temperature: sampling
+is a function of seed and position (``phalanx_serve.engine.sampler``), and the guess is drawn with the very numbers that the token will be drawn with.
+
+The depth ``d`` reads, at position ``p``, the hidden state of depth ``d - 1`` there and the token at ``p + d``, and predicts that at ``p + d + 1``. So
+behind a text of ``L`` tokens, whose hidden states reach to ``L - 2``, each depth guesses at ``p = L - 2``; the last ``d - 1`` rows of depth ``d`` read guesses
+themselves and are computed again when the tokens are known. Its attention sees what was computed for this text here, not the prefix that came in pages:
+these hold nothing of it, since at a page's last token it depends on the next page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.hardware.local.device import brought
+from phalanx.model.layers.attention.soft_cap import soft_capped
+from phalanx.model.mtp import PredictionAhead
+from phalanx.model.transformer import Transformer
+from phalanx.run.kinds.grouped_attention import window_of
+from phalanx_serve.engine.sampler import LogitsError, draw_rows
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx_serve.kv_cache.memory import TextKV
+from phalanx_serve.traffic.requests import Sampling
+
+_RULE = Rule(exact=False)
+"""A draft may have any bits: the tokens that are returned have those of the model."""
+
+
+@dataclass(eq=False)
+class DraftState:
+    """State of the depths for a text, from its token ``begin`` on."""
+
+    kv: TextKV
+    """Keys and values of each depth."""
+    begin: int
+    done: list[int]
+    """For each depth, the position up to which its rows have read the text's own tokens."""
+    tails: list[Tensor]
+    """For each depth, the hidden states ``(n, dim)`` that it is to read from there on, as far as they are known."""
+
+
+@dataclass(frozen=True)
+class DraftInput:
+    """A text of which a step has computed some rows."""
+
+    tokens: Sequence[int]
+    hidden: Tensor
+    """``(n, dim)``, of the tokens before ``computed``, behind the model's last norm."""
+    computed: int
+    count: int
+    """Tokens to draft."""
+    sampling: Sampling
+    ahead: DraftState | None
+
+    @property
+    def guesses(self) -> bool:
+        """True if all but the last token is computed, from which a draft continues."""
+        return self.computed == len(self.tokens) - 1
+
+
+class Drafter:
+    """Guesses by the first ``depths`` predictions ahead of a model."""
+
+    def __init__(self, model: Transformer, depths: int) -> None:
+        self._model, self._depths = model, depths
+        self._kept = replace(model.spec, layers=depths)
+
+    @torch.no_grad()
+    def guess(self, texts: Sequence[DraftInput], length: int) -> list[tuple[DraftState, tuple[int, ...]]]:
+        """Return each text's state and the drafts of its next tokens; ``length`` is that of ``Transformer``."""
+        aheads = [self._state_of(text) for text in texts]
+        guesses: list[list[int]] = [[] for _ in texts]
+        states = [text.hidden for text in texts]
+        for depth in range(1, self._depths + 1):
+            members = [i for i, text in enumerate(texts) if text.count >= depth]
+            if not members:
+                break
+            new_states = self._depth(
+                depth,
+                [texts[i] for i in members],
+                [aheads[i] for i in members],
+                [states[i] for i in members],
+                [guesses[i] for i in members],
+                length,
+            )
+            for i, state in zip(members, new_states, strict=True):
+                states[i] = state
+            drafting = [i for i in members if texts[i].guesses and len(guesses[i]) == depth - 1]
+            for i, token in zip(
+                drafting, self._drawn(depth, [(texts[i], states[i]) for i in drafting]), strict=False
+            ):
+                guesses[i].append(token)
+        return [(ahead, tuple(tokens)) for ahead, tokens in zip(aheads, guesses, strict=True)]
+
+    def _state_of(self, text: DraftInput) -> DraftState:
+        begin = text.computed - len(text.hidden)
+        if text.ahead is not None and text.ahead.done[0] == begin:
+            return text.ahead
+        nothing = [text.hidden[:0] for _ in range(self._depths)]
+        kv = TextKV(self._kept, text.hidden.dtype, device=text.hidden.device)
+        return DraftState(kv, begin, [begin] * self._depths, nothing)
+
+    def _depth(
+        self,
+        depth: int,
+        texts: Sequence[DraftInput],
+        aheads: Sequence[DraftState],
+        before: Sequence[Tensor],
+        guesses: Sequence[Sequence[int]],
+        length: int,
+    ) -> list[Tensor]:
+        """Return a depth's hidden states ``(n, dim)`` for each text, of all rows that it can compute now."""
+        spans: list[Span] = []
+        positions: list[int] = []
+        tokens: list[int] = []
+        hidden: list[Tensor] = []
+        for text, ahead, computed, guessed in zip(texts, aheads, before, guesses, strict=True):
+            begin = ahead.done[depth - 1]
+            sequence = [*text.tokens, *guessed]
+            end = max(begin, min(text.computed, len(sequence) - depth))
+            states = torch.cat((ahead.tails[depth - 1], computed))
+            hidden.append(states[: end - begin])
+            positions += range(begin, end)
+            tokens += sequence[begin + depth : end + depth]
+            if end > begin:
+                ahead.kv.grow(end - ahead.begin)
+                spans.append(Span(ahead.kv, begin - ahead.begin, end - ahead.begin))
+            # Rows that have read a guess are computed again, from the same states where those have read none.
+            done = max(begin, min(end, len(text.tokens) - depth))
+            known_before = ahead.done[depth - 2] if depth > 1 else text.computed
+            ahead.done[depth - 1] = done
+            ahead.tails[depth - 1] = states[done - begin : known_before - begin]
+        if not spans:
+            return hidden
+        module = self._model.mtp[depth - 1]
+        assert isinstance(module, PredictionAhead), "the predictions ahead"
+        cache = LayerKVCache(depth - 1, spans, _RULE, {})
+        rows = torch.cat(hidden)
+        embedded = self._model.embedded(brought(torch.tensor(tokens, dtype=torch.int64), rows.device))
+        cos, sin = self._rotation(brought(torch.tensor(positions), rows.device), rows.dtype, length)
+        outputs = module(rows[None], embedded[None], cos, sin, cache=cache)[0]
+        return list(torch.split(outputs, [len(states) for states in hidden]))
+
+    def _drawn(self, depth: int, inputs: Sequence[tuple[DraftInput, Tensor]]) -> list[int]:
+        """Draw a token for each text from its last state; none if the logits are not finite."""
+        if not inputs:
+            return []
+        cap, weight = self._model.spec.logit_cap, self._model.projection()
+        scores = soft_capped(F.linear(torch.stack([states[-1] for _, states in inputs]), weight), cap)
+        try:
+            return draw_rows(
+                scores,
+                [text.sampling for text, _ in inputs],
+                [len(text.tokens) + depth - 1 for text, _ in inputs],
+            )
+        except LogitsError:
+            return []
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
+        spec = self._model.spec
+        windowed = bool(spec.window_rope_theta and window_of(spec, spec.layers - 1))
+        cos, sin = self._model.rotation(spec, positions, windowed=windowed, length=length)
+        return cos.to(dtype), sin.to(dtype)

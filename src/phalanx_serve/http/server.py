@@ -1,0 +1,334 @@
+"""The HTTP server: uvicorn with a limit on connections, which drains on a signal.
+
+On a signal the server accepts nothing new and lets running requests finish. There are as many connections as the process may have
+descriptors for. Beyond that the connection that was idle for the longest time is closed.
+
+A connection that waits costs a descriptor and nothing else, so a flood of idle ones must not keep out clients with requests. As nginx does with its keep-alive
+connections (``worker_connections are not enough, reusing connections``), a new connection takes the place of an idle one: one without a request, or whose head is not whole. Where
+all have requests, a few more are let in for as long as it takes to send 503, or to answer ``/health`` and ``/ready``, which are answered at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from phalanx.observe.serving import Serving, ServingNote
+from phalanx_serve.http.app import Gateway, application, misread, too_many
+
+# Connections.
+
+
+RESERVE = 256
+"""Descriptors for all else: files, workers, and connections that are refused."""
+MOST = 65_536
+"""Each connection takes some tens of KiB of memory, so that a limit of a million descriptors is no reason to hold a million."""
+_MOST_REFUSED = 64
+"""Connections beyond the limit that may wait for their refusal."""
+_ALWAYS = ("/health", "/ready")
+
+
+def descriptors() -> int:
+    """Connections that this process may hold beside what it needs, after its limit of open files has been raised as far as that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (OSError, ValueError):
+            pass  # a kernel may allow less than it reports
+    if soft == resource.RLIM_INFINITY:
+        return MOST
+    return max(1, min(MOST, soft - len(os.listdir("/proc/self/fd")) - RESERVE))
+
+
+@dataclass
+class ConnectionLimiter:
+    """All connections of a server. Belongs to its event loop."""
+
+    most: int
+    head_s: float = 60.0
+    """How long a connection may be idle, or take to send the head of a request."""
+    reader_s: float = 30.0
+    """How long a connection may take nothing of an answer that waits for it."""
+    misread: Callable[[str, int], bytes] | None = None
+    """Returns the JSON error for bytes that are no HTTP request, given the parser's reason and the status."""
+    full: ASGIApp | None = None
+    """The application for connections beyond ``most``, but for paths that are always answered."""
+    there: set[Connection] = field(default_factory=set)
+    idle: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    """Connections without a request, idle for the longest first."""
+    refused: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    """Connections beyond ``most``, the oldest first."""
+
+    def came(self, connection: Connection) -> bool:
+        """Add a connection. Return False if it is beyond the limit and only refused."""
+        room = len(self.there) < self.most
+        if not room and self.idle:
+            next(iter(self.idle)).give_way()
+            room = True
+        if room:
+            self.there.add(connection)
+            self.rests(connection)
+            return True
+        if len(self.refused) >= _MOST_REFUSED:
+            next(iter(self.refused)).give_way()
+        self.refused[connection] = None
+        return False
+
+    def rests(self, connection: Connection) -> None:
+        """Mark a connection as idle."""
+        if connection in self.there:
+            self.idle[connection] = None
+
+    def works(self, connection: Connection) -> None:
+        """Mark a connection as having a request."""
+        self.idle.pop(connection, None)
+
+    def left(self, connection: Connection) -> None:
+        """Remove a connection."""
+        self.there.discard(connection)
+        self.idle.pop(connection, None)
+        self.refused.pop(connection, None)
+
+    def refusing(self, app: ASGIApp) -> ASGIApp:
+        """Return the application for a connection beyond ``most``."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            assert self.full is not None
+            await (app if scope.get("path") in _ALWAYS else self.full)(scope, receive, send)
+
+        return answer
+
+
+class LimitedConfig(uvicorn.Config):
+    """uvicorn's settings, with the limiter of its connections."""
+
+    limiter: ConnectionLimiter
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, which reports to the limiter whether it is idle."""
+
+    def __init__(self, config: LimitedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._limiter = config.limiter
+        self._head: asyncio.TimerHandle | None = None
+        self._reader: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._limiter.came(self):
+            self.app = self._limiter.refusing(self.app)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_is_whole()
+        self._answer_is_read()
+        self._limiter.left(self)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        self._answer_is_read()
+        super().resume_writing()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._head_is_whole()
+            self._limiter.works(self)
+
+    def on_response_complete(self) -> None:
+        self._wait_for_head()  # or, of a connection that is to end, until the rest of its answer is read
+        if not self.transport.is_closing():
+            self._limiter.rests(self)
+        super().on_response_complete()  # which may begin with a request that has come meanwhile
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer malformed requests with the application's JSON error, and close the connection.
+
+        uvicorn calls this where h11 has raised the reason (``handle_events``), and would send ``msg`` as plain text: no application receives such a request.
+        """
+        error = sys.exception()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # a request has its answer, and what is wrong comes behind it, in its body
+            return
+        if self._limiter.misread is None or not isinstance(error, h11.RemoteProtocolError):
+            super().send_400_response(msg)
+            return
+        status = error.error_status_hint
+        body = self._limiter.misread(str(error), status)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        reason = HTTPStatus(status).phrase.encode()
+        for event in (
+            h11.Response(status_code=status, headers=headers, reason=reason),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def give_way(self) -> None:
+        """End a connection that waits for no answer."""
+        self._limiter.left(self)
+        if self.conn.our_state is h11.IDLE:
+            self.timeout_keep_alive_handler()
+            if self.transport.get_write_buffer_size():
+                self._wait_for_head()
+        else:
+            self.transport.abort()
+
+    def _wait_for_head(self) -> None:
+        self._head_is_whole()
+        self._head = self.loop.call_later(self._limiter.head_s, self.give_way)
+
+    def _head_is_whole(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _wait_for_reader(self) -> None:
+        self._answer_is_read()
+        unread = self.transport.get_write_buffer_size()
+        self._reader = self.loop.call_later(self._limiter.reader_s, self._look_at_reader, unread)
+
+    def _look_at_reader(self, unread: int) -> None:
+        if self.transport.get_write_buffer_size() < unread:
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
+
+    def _answer_is_read(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            self._reader = None
+
+
+# The server.
+
+
+_WAITING = 1024
+"""Connections that the kernel keeps for a server that has not accepted them yet."""
+_AT_ONCE = 16
+"""Connections that asyncio accepts before it calls a protocol, which may end another one: beyond the limit so many and a few times as many are open."""
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that refuses new requests on the first signal and ends when the old ones have, at the latest after ``drain_s``."""
+
+    def __init__(self, gateway: Gateway, drain_s: float, tell: Callable[[str], None]) -> None:
+        config = LimitedConfig(
+            application(gateway),
+            http=Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",  # the application has none, and one that a second signal interrupts is printed as a traceback
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_AT_ONCE,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+        )
+        most = gateway.limits.connections or descriptors()
+        config.limiter = self.limiter = ConnectionLimiter(
+            most, gateway.head_s, gateway.reader_s, partial(misread, gateway), too_many(gateway, most)
+        )
+        super().__init__(config)
+        self._gateway, self._drain_s, self._tell = gateway, drain_s, tell
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to take connections; asyncio gives the kernel the number that it accepts at once, which are too few to keep."""
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(_WAITING)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """The first signal drains, the second ends."""
+        if self._gateway.draining:
+            self.should_exit = self.force_exit = True
+            return
+        self._gateway.draining = True
+        name = signal.Signals(sig).name
+        threading.Thread(target=self._drain, args=(name,), daemon=True).start()
+
+    def _drain(self, name: str) -> None:
+        # In a thread: a handler may have interrupted a write to the same stream.
+        with suppress(OSError):  # a full disk or a closed pipe is no reason to go on
+            self._tell(f"{name}: {self._gateway.unfinished} texts are finished first; again to end at once")
+        end = time.monotonic() + self._drain_s
+        while self._gateway.unfinished and time.monotonic() < end and not self.should_exit:
+            time.sleep(0.05)
+        self.should_exit = True
+
+
+def serve(
+    gateway: Gateway,
+    sock: socket.socket,
+    *,
+    drain_s: float,
+    tell: Callable[[str], None],
+    note: ServingNote | None = None,
+) -> None:
+    """Serves until a signal, and ends the worker; ``note`` records its state meanwhile."""
+    try:
+        if note is not None:
+            note.start()
+        DrainingServer(gateway, drain_s, tell).run(sockets=[sock])
+    finally:
+        if note is not None:
+            note.close()
+        gateway.port.close()
+
+
+def serving_of(gateway: Gateway, url: str) -> Serving:
+    """Return the state of a server, for observers of the run that it serves."""
+    load, counts = gateway.port.load(), gateway.counts
+    return Serving(
+        model=gateway.model.name,
+        url=url,
+        node=platform.node(),
+        since_s=gateway.created,
+        seen_s=time.time(),
+        state=gateway.port.trouble() or ("draining" if gateway.draining else "serving"),
+        numerics_id=gateway.port.identity.numerics_id,
+        step=load.weights_step,
+        running=load.running,
+        waiting=load.waiting,
+        pages_share=load.pages_used / load.pages if load.pages else 0.0,
+        finished=counts.finished,
+        refused=counts.refusals,
+        prompt_tokens=counts.prompt_tokens,
+        generated_tokens=counts.generated_tokens,
+        first_token_s=counts.first_token.mean,
+        next_token_s=counts.next_token.mean,
+    )

@@ -1,0 +1,208 @@
+"""KV-cache manager: the running texts of an engine, and the pages of each in the block table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from phalanx.model.facts.stretching import longest_short
+from phalanx.run.spec import ModelSpec
+from phalanx_serve.engine.drafts import DraftState
+from phalanx_serve.engine.model_runner import FarLayers
+from phalanx_serve.engine.sampler import SampledToken
+from phalanx_serve.kv_cache.memory import KVFormat, PageBox, PageBytes, PageMemory, PageShape, TextKV
+from phalanx_serve.traffic.block_table import PAGE, BlockTable, next_name, page_names, root_name
+from phalanx_serve.traffic.requests import Request
+from phalanx_serve.traffic.scheduler import RequestProgress
+
+
+@dataclass(eq=False)
+class RunningText:
+    """A request with its tokens so far and its KV cache."""
+
+    request: Request
+    tokens: list[int]
+    kv: TextKV
+    places: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    computed: int = 0
+    cached: int | None = None
+    scores: dict[int, SampledToken] = field(default_factory=dict)
+    """The scored tokens of the prompt, by position."""
+    scored: bool = False
+    most_computed: int = 0
+    weights: str = ""
+    """The weights of its keys and values, and of its next token. After a swap that kept its pages: all names, joined by ``+``."""
+
+    ahead: DraftState | None = None
+    """The state of its drafts."""
+    drafts: tuple[int, ...] = ()
+    """Drafts of its next tokens, to be computed behind its last one."""
+
+    @property
+    def progress(self) -> RequestProgress:
+        """Its progress, for the scheduler."""
+        return RequestProgress(self.request.id, self.computed, len(self.tokens), len(self.drafts))
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if log-probabilities of its prompt are still to be returned."""
+        return self.request.prompt_logprobs and not self.scored
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a token was generated here, so that its prompt is computed and scored."""
+        return len(self.tokens) > len(self.request.prompt) + len(self.request.told)
+
+
+class KVCacheManager:
+    """The pages of an engine's texts, named after the weights that computed them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pages: int,
+        kept: KVFormat,
+        *,
+        prefix_cache: bool,
+        layers: range,
+        far: FarLayers | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """This process has the keys and values of ``layers``, on ``device``; ``far`` has those of the other layers."""
+        own = PageBox(layers, range(kept.heads))
+        self._shape = PageShape.around([own] if far is None else [far.own, *far.boxes], kept)
+        self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
+        self._layers, self._far, self._numbers = layers, far, itertools.count(1)
+        self._device = device
+        self.table, self._memory = BlockTable(pages), PageMemory(len(layers), pages, kept, device)
+        self.root = b""
+        """Root of the names of pages."""
+
+    def made_by(self, weights: str, numerics: str) -> None:
+        """Name pages after these weights from now on. Pages of other weights are no longer found, and are evicted when memory is needed."""
+        self.root = root_name(weights, numerics)
+
+    def new(self, request: Request) -> RunningText:
+        """Return the text of a request, without pages."""
+        return RunningText(request, [*request.prompt, *request.told], self._new_kv())
+
+    def _new_kv(self) -> TextKV:
+        return TextKV(self._spec, self._dtype, self._layers, next(self._numbers), self._device)
+
+    def is_long(self, text: RunningText) -> bool:
+        """Return True if LongRoPE rotates the text by its long factors."""
+        return 0 < longest_short(self._spec) < len(text.tokens)
+
+    def open(self, text: RunningText, *, alone: bool) -> int | None:
+        """Take the cached pages of a text's prefix and return the number of their tokens.
+
+        Return None if no page is left for more of the text, unless it is ``alone`` and would wait for ever.
+        """
+        # One row of a text is always computed, for its logits.
+        usable = 0 if text.scores_prompt else len(text.tokens) - 1
+        names = page_names(text.tokens[:usable], self._root_of(text)) if self._prefix_cache else []
+        places = self.table.use_prefix(names)
+        if self.table.available < 1 and len(places) * PAGE <= usable and not alone:
+            self.table.release(places)
+            return None
+        text.places, text.names = places, names[: len(places)]
+        text.computed = len(places) * PAGE
+        text.kv.grow(text.computed + 1)
+        for number, place in enumerate(places):
+            self._memory.copy_in(text.kv, number, place)
+            if self._far is not None:
+                self._far.copy_in(text.kv.number, number, place)
+        return text.computed
+
+    def make_room(self, text: RunningText, tokens: int, preempt: Callable[[], RunningText]) -> bool:
+        """Allocate the pages of a text of ``tokens``. ``preempt`` frees those of a text; return False if it was this one."""
+        while len(text.places) * PAGE < tokens:
+            place = self.table.take()
+            if place is not None:
+                text.places.append(place)
+            elif preempt() is text:
+                return False
+        text.kv.grow(tokens)
+        return True
+
+    def most_drafts(self, text: RunningText, depths: int) -> int:
+        """Return the number of tokens to draft: not beyond the longest text, and none that LongRoPE would rotate by other factors."""
+        most = min(depths, text.request.max_tokens - (len(text.tokens) - len(text.request.prompt)) - 1)
+        short = longest_short(self._spec)
+        return most if not short > 0 or self.is_long(text) else min(most, short - len(text.tokens))
+
+    def room_for(self, text: RunningText, tokens: int) -> bool:
+        """Return True if unused pages suffice for a text of ``tokens``."""
+        return tokens <= (len(text.places) + self.table.available) * PAGE
+
+    def keep(self, text: RunningText) -> None:
+        """Name the pages that are full now, so that other texts may use them."""
+        # Pages computed by several weights have no name.
+        if not self._prefix_cache or "+" in text.weights:
+            return
+        while (len(text.names) + 1) * PAGE <= text.computed:
+            number = len(text.names)
+            before = text.names[-1] if text.names else self._root_of(text)
+            name = next_name(before, text.tokens[number * PAGE : (number + 1) * PAGE])
+            place = text.places[number]
+            self._memory.copy_out(text.kv, number, place)
+            if self._far is not None:
+                self._far.copy_out(text.kv.number, number, place)
+            text.places[number] = self.table.name(place, name, before)
+            text.names.append(name)
+
+    def restart(self, text: RunningText) -> None:
+        """Release a text's pages, so that it is computed again from its beginning."""
+        self.release(text)
+        text.most_computed = max(text.most_computed, text.computed)
+        text.names, text.computed = [], 0
+        text.kv = self._new_kv()
+        text.ahead, text.drafts = None, ()
+
+    def release(self, text: RunningText) -> None:
+        """Release a text's pages."""
+        self.table.release(text.places[::-1])
+        text.places = []
+        if self._far is not None:
+            self._far.drop(text.kv.number)
+
+    def read(self, name: bytes) -> bytes:
+        """Return the bytes of a page. Raises KeyError if it is not here."""
+        place = self.table.place(name)
+        own, far = self._memory.read(place), self._far
+        if far is None or far.own == self._shape.full_box:
+            return own
+        return bytes(self._shape.assemble(zip((far.own, *far.boxes), (own, *far.read(place)), strict=True)))
+
+    def write(self, name: bytes, content: PageBytes, before: bytes) -> bool:
+        """Store a page behind that named ``before``; return False if all pages are in use. Raises ValueError for ``content`` of another length."""
+        if self.table.holds(name):
+            return True
+        place = self.table.take()
+        if place is None:
+            return False
+        try:
+            self._write(place, content)
+        except Exception:
+            self.table.release([place])
+            raise
+        self.table.release([self.table.name(place, name, before)])
+        return True
+
+    def _write(self, place: int, content: PageBytes) -> None:
+        if len(content) != self._shape.nbytes:
+            raise ValueError(
+                f"a page has {self._shape.nbytes} bytes, and {len(content)} came: the other worker has another model or format"
+            )
+        if self._far is None:
+            return self._memory.write(place, content)
+        self._memory.write(place, self._shape.cut(content, self._far.own))
+        self._far.write(place, [self._shape.cut(content, box) for box in self._far.boxes])
+        return None
+
+    def _root_of(self, text: RunningText) -> bytes:
+        return next_name(self.root, [1]) if self.is_long(text) else self.root

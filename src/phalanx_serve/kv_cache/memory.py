@@ -1,0 +1,287 @@
+"""Memory of the KV cache: the format of keys and values, pages, a contiguous copy for each running text, and boxes of divided pages.
+
+Attention kernels on a CPU read contiguous keys, and gathering all pages in every step would cost as much as attention itself. So a
+running text has one contiguous tensor for each layer, grown by doubling. Pages are copied out of it when they are full, and into it when a
+text begins with them. That takes up to twice the bytes of the pages, which ``pages_within`` includes. Both are on the device that computes. Pages
+as bytes are in the host's memory.
+
+A narrow row is rounded when it is computed, in the text's own copy too. A second rounding changes nothing, so a token reads the same numbers
+whether a page is its own, was cached, or came from another worker. Latent attention's rotated part, which carries the positions, keeps the computation's format.
+The blocks are those of ``phalanx.model.narrow`` (OCP Microscaling, arXiv 2310.10537).
+
+A page is sent in one order: for each stored part of keys and values the layers, in these the heads, of 64 tokens each. A process that has some
+of the layers, or some heads of each, has a box of the page. So a page of two processes can be read by one, by three, or by two that divide it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from phalanx.hardware.local.device import brought, fetched
+from phalanx.model.narrow import SHARING, Quantized, dequantize, quantize
+from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.spec import ModelSpec
+from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.traffic.block_table import PAGE
+
+# Formats: that of the computation, or eight bits with a power-of-two scale for 32 neighbors.
+
+
+KVFormatName = Literal["compute", "int8", "fp8"]
+"""The values of the option ``--kv``."""
+_NARROW = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_MANTISSA = 23
+_INFINITE = 255
+"""The exponent of an infinite scale, which makes all that share it infinite or NaN."""
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """Storage format of the two tensors of a layer: keys and values, or latents and rotated keys."""
+
+    name: KVFormatName
+    dtype: torch.dtype
+    """The number format of the computation."""
+    heads: int
+    widths: tuple[int, int]
+    narrow: tuple[bool, bool]
+
+    def rounded(self, part: int, rows: Tensor) -> Tensor:
+        """Round ``(..., width)`` as storing does."""
+        return self.unpacked(part, self.packed(part, rows)) if self.narrow[part] else rows
+
+    def packed(self, part: int, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return the stored tensors of ``(..., width)``: itself, or eight bits each and the exponents ``(..., width / 32)`` of their scales."""
+        if not self.narrow[part]:
+            return (rows,)
+        values, scale = quantize(rows, _NARROW[self.name], "block")
+        exponents = (scale.view(torch.int32) >> _MANTISSA).to(torch.uint8)
+        # Integers have no NaN, and a NaN must not become a zero silently: the scale of its neighbors is infinite instead.
+        finite = rows.isfinite().view(*rows.shape[:-1], -1, SHARING).all(-1)
+        return values, exponents.masked_fill_(~finite, _INFINITE)
+
+    def unpacked(self, part: int, stored: tuple[Tensor, ...]) -> Tensor:
+        """Return the numbers of stored tensors."""
+        if not self.narrow[part]:
+            return stored[0]
+        values, exponents = stored
+        return dequantize(
+            Quantized(values, (exponents.to(torch.int32) << _MANTISSA).view(torch.float32)), self.dtype
+        )
+
+    def stores(self) -> Iterator[tuple[tuple[int, torch.dtype], ...]]:
+        """Yield, for each of the two tensors, the widths and dtypes that are stored of a head's row."""
+        for width, narrow in zip(self.widths, self.narrow, strict=True):
+            if narrow:
+                yield (width, _NARROW[self.name]), (width // SHARING, torch.uint8)
+            else:
+                yield ((width, self.dtype),)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token in a layer."""
+        return self.heads * sum(width * dtype.itemsize for part in self.stores() for width, dtype in part)
+
+
+def kv_format(name: KVFormatName, spec: ModelSpec, dtype: torch.dtype) -> KVFormat:
+    """Return the format ``name`` for a model that computes in ``dtype``. Raises EngineError for widths that are no multiple of a block."""
+    heads, first, second = attention_kind(spec).cache_row(spec)
+    narrow = (name != "compute", name != "compute" and spec.mla is None)
+    for width, rounds in zip((first, second), narrow, strict=True):
+        if rounds and width % SHARING:
+            field_name = "mla.kv_rank" if spec.mla is not None else "head_dim"
+            raise EngineError(
+                f"keys and values in {name} share a scale among {SHARING} neighbors, and model.{field_name} = {width} is no multiple of that: "
+                "keep them in the format computed in (--kv compute)"
+            )
+    return KVFormat(name, dtype, heads, (first, second), narrow)
+
+
+# Pages and copies.
+
+
+PageBytes = bytes | bytearray | memoryview
+BLOCK = 512
+"""Tokens by which a text's own copy grows."""
+
+
+def page_bytes(spec: ModelSpec, kept: KVFormat) -> int:
+    """Return the bytes of a page of all layers."""
+    return spec.layers * kept.row_bytes * PAGE
+
+
+def copy_bytes(spec: ModelSpec, dtype: torch.dtype, drafts: int = 0) -> int:
+    """Return the bytes of a text's own copy of a page, with the keys and values of ``drafts`` depths of predictions ahead."""
+    return page_bytes(spec, kv_format("compute", spec, dtype)) * (spec.layers + drafts) // spec.layers
+
+
+def pages_within(spec: ModelSpec, kept: KVFormat, memory_bytes: int, drafts: int = 0) -> int:
+    """Return the number of pages that fit into ``memory_bytes``, with the running texts' own copies."""
+    return memory_bytes // (page_bytes(spec, kept) + copy_bytes(spec, kept.dtype, drafts))
+
+
+class TextKV:
+    """Contiguous keys and values of one text: for each layer ``(heads, capacity, width)``, zeros where none are yet."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        layers: range | None = None,
+        number: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Create empty tensors for ``layers``, by default all. ``number`` identifies the text in other processes."""
+        self._heads, *self._widths = attention_kind(spec).cache_row(spec)
+        self.layers = {
+            layer: tuple(
+                torch.zeros(self._heads, 0, width, dtype=dtype, device=device) for width in self._widths
+            )
+            for layer in (range(spec.layers) if layers is None else layers)
+        }
+        self.number = number
+        self.capacity = 0
+
+    def grow(self, tokens: int) -> None:
+        """Make room for at least ``tokens``, in full blocks of keys."""
+        if tokens <= self.capacity:
+            return
+        minimum = max(tokens, 2 * self.capacity)
+        capacity = minimum + -minimum % BLOCK
+        for layer, tensors in self.layers.items():
+            grown = tuple(old.new_zeros(old.shape[0], capacity, old.shape[2]) for old in tensors)
+            for new, old in zip(grown, tensors, strict=True):
+                # A layer may have grown already, if memory gave out before the others had.
+                new[:, : self.capacity] = old[:, : self.capacity]
+            self.layers[layer] = grown
+        self.capacity = capacity
+
+
+class PageMemory:
+    """The pages of a process's layers: one tensor ``(pages, layers, heads, 64, width)`` for each stored part of keys and values."""
+
+    def __init__(self, layers: int, pages: int, kept: KVFormat, device: torch.device | str = "cpu") -> None:
+        self._kept = kept
+        self.page_bytes = layers * kept.row_bytes * PAGE
+        """Bytes of a page's part in these layers."""
+        self._parts = [
+            tuple(
+                torch.empty(pages, layers, kept.heads, PAGE, width, dtype=dtype, device=device)
+                for width, dtype in part
+            )
+            for part in kept.stores()
+        ]
+        self._pools = [pool for part in self._parts for pool in part]
+
+    def copy_out(self, kv: TextKV, number: int, place: int) -> None:
+        """Copy page ``number`` of a text to ``place``."""
+        rows = slice(number * PAGE, (number + 1) * PAGE)
+        for layer, tensors in enumerate(kv.layers.values()):
+            for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
+                for pool, stored in zip(pools, self._kept.packed(part, tensor[:, rows]), strict=True):
+                    pool[place, layer] = stored
+
+    def copy_in(self, kv: TextKV, number: int, place: int) -> None:
+        """Copy the page at ``place`` to page ``number`` of a text."""
+        rows = slice(number * PAGE, (number + 1) * PAGE)
+        for layer, tensors in enumerate(kv.layers.values()):
+            for part, (pools, tensor) in enumerate(zip(self._parts, tensors, strict=True)):
+                tensor[:, rows] = self._kept.unpacked(part, tuple(pool[place, layer] for pool in pools))
+
+    def read(self, place: int) -> bytes:
+        """Return the bytes of a page."""
+        parts = [_bytes(pool[place]) for pool in self._pools]
+        if parts[0].device.type != "cpu":
+            return fetched(torch.cat(parts)).tobytes()  # one wait
+        return b"".join(part.numpy().tobytes() for part in parts)
+
+    def write(self, place: int, content: PageBytes) -> None:
+        """Write a page. Raises ValueError if ``content`` has another length."""
+        sizes = [_bytes(pool[place]).numel() for pool in self._pools]
+        if len(content) != sum(sizes):
+            raise ValueError(
+                f"a page has {sum(sizes)} bytes, and {len(content)} came: the other worker has another model or format"
+            )
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        slices = torch.split(brought(data, self._pools[0].device), sizes)
+        for pool, part in zip(self._pools, slices, strict=True):
+            _bytes(pool[place]).copy_(part)
+
+
+def _bytes(page: Tensor) -> Tensor:
+    return page.view(-1).view(torch.uint8)
+
+
+# Pages divided into boxes of layers and heads, one for each process of a divided model.
+
+
+@dataclass(frozen=True)
+class PageBox:
+    """Layers and heads of a page that a process has."""
+
+    layers: range
+    heads: range
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """The byte layout of a full page."""
+
+    layers: int
+    heads: int
+    cells: tuple[int, ...]
+    """Bytes of a head's 64 tokens in a layer, for each stored part."""
+
+    @classmethod
+    def around(cls, boxes: Collection[PageBox], kept: KVFormat) -> PageShape:
+        """Return the layout of pages in a format, given the boxes of all processes."""
+        stores = (store for part in kept.stores() for store in part)
+        return cls(
+            max(box.layers.stop for box in boxes),
+            max(box.heads.stop for box in boxes),
+            tuple(PAGE * width * dtype.itemsize for width, dtype in stores),
+        )
+
+    @property
+    def full_box(self) -> PageBox:
+        """The box of all layers and heads."""
+        return PageBox(range(self.layers), range(self.heads))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page."""
+        return self.layers * self.heads * sum(self.cells)
+
+    def cut(self, page: PageBytes, box: PageBox) -> PageBytes:
+        """Return the bytes of a box of a page, in the order of a ``PageMemory`` of its layers and heads."""
+        if box == self.full_box:
+            return page
+        return b"".join(view[_slices(box)].tobytes() for view in self._views(page))
+
+    def assemble(self, parts: Iterable[tuple[PageBox, PageBytes]]) -> bytearray:
+        """Assemble a page from its boxes."""
+        page = bytearray(self.nbytes)
+        for box, part in parts:
+            own = PageShape(len(box.layers), len(box.heads), self.cells)
+            for view, piece in zip(self._views(page), own._views(part), strict=True):
+                view[_slices(box)] = piece
+        return page
+
+    def _views(self, page: PageBytes) -> Iterator[npt.NDArray[np.uint8]]:
+        """``(layers, heads, bytes)`` of each tensor."""
+        flat, begin = np.frombuffer(page, np.uint8), 0
+        for cell in self.cells:
+            end = begin + self.layers * self.heads * cell
+            yield flat[begin:end].reshape(self.layers, self.heads, cell)
+            begin = end
+
+
+def _slices(box: PageBox) -> tuple[slice, slice]:
+    return slice(box.layers.start, box.layers.stop), slice(box.heads.start, box.heads.stop)

@@ -1,0 +1,170 @@
+"""Devices of serving, and numerics with their id: two processes with equal ids of exact numerics give equal bits to equal weights and tokens.
+
+*Exact* numerics are the kernels of ``phalanx.hardware.portable``: a token's bits depend on its request and the weights alone. Their id names the definition, the
+format computed in, the storage format of keys and values, and the form of latent attention, and nothing of the machine.
+
+*Fast* numerics are PyTorch's kernels and others that are faster. Their id names the machine, and promises nothing.
+
+Exact numerics are computed by kernels for CPUs, so numerics are fast on a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from phalanx.hardware.local.device import answers, device_name, give_back_memory, make_current
+from phalanx.hardware.portable.operations import begin, begun
+from phalanx.run.rules.portable import ARITHMETIC, NotPortableError
+from phalanx.run.spec import RunSpec
+from phalanx.train.score.arithmetic import other_arithmetic
+from phalanx_serve.engine.errors import (
+    NOT_EXACT,
+    DeviceMemoryError,
+    EngineError,
+    NotExactError,
+    PartLostError,
+)
+from phalanx_serve.traffic.events import Bits
+
+# Devices, and what becomes of their errors.
+
+
+def device_named(name: str, gpus: int, *, only_cpu: str = "", number: int = 0) -> torch.device:
+    """The device that ``name`` means on a machine with so many ``gpus``: "cpu", "cuda", "cuda:1", or "auto" (a GPU if there is one).
+
+    ``only_cpu`` says what cannot be computed elsewhere, so that "auto" is the CPU; empty if nothing. Of several processes, "auto" and "cuda" deal the GPUs
+    round by the process's ``number``. Raises EngineError for a device that is not there, or that cannot compute what is asked for.
+    """
+    if name == "cpu" or (name == "auto" and (only_cpu or not gpus)):
+        return torch.device("cpu")
+    if only_cpu:
+        raise EngineError(f"--device {name}: {only_cpu}")
+    if not gpus:
+        raise EngineError(f"--device {name}: PyTorch sees no GPU here; serve with --device cpu")
+    _, _, place = name.partition(":")
+    if place and int(place) >= gpus:
+        raise EngineError(
+            f"--device {name}: there are {gpus} GPUs here, so the last is cuda:{gpus - 1}"
+            if gpus > 1
+            else f"--device {name}: there is one GPU here, cuda:0"
+        )
+    return torch.device("cuda", int(place) if place else number % gpus)
+
+
+def shown_device(device: torch.device) -> str:
+    """A device for people: "cuda:0 (NVIDIA H100 80GB HBM3)"."""
+    name = device_name(device)
+    return f"{device} ({name})" if name else "the CPU" if device.type == "cpu" else str(device)
+
+
+def require_device(device: torch.device, *, exact: bool, divided: bool) -> None:
+    """Raises EngineError for a ``device`` on which an engine cannot compute so: with exact numerics, or a model ``divided`` among processes."""
+    if device.type == "cpu":
+        return
+    if exact:
+        raise EngineError(f"the weights are on {device}: {NOT_EXACT}")
+    if divided:
+        raise EngineError(
+            f"the weights are on {device}, and the processes of --pipeline and --tensor send each other what a CPU has computed: serve with "
+            "--device cpu, or the whole model on one GPU"
+        )
+
+
+@contextmanager
+def computing_on(device: torch.device, what: str) -> Iterator[None]:
+    """Computes ``what`` on ``device``. Raises DeviceMemoryError if it has no memory for that, and PartLostError if it answers no more."""
+    if device.type == "cpu":
+        yield
+        return
+    make_current(device)  # of this thread, which may be another than that which has loaded the weights
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        give_back_memory(device)
+        said = str(error).splitlines()[0] if str(error) else "out of memory"
+        raise DeviceMemoryError(
+            f"{device} has no memory for {what} ({said}): keep fewer keys and values there (serve --memory), compute fewer tokens in a pass "
+            "(serve --rows), in bfloat16 (--dtype), or on the CPU (--device cpu)"
+        ) from error
+    except RuntimeError as error:
+        if answers(device):
+            raise
+        raise PartLostError(
+            f"{device} answers with an error to whatever is asked ({error}): start the server again"
+        ) from error
+
+
+# Numerics.
+
+
+Numerics = Literal["exact", "fast"]
+_CPU = torch.device("cpu")
+
+
+def begin_exact() -> None:
+    """Have this process compute with portable kernels. Raises NotExactError where it cannot."""
+    try:
+        begin()
+    except NotPortableError as error:
+        raise NotExactError(
+            f"numerics cannot be exact: {error.reason}; or serve with --numerics fast"
+        ) from error
+
+
+def numerics_id(
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    kept: str = "compute",
+    absorbed: bool = False,
+    device: torch.device = _CPU,
+) -> str:
+    """Return the id of numerics ``kind`` in ``dtype``, with keys and values ``kept`` in a format.
+
+    ``absorbed`` is the form of latent attention that exact numerics keep to. Fast numerics choose it by the number of operations.
+    """
+    facts: dict[str, object] = {"kind": kind, "dtype": str(dtype)}
+    if kept != "compute":
+        facts["kept"] = kept
+    if kind == "exact":
+        facts["arithmetic"] = ARITHMETIC
+        if absorbed:
+            facts["latent"] = "absorbed"
+    else:
+        facts["machine"] = _machine(device)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+    kind += "" if kept == "compute" else f"-{kept}"
+    return f"{kind}-{str(dtype).removeprefix('torch.')}-{digest}"
+
+
+def bits_of(numerics: Numerics, run: RunSpec, dtype: str, *, kept: str = "compute") -> Bits:
+    """Return the origin of the bits of ``run`` as it is served in ``dtype`` ("float32", "bfloat16")."""
+    if numerics == "fast" or run.model.factory:
+        return "unspecified"
+    other = other_arithmetic(run, "bf16" if dtype == "bfloat16" else "fp32")
+    return "request" if other or kept != "compute" else "trainer"
+
+
+def _machine(device: torch.device) -> list[str]:
+    """Return what names the machine and the libraries that compute on ``device``."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    processor = next((line for line in lines if line.startswith("model name")), platform.machine())
+    return [
+        processor,
+        str(torch.__version__),
+        "portable" if begun() else torch.backends.cpu.get_cpu_capability(),
+        str(torch.get_num_threads()),
+        device.type,
+        device_name(device) or "",
+    ]

@@ -1,0 +1,378 @@
+"""Prompts, chat messages and end tokens, as a model was trained on them; and the text side of a served model.
+
+A tokenizer may put a token before each text, and a model that was trained with it writes another text without. A chat model was
+trained on messages framed by special tokens, as the Jinja template that is published with it frames them, and may end a turn by
+another token than a document. All of that is read from the run's tokenizer and, of an imported model, from its publisher's files;
+ids are those of ``transformers``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
+from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokenizer
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import published_folder
+from phalanx.data.chat.environment import syntax_error
+from phalanx.data.chat.kept import turn_ends
+from phalanx.data.chat.messages import Message
+from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
+from phalanx.data.errors import TokenizerError
+from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
+from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
+from phalanx.run.data_folders import addresses
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx_serve.http.admission import LengthLimit
+from phalanx_serve.http.protocol import Chat, RefusedError
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_CONTINUED = "\U0010f0ac\U0010f0ad"
+"""Characters for private use, behind the message that is continued."""
+
+
+class FramingError(TokenizerError):
+    """A conversation cannot be framed as requested; ``field`` names what is at fault beside the messages."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How a chat template frames a conversation, beside its messages."""
+
+    answer: bool = True
+    """True if the text ends where the assistant's answer begins."""
+    continued: bool = False
+    """True if the text ends within the last message, which is to be continued."""
+    tools: Sequence[object] = ()
+    variables: Mapping[str, object] = field(default_factory=dict)
+    """Further variables of the template."""
+
+
+def load_run_tokenizer(run_dir: Path) -> Tokenizer:
+    """The tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError.
+
+    Only a run that was started has a dataset: the run file of an imported model names one by default, which is not the model's.
+    """
+    directory = RunDirectory(run_dir)
+    if directory.tokenizer.is_dir():
+        return load_tokenizer(directory.tokenizer)
+    of_dataset = Path(next(iter(addresses(read_resolved(directory).data).values())))
+    if not directory.record.exists() or not of_dataset.is_dir():
+        if (model := published_folder(directory)) is not None:
+            raise TokenizerError(
+                f"{model} has no tokenizer that can be used here; put its tokenizer.json there, or give tokens where they are taken"
+            )
+        raise TokenizerError(
+            f"{run_dir} has no tokenizer (an imported model may come without one that can be used here); put a "
+            f"tokenizer.json into {directory.tokenizer}"
+        )
+    return load_tokenizer(of_dataset)
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt; an empty one begins as a document does, behind the end of the one before."""
+    return [*tokenizer.document_start, *tokenizer.encode(text)] or [tokenizer.end_of_document]
+
+
+def published_with(run_dir: Path, tokenizer: Tokenizer) -> Path | None:
+    """The publisher's files of the run's imported model; ``None`` if there are none, or they are about another tokenizer.
+
+    To tell, the published tokenizer is loaded, which takes a second for a large one.
+    """
+    directory = RunDirectory(run_dir)
+    # Where what is read stands in for a published model, messages name the model's own folder, and not a copy that goes.
+    folder = published_folder(directory) or directory.published
+    return folder if folder.is_dir() and keeps_tokenizer(folder, tokenizer) else None
+
+
+def template_folder(run_dir: Path, published: Path | None) -> Path | None:
+    """Where a run's chat template is looked for: with its tokenizer, if it was trained on conversations, else among the ``published`` files.
+
+    ``published`` is what ``published_with`` gives.
+    """
+    own = RunDirectory(run_dir).tokenizer
+    return own if (own / TEMPLATE_FILE).exists() else published
+
+
+def encode_chat(folder: Path | None, tokenizer: Tokenizer, message: str) -> list[int]:
+    """The ids of a user's ``message`` in the chat template in ``folder`` (``template_folder``), up to where its answer begins.
+
+    Raises TokenizerError if there is no template, or if it refuses the message.
+    """
+    try:
+        template = None if folder is None else read_chat_template(folder)
+        return encode_messages(template, tokenizer, [{"role": "user", "content": message}])
+    except (TokenizerError, ChatTemplateError) as error:
+        raise TokenizerError(f"{error}; leave out --chat") from error
+
+
+def encode_messages(
+    template: ChatTemplate | None, tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]
+) -> list[int]:
+    """The ids of a conversation in a model's chat ``template``, up to where the assistant's answer begins. Raises TokenizerError as
+    ``frame_messages`` does."""
+    text = frame_messages(template, tokenizer, messages)
+    assert isinstance(tokenizer, BpeTokenizer | FallbackTokenizer), "others have no template"
+    return tokenizer.encode_template(text)
+
+
+def frame_messages(
+    template: ChatTemplate | None,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, object]],
+    framing: Framing | None = None,
+) -> str:
+    """Return the text of a conversation in a model's chat ``template``.
+
+    A message has a ``role`` (system, developer, user, assistant, tool) and a ``content``: a text, or a list of parts of type text, which are
+    joined; and other fields that the template names, such as ``tool_calls``. Raises TokenizerError, with the field, for what the template
+    would leave out, if there is no template, if it refuses the messages, or does not come to an end.
+    """
+    if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer) or template is None:
+        raise TokenizerError(
+            "there is no chat template for this run: one comes with an imported model, for as long as the run has its tokenizer, or with a dataset "
+            "of conversations (phalanx data prepare --layout chat)"
+        )
+    framing = framing or Framing()
+    plain = plain_messages(messages, template)
+    for name in framing.variables:
+        if name in template.own_variables or not template.names(name):
+            raise FramingError(f"the chat template has no variable {name!r} to set", "chat_template_kwargs")
+    if framing.tools and not template.names("tools"):
+        raise FramingError(
+            "the model's chat template does not write them; describe them in a message", "tools"
+        )
+    if framing.continued:
+        if plain[-1]["content"] is None:
+            raise FramingError("the last message has no content to go on with", "continue_final_message")
+        plain[-1] = plain[-1] | {"content": f"{plain[-1]['content']}{_CONTINUED} "}
+    try:
+        text = template.render(
+            plain, answer=framing.answer, tools=framing.tools or None, variables=framing.variables
+        )
+    except ChatTemplateError as error:
+        raise TokenizerError(f"{error}; mend it") from error
+    if not framing.continued:
+        return text
+    # As transformers cuts it: a template that trims a message has trimmed the space behind the mark.
+    text, mark, rest = text.rpartition(_CONTINUED)
+    if not mark:
+        raise FramingError(
+            "the model's chat template does not write the last message", "continue_final_message"
+        )
+    return text if rest.startswith(" ") else text.rstrip()
+
+
+def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTemplate) -> list[Message]:
+    """The messages as templates expect them, each content one text. Raises TokenizerError, naming message and field."""
+    if not messages:
+        raise TokenizerError("messages: there is none; give at least one of the user")
+    return [_plain_message(number, message, template) for number, message in enumerate(messages)]
+
+
+def _plain_message(number: int, message: Mapping[str, object], template: ChatTemplate) -> Message:
+    # OpenAI's clients send null, or an empty list, for a field that is not there.
+    plain: Message = {
+        name: value
+        for name, value in message.items()
+        if value is not None and (value != [] or name == "content")
+    }
+    for name in plain.keys() - {"role", "content", "tool_call_id"}:
+        if not template.names(name):
+            raise TokenizerError(
+                f"messages[{number}].{name}: the model's chat template does not write it; leave it out, or write it into the content"
+            )
+    plain["role"] = _role(number, plain.get("role"), template)
+    content = plain.get("content")
+    if "tool_calls" in plain:
+        plain["tool_calls"] = [_with_arguments(number, call) for call in _list(number, plain["tool_calls"])]
+    elif content is None:
+        content = ""
+    plain["content"] = None if content is None else _content(number, content)
+    return plain
+
+
+def _role(number: int, role: object, template: ChatTemplate) -> str:
+    if role not in _ROLES:
+        raise TokenizerError(f"messages[{number}].role = {role!r}: one of {', '.join(_ROLES)}")
+    if role == "developer" and not template.names("developer"):
+        return "system"  # OpenAI's newer name for it
+    if role == "tool" and not template.names("tool"):
+        raise TokenizerError(
+            f"messages[{number}].role = 'tool': the model's chat template does not know it; write the result into a message of the user"
+        )
+    return str(role)
+
+
+def _list(number: int, calls: object) -> Sequence[object]:
+    if not isinstance(calls, list):
+        raise TokenizerError(f"messages[{number}].tool_calls: a list")
+    return calls
+
+
+def _with_arguments(number: int, call: object) -> object:
+    """A call of a tool with its arguments as an object, as templates expect them: OpenAI's clients send them as JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise TokenizerError(f"messages[{number}].tool_calls: each with a function")
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        return call | {"function": function | {"arguments": json.loads(arguments or "{}")}}
+    except ValueError as error:
+        raise TokenizerError(f"messages[{number}].tool_calls: arguments that are no JSON: {error}") from error
+
+
+def _content(number: int, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise TokenizerError(f"messages[{number}].content: a text, or a list of parts of type text")
+    texts = []
+    for place, part in enumerate(content):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if kind != "text" or not isinstance(text, str):
+            raise TokenizerError(
+                f"messages[{number}].content[{place}] is of type {kind!r}: only parts of type text, with a text, are understood"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def stop_tokens(
+    published: Path | None, tokenizer: Tokenizer, templates: Path | None = None
+) -> frozenset[int]:
+    """The ids that end a text: the tokenizer's end of a document, and those that an imported model's publisher names.
+
+    With the folder of its ``templates``, also what ends a turn of the conversations that the run was trained on.
+    """
+    stop = {tokenizer.end_of_document}
+    if published is not None and (published / GENERATION_CONFIG).is_file():
+        named = read_json(published / GENERATION_CONFIG).get("eos_token_id")
+        stop |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
+    if templates is not None and templates != published:
+        with suppress(ChatTemplateError):
+            stop |= turn_ends(read_chat_template(templates), tokenizer)
+    return frozenset(stop)
+
+
+# The text side of a served model: tokenizer, chat template, end tokens, name.
+
+
+@dataclass(frozen=True)
+class ModelText:
+    """A model's name and its words."""
+
+    name: str
+    tokenizer: Tokenizer
+    stop_tokens: frozenset[int]
+    vocab_size: int
+    template: ChatTemplate | None = None
+    texts: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
+    """The texts of tokens that were decoded before; filled by use."""
+
+    @property
+    def note(self) -> str:
+        """A warning if the tokenizer has tokens that the model does not have; else empty."""
+        if self.tokenizer.vocab_size <= self.vocab_size:
+            return ""
+        return (
+            f"the tokenizer has {self.tokenizer.vocab_size} tokens and the model {self.vocab_size}: texts with one of those that the model does "
+            "not have are refused; put the tokenizer that it was trained with into the run's folder tokenizer"
+        )
+
+    def prompt_ids(self, prompt: str | list[int], room: LengthLimit, *, begin: bool = True) -> list[int]:
+        """The ids of a prompt; ``begin`` puts before a text what its model's texts begin with. Raises RefusedError for one that is too long, and
+        for ids that the model does not have."""
+        if not isinstance(prompt, str):
+            if not prompt:
+                raise RefusedError("prompt: an empty list", "prompt")
+            room.require(len(prompt), 1, "prompt")
+            return self._require_known(prompt, "prompt")
+        room.require_text(prompt, self.tokenizer.longest_token, "prompt")
+        try:
+            encoded = encode_prompt(self.tokenizer, prompt) if begin else self.tokenizer.encode(prompt)
+        except (UnicodeError, ValueError) as error:
+            raise RefusedError(f"prompt: cannot be encoded: {error}", "prompt") from error
+        return self._require_known(encoded, "prompt")
+
+    def _require_known(self, ids: list[int], field_name: str) -> list[int]:
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                because = f"; {self.note}" if self.note else ""
+                raise RefusedError(
+                    f"{field_name}: token id {token_id} is outside the vocabulary of {self.vocab_size}{because}",
+                    field_name,
+                )
+        return ids
+
+    def chat_ids(self, body: Chat, room: LengthLimit) -> list[int]:
+        """The ids of a conversation, up to where the answer begins. Raises RefusedError."""
+        if self.template is None:
+            raise RefusedError(
+                f"the model {self.name!r} has no chat template: use /v1/completions, which continues text, or start the server with "
+                "--chat-template FILE",
+                "messages",
+            )
+        if body.continue_final_message and body.add_generation_prompt:
+            raise RefusedError(
+                "continue_final_message: the last message is continued, or another one begun: set add_generation_prompt to false",
+                "continue_final_message",
+            )
+        answer = (
+            not body.continue_final_message
+            if body.add_generation_prompt is None
+            else body.add_generation_prompt
+        )
+        framing = Framing(
+            answer, body.continue_final_message, body.tools or (), body.chat_template_kwargs or {}
+        )
+        try:
+            text = frame_messages(self.template, self.tokenizer, body.messages, framing)
+        except TokenizerError as error:
+            field_name = error.field if isinstance(error, FramingError) else "messages"
+            raise RefusedError(str(error), field_name) from error
+        room.require_text(text, self.tokenizer.longest_token, "messages")
+        assert isinstance(self.tokenizer, BpeTokenizer | FallbackTokenizer), "others have no template"
+        try:
+            encoded = self.tokenizer.encode_template(text)
+        except UnicodeError as error:
+            raise RefusedError(f"messages: cannot be encoded: {error}", "messages") from error
+        return self._require_known(encoded, "messages")
+
+
+def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: str = "") -> ModelText:
+    """The words of a run's model; ``chat_template`` is a file in the place of its own. Raises TokenizerError."""
+    tokenizer = load_run_tokenizer(run_dir)
+    published = published_with(run_dir, tokenizer)
+    templates = template_folder(run_dir, published)
+    stop = stop_tokens(published, tokenizer, templates)
+    template: ChatTemplate | None = None
+    try:
+        if chat_template:
+            if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
+                raise TokenizerError(
+                    f"--chat-template {chat_template}: the run's tokenizer of bytes frames no conversations; leave the option out and use "
+                    "/v1/completions"
+                )
+            named = templates or RunDirectory(run_dir).tokenizer
+            template = custom = read_chat_template(named, Path(chat_template))
+            if problem := syntax_error(custom.source):
+                raise TokenizerError(f"--chat-template {chat_template}: {problem}; mend the template")
+        elif templates is not None:
+            template = read_chat_template(templates)
+    except ChatTemplateError as error:
+        if chat_template:
+            raise TokenizerError(str(error)) from error
+        # Only /v1/chat/completions needs one, and its error names it.
+    if chat_template and template is not None:
+        stop |= turn_ends(template, tokenizer)
+    return ModelText(name, tokenizer, stop, vocab_size, template)

@@ -1,0 +1,400 @@
+"""A run's directory or a pack as a served model: its weights in an engine, or streamed, or followed to newer checkpoints; and its words.
+
+Streaming leaves no memory for later: it is divided first (``phalanx_serve.weights.budget``), and only as many texts are computed at a time as
+there is memory for. The others wait.
+
+Following takes over each newer checkpoint of the run as it is committed, without dropping a request: for reinforcement learning, and to watch
+a run. The weights are read beside the running steps (for that time they are in memory twice), and replace the old ones between two steps of the
+engine. A damaged checkpoint is reported once and skipped. One that cannot be read at present, for want of memory or by a fault of the storage, is
+reported and read again, after waits that double.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from phalanx.checkpoint.committed.digest import combine
+from phalanx.checkpoint.committed.restore import candidates
+from phalanx.checkpoint.format.errors import CheckpointError, StorageError, StorageFullError
+from phalanx.checkpoint.format.shards import dtype_name
+from phalanx.checkpoint.pack.index import PackIndex
+from phalanx.checkpoint.pack.reader import PackFile, is_pack, open_pack
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.model.custom import Chain
+from phalanx.model.transformer import Transformer
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.kinds import prediction_ahead
+from phalanx.run.spec import ModelSpec
+from phalanx.train.score.score import restored_model
+from phalanx_serve.engine.engine import Engine as PagedEngine
+from phalanx_serve.engine.engine import KeptPages
+from phalanx_serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
+from phalanx_serve.http.worker import Engine, EngineWorker, Identity, Streaming, Swap
+from phalanx_serve.numerics import begin_exact, bits_of, computing_on, numerics_id, shown_device
+from phalanx_serve.prompt import ModelText, read_model_text
+from phalanx_serve.served.of_processes import open_divided
+from phalanx_serve.served.opened import OpenedEngine, TurnsEngine, context_of, device_of
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.stages.shares import tensor_digests
+from phalanx_serve.traffic.block_table import PAGE
+from phalanx_serve.weights.budget import LIBRARIES, Budget, Computing, divide_budget, text_bytes
+from phalanx_serve.weights.open_model import (
+    empty_model,
+    free_to_use,
+    packed,
+    read_weights,
+    run_folder,
+    stream_weights,
+    taken,
+)
+from phalanx_serve.weights.ring import StreamStatistics
+
+# Packs.
+
+
+def open_packed(served: ServedRun) -> OpenedEngine:
+    """The engine of a pack, or of a run that is packed for streaming. Raises EngineError, and as ``open_model`` does."""
+    dtype, device = getattr(torch, served.dtype), device_of(served)
+    file = packed(served.path, served.step, dtype)
+    with run_folder(file.index) as folder:
+        run = read_resolved(RunDirectory(folder))
+        context = context_of(served, run, folder)
+    model, spec = empty_model(file.index, dtype)
+    note, texts, pages, streaming = "", 0, 0, None
+    if isinstance(model, Transformer) and served.numerics == "exact":
+        begin_exact()  # before memory is divided
+    if served.stream:
+        budget = _budget(file, model, spec, served, context)
+        texts, pages = budget.texts, budget.texts * -(-context // PAGE)
+        weights = stream_weights(model, file, budget.weights, dtype)
+        kept, streaming = weights.residency, partial(_streaming, weights.statistics)
+        bodies = sum(section.kind == "block" for section in file.index.sections)
+        note = f"streaming {file.path}: {budget}; {len(kept.resident_layers)} of {bodies} layers stay, {kept.expert_slots} experts are kept"
+    else:
+        read_weights(model, file, free_to_use() * 4 // 5, dtype)
+        with computing_on(device, f"the weights in {served.dtype}"):
+            model.to(device)
+    digest = weights_name(file.index, dtype)
+    engine: Engine
+    if isinstance(model, Transformer):
+        paged = PagedEngine(
+            model,
+            spec,
+            memory_bytes=served.memory_bytes,
+            pages=pages,
+            texts=texts,
+            rows=served.rows,
+            numerics=served.numerics,
+            kept=served.kept,
+            context=context,
+            weights_id=digest,
+        )
+        engine, computed = paged, paged.numerics_id
+    else:
+        engine = TurnsEngine(model, context, kept=served.kept)
+        computed = numerics_id("turns", dtype, device=device)
+    bits = bits_of(served.numerics, run, served.dtype, kept=served.kept)
+    if bits == "trainer" and file.index.format in ("fp8", "int8"):
+        bits = "request"  # the trainer's weights are not rounded
+    identity = Identity(digest, computed, context, bits)
+    return OpenedEngine(engine, identity, spec, note=note, streaming=streaming, device=device)
+
+
+def weights_name(index: PackIndex, dtype: torch.dtype) -> str:
+    """16 digits that name a pack's weights as they are computed with: of an fp32 pack in fp32 the first of what ``phalanx hash`` prints."""
+    if index.format == "fp32" and dtype == torch.float32:
+        return index.weights_sha256[:16]
+    return hashlib.sha256(f"{index.weights_id} {dtype_name(dtype)}".encode()).hexdigest()[:16]
+
+
+def _streaming(statistics: StreamStatistics) -> Streaming:
+    # Read by another thread than the one that counts: a number may be a step old.
+    waited = sum(list(statistics.stall_s.values())) + statistics.expert_stall_s
+    needed = statistics.expert_hits + statistics.expert_misses
+    return Streaming(statistics.bytes_read, waited, needed, statistics.expert_hits)
+
+
+def _budget(
+    file: PackFile, model: Transformer | Chain, spec: ModelSpec, served: ServedRun, context: int
+) -> Budget:
+    keeps = isinstance(model, Transformer)
+    # A user's own model computes whole texts, one after another, and keeps nothing of them.
+    rows = served.rows if keeps else context
+    process = taken() + LIBRARIES
+    return divide_budget(
+        file.index,
+        served.dtype,
+        served.memory_bytes or taken() + free_to_use() * 4 // 5,
+        process=process,
+        computing=Computing(rows, rows, context, served.numerics == "fast").nbytes(spec, served.dtype),
+        of_text=text_bytes(spec, served.dtype, context) if keeps else 0,
+        most_texts=served.texts,
+    )
+
+
+# Runs.
+
+
+_log = logging.getLogger(__name__)
+
+
+def open_run(
+    served: ServedRun, name: str | None, tell: Callable[[str], None]
+) -> tuple[ModelText, EngineWorker]:
+    """The model of a run or a pack, ready to be asked. Raises EngineError, and as ``restored_model`` and ``load_run_tokenizer`` do."""
+    opened = open_engine(served, tell)
+    with served_folder(served) as folder:
+        words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size, served.chat_template)
+    if opened.note:
+        tell(opened.note)
+    tell(f"computing on {shown_device(opened.device)}")
+    return words, EngineWorker(opened.engine, opened.identity, opened.streaming, trouble=opened.trouble)
+
+
+def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> OpenedEngine:
+    """The engine of a run or a pack; ``tell`` hears what is waited for. Raises EngineError, and as ``restored_model`` and ``open_model`` do."""
+    device = device_of(served)
+    if served.stages > 1 or served.tensor > 1:
+        return open_divided(served, tell)
+    require_drafts(served)
+    if served.stream or is_pack(served.path):
+        return open_packed(served)
+    dtype = getattr(torch, served.dtype)
+    run = read_resolved(RunDirectory(served.path))
+    depths = prediction_ahead.depths(run.model)
+    drafts = depths if served.drafts is None else served.drafts
+    if drafts > depths:
+        raise EngineError(
+            f"--drafts {drafts}: the run's model predicts {depths} tokens ahead (model.mtp_depth), so no more can be drafted"
+        )
+    with computing_on(device, f"the weights in {served.dtype}"):
+        model, spec, step = restored_model(
+            served.path, served.step, device=device, dtype=dtype, ahead=drafts > 0
+        )
+    context, digest = context_of(served, run, served.path), weights_digest(model)
+    engine: Engine
+    if isinstance(model, Transformer):
+        paged = PagedEngine(
+            model,
+            spec,
+            memory_bytes=served.memory_bytes,
+            rows=served.rows,
+            numerics=served.numerics,
+            context=context,
+            drafts=drafts,
+            kept=served.kept,
+            weights_id=digest,
+        )
+        engine, computed = paged, paged.numerics_id
+    else:
+        engine = TurnsEngine(model, context, kept=served.kept)
+        computed = numerics_id("turns", dtype, device=device)
+    bits = bits_of(served.numerics, run, served.dtype, kept=served.kept)
+    return OpenedEngine(engine, Identity(digest, computed, context, bits), spec, step=step, device=device)
+
+
+def require_drafts(served: ServedRun) -> None:
+    """Raises EngineError if drafts are asked of a pack, or of a run that is packed for streaming."""
+    if served.drafts and (served.stream or is_pack(served.path)):
+        raise EngineError(
+            f"--drafts {served.drafts}: a pack is served without its predictions ahead, so nothing can be drafted: serve the run's directory, "
+            "without --stream"
+        )
+
+
+@contextmanager
+def served_folder(served: ServedRun) -> Iterator[Path]:
+    """The folder of the small files of what is served: the run's directory, or for a while those that a pack has of it."""
+    if not is_pack(served.path):
+        yield served.path
+        return
+    file = open_pack(served.path)
+    file.close()
+    with run_folder(file.index) as folder:
+        yield folder
+
+
+def weights_digest(model: nn.Module) -> str:
+    """The first 16 digits of the hash of the weights as they are computed with: in fp32, of the one that ``phalanx hash`` prints."""
+    return combine(tensor_digests(model))[:16]
+
+
+# Following.
+
+
+_LOOK_S = 2.0
+"""How long until the run's folder is looked at again."""
+_MOST_LOOKS = 64
+"""The most looks between two tries of a step: two minutes."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A step that could not be read, and when it is tried again."""
+
+    again: int
+    """The look at which it is tried again; 0: at none."""
+    wait: int = 1
+    """Looks from one try to the next."""
+    message: str = ""
+
+
+class Follower:
+    """Looks for newer checkpoints of a run and has their weights take over."""
+
+    def __init__(
+        self,
+        served: ServedRun,
+        engine: PagedEngine,
+        worker: EngineWorker,
+        step: int,
+        pages: KeptPages,
+        tell: Callable[[str], None],
+        *,
+        look_pause_s: float = _LOOK_S,
+    ) -> None:
+        """``step`` is the one whose weights compute; ``pages`` says what becomes of texts that go on (``PagedEngine.swap``).
+
+        ``look_pause_s``: Pause between two looks at the run's folder.
+        """
+        self.step, self._look_pause_s = step, look_pause_s
+        self._served, self._engine, self._worker, self._pages, self._tell = (
+            served,
+            engine,
+            worker,
+            pages,
+            tell,
+        )
+        self._failed: dict[int, _Failed] = {}
+        self._looks = 0
+
+    def start(self) -> None:
+        """Looks again and again, in a thread that ends with the process."""
+
+        def go_on() -> None:
+            wait, reported = threading.Event(), ""
+            while not wait.wait(self._look_pause_s):
+                try:
+                    self.look()
+                    reported = ""
+                except Exception as error:  # Whatever happens here, the next look may find another world.
+                    trouble = f"newer steps cannot be looked for at present: {_message_of(error)}"
+                    if trouble != reported:
+                        with contextlib.suppress(Exception):  # Nobody listens; that is no reason to stop.
+                            self._tell(trouble)
+                    reported = trouble
+
+        threading.Thread(target=go_on, name="follower", daemon=True).start()
+
+    def look(self) -> None:
+        """Has the newest checkpoint that can be read take over, if it is newer than the one that computes.
+
+        Raises RunDirectoryError for a run that has been removed, and CheckpointError where its checkpoints cannot be listed.
+        """
+        self._looks += 1
+        folder = RunDirectory(self._served.path).checkpoints
+        if not folder.is_dir():  # A tier would make it.
+            raise RunDirectoryError(f"{folder} is not there any more")
+        for step in candidates(DiskTier(folder)):
+            if step <= self.step or (self._is_due(step) and self._take(step)):
+                return
+
+    def _is_due(self, step: int) -> bool:
+        failed = self._failed.get(step)
+        return failed is None or 0 < failed.again <= self._looks
+
+    def _take(self, step: int) -> bool:
+        try:
+            swap = self._swap_to(step)
+        except DeviceMemoryError as error:
+            self._try_again(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
+            return False
+        except EngineError as error:
+            self._give_up(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
+            return False
+        except Exception as error:  # Whatever it is must not end the following of a run for days.
+            message = f"step {step} cannot be read, and step {self.step} goes on: {_message_of(error)}"
+            if _is_lasting(error):
+                self._give_up(step, message)
+            else:
+                self._try_again(step, message)
+            return False
+        self._worker.swap(swap)
+        self.step = step
+        self._failed = {other: failed for other, failed in self._failed.items() if other > step}
+        self._tell(f"step {step} takes over (weights {swap.weights_sha})")
+        return True
+
+    def _swap_to(self, step: int) -> Swap:
+        """The weights of ``step``, ready to take over. Raises EngineError for those of another model, DeviceMemoryError where a GPU has no memory for
+        them beside those that compute, and whatever reading may raise."""
+        with computing_on(
+            self._engine.device, "a second copy of the weights, which --follow needs for a while"
+        ):
+            model, spec, _ = restored_model(
+                self._served.path,
+                step,
+                device=self._engine.device,
+                dtype=getattr(torch, self._served.dtype),
+                ahead=self._engine.spec.mtp_depth > 0,
+            )
+            if not isinstance(model, Transformer) or spec != self._engine.spec:
+                raise EngineError("it is of another model than the one that is served: start another server")
+            digest = weights_digest(model)
+            prepared = self._engine.prepare(model)
+        return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
+
+    def _give_up(self, step: int, message: str) -> None:
+        self._failed[step] = _Failed(0)
+        self._tell(message)
+
+    def _try_again(self, step: int, message: str) -> None:
+        before = self._failed.get(step, _Failed(0))
+        wait = min(_MOST_LOOKS, 2 * before.wait)
+        self._failed[step] = _Failed(self._looks + wait, wait, message)
+        if message != before.message:
+            self._tell(f"{message}; it is tried again")
+
+
+def _is_lasting(error: Exception) -> bool:
+    """True for what is wrong with a checkpoint itself, and false for what may pass: memory, the storage's answer, or what is wrong with the run's
+    own file, of which no step is at fault."""
+    return isinstance(error, CheckpointError) and not isinstance(error, StorageError | StorageFullError)
+
+
+def _message_of(error: Exception) -> str:
+    return (
+        str(error)
+        if isinstance(error, CheckpointError | RunDirectoryError | PartLostError | OSError)
+        else repr(error)
+    )
+
+
+def open_followed(
+    served: ServedRun, name: str | None, pages: KeptPages, tell: Callable[[str], None]
+) -> tuple[ModelText, EngineWorker]:
+    """``open_run`` of the newest step, and of each newer one as it comes. Raises as that does, and EngineError for a model whose blocks
+    keep no keys and values."""
+    opened = open_engine(served)
+    if not isinstance(opened.engine, PagedEngine):
+        raise EngineError(
+            "a model of your own (model.factory) computes a text by one pass for each token: serve each step by itself"
+        )
+    if opened.step is None:
+        raise EngineError(f"{served.path} is a pack, which has no newer steps: serve the run's directory")
+    words = read_model_text(served.path, served.text_name(name), opened.spec.vocab_size, served.chat_template)
+    tell(f"computing on {shown_device(opened.device)}")
+    worker = EngineWorker(opened.engine, opened.identity, step=opened.step)
+    Follower(served, opened.engine, worker, opened.step, pages, tell).start()
+    return words, worker

@@ -1,0 +1,1 @@
+"""The router of a service in simulated worlds where everything fails."""

@@ -1,0 +1,316 @@
+"""A simulated worker: computes rows at a rate, keeps pages, pulls and offers them, dies, stands still, and may compute wrong numbers.
+
+Each token and its log-probability are functions of the request and the place alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from phalanx.fleet.core.simulated_clock import SimulatedClock
+from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic.block_table import Leases
+from phalanx_serve.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Token
+
+# Tokens of a simulated model.
+
+
+PAGE_ROWS = 64
+
+
+def token(prompt: tuple[int, ...], seed: int, index: int) -> int:
+    """The token at a place of the text that continues ``prompt``."""
+    return _number(prompt[0], len(prompt), prompt[-1], seed, index) % 50_000
+
+
+def logprob(tokens: Sequence[int], place: int) -> float:
+    """The log-probability of a token at a place of a text."""
+    return -(_number(place, tokens[0], tokens[place]) % 10_000) / 1024
+
+
+def page_names(tokens: Sequence[int]) -> tuple[bytes, ...]:
+    """Chained names of the whole pages of a text."""
+    names, before = [], b""
+    for start in range(0, len(tokens) - PAGE_ROWS + 1, PAGE_ROWS):
+        piece = repr(tuple(tokens[start : start + PAGE_ROWS])).encode()
+        before = hashlib.blake2b(before + piece, digest_size=16).digest()
+        names.append(before)
+    return tuple(names)
+
+
+def _number(*parts: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
+
+
+# The worker.
+
+
+BEAT_S = 0.5
+
+
+class Surroundings(Protocol):
+    """What a worker needs of the world around it."""
+
+    clock: SimulatedClock
+    identity: e.Identity
+    gateway_up: bool
+    lease_s: float
+    counts: Counter[str]
+
+    @property
+    def workers(self) -> Mapping[int, SimulatedWorker]: ...
+
+    def new_life(self) -> int: ...
+
+    def to_router(self, worker: SimulatedWorker, event: e.Event, *, even_if_cut: bool = False) -> None: ...
+
+    def fetch_seconds(self, to: SimulatedWorker, source: SimulatedWorker, pages: int) -> float: ...
+
+    def fetch_failure(self, to: SimulatedWorker, source: SimulatedWorker, name: bytes) -> str: ...
+
+
+@dataclass
+class SimulatedJob:
+    """A job on a worker."""
+
+    order: e.Run
+    text: list[int]
+    rows: int = 0
+    """To compute before its next token."""
+    ready: bool = False
+    pages: list[bytes] = field(default_factory=list)
+    """Those that it holds a reference to."""
+    wrong: bool = False
+    """It has read a page that was miscomputed."""
+
+
+class SimulatedWorker:
+    """One worker process and its machine."""
+
+    def __init__(self, world: Surroundings, number: int, role: e.Role, rows_per_s: float, pages: int) -> None:
+        self.world, self.number, self.role = world, number, role
+        self.rows_per_s, self.pages = rows_per_s, pages
+        self.identity = world.identity
+        self.miscomputes = False
+        self.up = self.stopped = self.cut = False
+        self.life = self.steps = self.process = 0
+        self.jobs: dict[int, SimulatedJob] = {}
+        self.cache: OrderedDict[bytes, tuple[int, bool]] = OrderedDict()
+        """Page -> (the worker that it came from, whether it was miscomputed); the least recently used first."""
+        self.references: dict[bytes, int] = {}
+        self.leases = Leases(lease_s=world.lease_s)
+        self.stepping = False
+
+    # --- life
+
+    def start(self) -> None:
+        """Begins a new process, with empty memory."""
+        if self.up:
+            return
+        self.up, self.stopped, self.steps = True, False, 0
+        self.process += 1
+        self.cache.clear()
+        self._forget_work()
+        self.join()
+        self._beat(self.process)
+
+    def join(self) -> None:
+        """Connects to the gateway: a new life, with no jobs, and the pages of the last one."""
+        if not self.up or self.cut or not self.world.gateway_up:
+            return
+        self._forget_work()
+        self.life = self.world.new_life()
+        joined = e.Joined(self.number, self.life, self.identity, self.role, self.pages, self.rows_per_s)
+        self.world.to_router(self, joined)
+
+    def kill(self) -> None:
+        """Ends the process at once; the gateway notices that the connection ends."""
+        if self.up:
+            self.up = False
+            self.process += 1
+            self._forget_work()
+            self.world.to_router(self, e.Left(self.number, self.life), even_if_cut=not self.cut)
+
+    def _forget_work(self) -> None:
+        self.jobs.clear()
+        self.references.clear()
+        self.leases = Leases(lease_s=self.world.lease_s)
+        self.stepping = False
+
+    def _beat(self, process: int) -> None:
+        if process != self.process or not self.up:
+            return
+        if not self.stopped:
+            self.leases.expire(self.world.clock.now_s)
+            self._evict()
+            if not self.cut:
+                self.world.to_router(self, e.Beat(self.number, self.life, self.steps, tuple(self.jobs)))
+        self.world.clock.after(BEAT_S, partial(self._beat, process))
+
+    # --- orders
+
+    def obey(self, order: e.Command, life: int) -> None:
+        """Carries out what the router of its present life orders."""
+        if not self.up or life != self.life:
+            return
+        if self.stopped:
+            self.world.clock.after(0.1, partial(self.obey, order, life))
+            return
+        match order:
+            case e.Run():
+                job = SimulatedJob(order, list(order.request.prompt + order.request.told))
+                self.jobs[order.job] = job
+                self._pull(job)
+            case e.Stop(_, number):
+                self._end(number)
+            case e.Forget():
+                self.cache.clear()
+            case e.Refuse():
+                self.life = 0
+                self._forget_work()
+                self.world.clock.after(2.0, self.join)
+            case e.Dismiss():
+                self.life = 0
+                self._forget_work()
+                self.world.clock.after(5.0, self.join)
+            case _:
+                raise AssertionError(f"a worker was sent {order}")
+
+    def _pull(self, job: SimulatedJob) -> None:
+        order, world = job.order, self.world
+        missing = [name for name in order.pages if name not in self.cache]
+        if order.source == e.NOBODY or not missing:
+            self._ready(job)
+            return
+        seconds = world.fetch_seconds(self, world.workers[order.source], len(missing))
+        world.clock.after(seconds, partial(self._pulled, job, missing, self.process))
+
+    def _pulled(self, job: SimulatedJob, missing: list[bytes], process: int) -> None:
+        if process != self.process or self.jobs.get(job.order.job) is not job:
+            return
+        world, source = self.world, self.world.workers[job.order.source]
+        for name in missing:  # in order: behind a page that does not come none is of use
+            why = world.fetch_failure(self, source, name)
+            if why:
+                world.counts[f"pull: {why}"] += 1
+                break
+            self._keep(name, source.number, source.cache[name][1])
+            world.counts["pulled"] += 1
+        source.leases.done(job.order.source_job)
+        self._ready(job)
+
+    def _ready(self, job: SimulatedJob) -> None:
+        request, held = job.order.request, 0
+        scoring = request.prompt_logprobs
+        for name in () if scoring else page_names(job.text):
+            if name not in self.cache:
+                break
+            held += 1
+            self._refer(job, name)
+        job.rows = max(len(job.text) - 64 * held, 1)
+        self.world.counts["rows"] += job.rows
+        job.ready = True
+        if not self.stepping:
+            self._begin_step()
+
+    # --- computing
+
+    def _begin_step(self) -> None:
+        ready = [job for job in self.jobs.values() if job.ready]
+        self.stepping = bool(ready)
+        if not ready:
+            return
+        rows, budget = 0, 512
+        for job in ready:
+            rows += min(job.rows, max(budget - rows, 1))
+        self.world.clock.after(
+            0.002 + rows / self.rows_per_s, partial(self._end_step, ready, budget, self.process, self.life)
+        )
+
+    def _end_step(self, ready: list[SimulatedJob], budget: int, process: int, life: int) -> None:
+        if process != self.process or life != self.life:
+            return
+        if self.stopped:
+            self.world.clock.after(0.1, partial(self._end_step, ready, budget, process, life))
+            return
+        self.steps += 1
+        rows = 0
+        for job in ready:
+            if self.jobs.get(job.order.job) is not job:
+                continue
+            done = min(job.rows, max(budget - rows, 1))
+            rows += done
+            job.rows -= done
+            if not job.rows:
+                self._speak(job)
+                job.rows = 1
+        self._begin_step()
+
+    def _speak(self, job: SimulatedJob) -> None:
+        order, request = job.order, job.order.request
+        self._keep_own(job)
+        if request.prompt_logprobs and len(job.text) == len(request.prompt) + len(request.told):
+            numbers = (self._logprob(job, place) for place in range(1, len(request.prompt)))
+            self._tell(order.job, PromptScored("", tuple(numbers)))
+        index = len(job.text) - len(request.prompt)
+        if index < request.max_tokens:
+            job.text.append(token(request.prompt, request.sampling.seed, index))
+            if job.text[-1] in request.stop_tokens:
+                self._finish(job, "stop")
+                return
+            self._tell(order.job, Token("", index, job.text[-1], self._logprob(job, len(job.text) - 1)))
+        if index + 1 >= request.max_tokens:
+            self._finish(job, "length")
+
+    def _logprob(self, job: SimulatedJob, place: int) -> float:
+        number = logprob(job.text, place)
+        return number - 2.0**-20 if self.miscomputes or job.wrong else number
+
+    def _finish(self, job: SimulatedJob, outcome: Outcome) -> None:
+        order = job.order
+        if order.offer:
+            names = [name for name in page_names(job.text) if name in self.cache]
+            self.leases.offer(order.job, names, self.world.clock.now_s)
+        self._tell(order.job, Ended("", outcome))
+        self._end(order.job)
+
+    def _tell(self, job: int, output: EngineOutput) -> None:
+        self.world.to_router(self, e.Heard(self.number, self.life, job, output))
+
+    # --- pages
+
+    def _keep_own(self, job: SimulatedJob) -> None:
+        for name in page_names(job.text)[len(job.pages) :]:
+            if name not in self.cache:
+                self._keep(name, self.number, self.miscomputes or job.wrong)
+            if not job.order.request.prompt_logprobs:
+                self._refer(job, name)
+
+    def _keep(self, name: bytes, source: int, wrong: bool) -> None:
+        self.cache[name] = (source, wrong)
+        self.cache.move_to_end(name)
+        self._evict()
+
+    def _refer(self, job: SimulatedJob, name: bytes) -> None:
+        job.pages.append(name)
+        job.wrong |= self.cache[name][1] if name in self.cache else False
+        self.references[name] = self.references.get(name, 0) + 1
+
+    def _end(self, number: int) -> None:
+        job = self.jobs.pop(number, None)
+        for name in job.pages if job else ():
+            self.references[name] -= 1
+            if not self.references[name]:
+                del self.references[name]
+
+    def _evict(self) -> None:
+        if len(self.cache) <= self.pages:
+            return
+        held = self.references.keys() | self.leases.held()
+        for name in [name for name in self.cache if name not in held][: len(self.cache) - self.pages]:
+            del self.cache[name]

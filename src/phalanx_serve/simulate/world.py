@@ -1,0 +1,409 @@
+"""Simulated services: faults strike for a while, then end; every text must come, and all pages and jobs must be given back.
+
+A world is a function of its seed: workers, roles, network, arrivals and faults are drawn from it. The method is that of FoundationDB (SIGMOD
+2021, section 4): one thread, one seed, one truth.
+
+Connections keep the order of what they carry, and lose it all when they are cut. The oracle is the client: it knows every token of its text
+from the request alone, so one that is lost, doubled, out of place or changed is noticed as it arrives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from phalanx.fleet.core.simulated_clock import SimulatedClock
+from phalanx_serve.simulate.worker import SimulatedWorker, page_names, token
+from phalanx_serve.traffic import dispatch
+from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic.invariants import BrokenInvariant, check
+from phalanx_serve.traffic.pools import Link, Pool, PoolSettings
+from phalanx_serve.traffic.requests import Ended, EngineOutput, Request, Sampling, Token
+
+# The world: gateway, workers, clients and the network between them, all of which fail.
+
+
+Step = Callable[[dispatch.Traffic, e.Event, float], tuple[dispatch.Traffic, list[e.Command]]]
+"""The type of ``dispatch.step``; tests also run variants of it that are broken on purpose."""
+TICK_S = 0.25
+
+
+@dataclass
+class Client:
+    """Someone who asks for one text."""
+
+    request: Request
+    came_s: float
+    got: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    done: bool = False
+    left: bool = False
+
+
+class World:
+    """Everything around one router."""
+
+    def __init__(self, seed: int, step: Step = dispatch.step, *, checked: bool = True) -> None:
+        self.seed, self.random, self.clock = seed, random.Random(seed), SimulatedClock()
+        self.step_core, self.checked = step, checked
+        self.identity = e.Identity("weights", "numerics")
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.clients: dict[str, Client] = {}
+        self.counts: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.lives = self.events = 0
+        self.lease_s = self.random.choice((2.0, 10.0))
+        self.delay_s = self.random.choice((0.0005, 0.005, 0.05))
+        self.corruption = self.random.choice((0.0, 0.02, 0.3))
+        self.slow_links: set[tuple[int, int]] = set()
+        self.cut_links: set[tuple[int, int]] = set()
+        self.audit_share = self.random.choice((0.0, 0.3, 1.0))
+        self.gateway_up = False
+        self.reign = 0
+        self._arrivals: dict[int, float] = {}
+        self.open_gateway()
+
+    # --- the gateway
+
+    def open_gateway(self) -> None:
+        """Starts a gateway that knows nothing; workers connect to it, and clients send their requests again."""
+        self.reign += 1
+        self.gateway_up = True
+        settings = dispatch.Settings(
+            Link(1 << 20, 1e9, 2 * self.delay_s), audit_share=self.audit_share, most_losses=50
+        )
+        pool = Pool(PoolSettings(late_s=2.0, dead_s=8.0, patience_s=2.0, rest_s=5.0), self.identity)
+        self.router = dispatch.Traffic(page_names, settings, pool)
+        for worker in self.workers.values():
+            self.clock.after(self.random.uniform(0, 0.5), worker.join)
+        for client in self.clients.values():
+            if not client.done and not client.left:
+                self._send(client)
+        self._tick(self.reign)
+
+    def close_gateway(self) -> None:
+        """The gateway dies, with all that it knew."""
+        self.gateway_up = False
+        self.reign += 1
+        for worker in self.workers.values():
+            worker.life = 0
+            worker.jobs.clear()
+            worker.references.clear()
+        for name, count in self.router.counts.items():
+            self.counts[name] += count
+        self.clock.after(self.random.uniform(0.1, 2.0), self.open_gateway)
+
+    def _tick(self, reign: int) -> None:
+        if reign == self.reign:
+            self.hear(e.Tick(), reign)
+            self.clock.after(TICK_S, partial(self._tick, reign))
+
+    def hear(self, event: e.Event, reign: int) -> None:
+        """Lets the router answer an event, and sends its commands."""
+        if reign != self.reign or not self.gateway_up:
+            return
+        self.events += 1
+        self.router, commands = self.step_core(self.router, event, self.clock.now_s)
+        if self.checked:
+            check(self.router)
+        for command in commands:
+            if isinstance(command, e.Tell):
+                self._receive(command.output)
+            else:
+                worker = self.workers[command.worker]
+                life = command.life if isinstance(command, e.Refuse) else worker.life
+                if not worker.cut:
+                    self._in_order(-worker.number - 1, partial(worker.obey, command, life))
+
+    def new_life(self) -> int:
+        """The number of a new connection."""
+        self.lives += 1
+        return self.lives
+
+    # --- the network
+
+    def to_router(self, worker: SimulatedWorker, event: e.Event, *, even_if_cut: bool = False) -> None:
+        """Sends what a worker says over its connection."""
+        if self.gateway_up and worker.life and (even_if_cut or not worker.cut):
+            self._in_order(worker.number, partial(self.hear, event, self.reign))
+
+    def _in_order(self, way: int, action: Callable[[], None]) -> None:
+        due_s = self.clock.now_s + self.random.uniform(0.5, 2) * self.delay_s
+        self._arrivals[way] = max(self._arrivals.get(way, 0.0), due_s)
+        self.clock.at(self._arrivals[way], action)
+
+    def fetch_seconds(self, to: SimulatedWorker, source: SimulatedWorker, pages: int) -> float:
+        """How long a pull of pages takes, or until it is given up."""
+        if not source.up or source.stopped or (to.number, source.number) in self.cut_links:
+            return 1.0
+        slow = 50.0 if (to.number, source.number) in self.slow_links else 1.0
+        return min(2 * self.delay_s + slow * pages * 1e-3, 2.0)
+
+    def fetch_failure(self, to: SimulatedWorker, source: SimulatedWorker, name: bytes) -> str:
+        """Why a page does not come; empty if it does."""
+        if not source.up or source.stopped or (to.number, source.number) in self.cut_links:
+            return "no connection"
+        if source.identity != to.identity:
+            return "other weights"
+        if (to.number, source.number) in self.slow_links and self.random.random() < 0.2:
+            return "too slow"
+        if name not in source.cache:
+            return "evicted, or its lease is over"
+        return "corrupt" if self.random.random() < self.corruption else ""
+
+    # --- clients
+
+    def arrive(self, number: int, prompt: tuple[int, ...], tokens: int) -> None:
+        """A client comes with a request."""
+        seed = self.random.randrange(1 << 30)
+        stop = (
+            frozenset({token(prompt, seed, self.random.randrange(1, tokens))})
+            if tokens > 1 and self.random.random() < 0.2
+            else frozenset()
+        )
+        request = Request(f"r{number}", prompt, tokens, Sampling(seed=seed), stop)
+        self.clients[request.id] = client = Client(request, self.clock.now_s)
+        self._send(client)
+
+    def _send(self, client: Client) -> None:
+        self.clock.after(self.delay_s, partial(self._submit, client, self.reign))
+
+    def _submit(self, client: Client, reign: int) -> None:
+        if not client.left and not client.done:
+            self.hear(e.Submitted(client.request, len(client.got)), reign)
+
+    def leave(self, client: Client) -> None:
+        """A client goes away in mid-stream."""
+        client.left = True
+        self.hear(e.Abandoned(client.request.id), self.reign)
+
+    def _receive(self, output: EngineOutput) -> None:
+        client = self.clients[output.request]
+        if client.left:
+            return
+        request = client.request
+        if client.done:
+            raise BrokenInvariant(f"{request.id} was told {output} after its end")
+        index = len(client.got)
+        if isinstance(output, Token):
+            if output.index != index:
+                raise BrokenInvariant(f"{request.id} was told token {output.index} where it has {index}")
+            if output.id != token(request.prompt, request.sampling.seed, index):
+                raise BrokenInvariant(f"{request.id}: token {index} was changed")
+            client.got.append(output.id)
+            client.times_s.append(self.clock.now_s)
+        elif isinstance(output, Ended):
+            client.done = True
+            due = token(request.prompt, request.sampling.seed, index)
+            right = (
+                "length" if index == request.max_tokens else "stop" if due in request.stop_tokens else "none"
+            )
+            if output.outcome != right:
+                raise BrokenInvariant(
+                    f"{request.id} ended by {output.outcome} after {index} tokens: {output.text}"
+                )
+
+
+# Runs.
+
+
+FAULTS_END_S = 20.0
+ENDED_WITHIN_S = 600.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a world is given to do; zeros are drawn from the seed."""
+
+    workers: int = 0
+    rate: float = 0.0
+    """Requests a second, Poisson."""
+    faults_per_s: float = -1.0
+    arrivals_s: Sequence[float] = ()
+    """A trace of arrivals, instead of Poisson."""
+
+
+@dataclass(frozen=True)
+class TrafficOutcome:
+    """How a world went."""
+
+    seed: int
+    workers: int
+    requests: int
+    tokens: int
+    events: int
+    faults: dict[str, int]
+    counts: dict[str, int]
+    simulated_s: float
+    first_token_s: tuple[float, float]
+    """Seconds until a client's first token: median and 99th percentile."""
+    longest_gap_s: float
+    """Between two tokens of a text."""
+
+
+def run_seed(seed: int, load: Load | None = None, step: Step = dispatch.step) -> TrafficOutcome:
+    """Runs the world of one seed. Raises BrokenInvariant, with the command that reproduces it."""
+    load = load or Load()
+    world = World(seed, step, checked=load.workers <= 32)
+    try:
+        return _run(world, load)
+    except Exception as error:
+        given = f" --workers {load.workers}" * bool(load.workers) + f" --rate {load.rate:g}" * bool(load.rate)
+        raise BrokenInvariant(
+            f"{error or type(error).__name__}, at {world.clock.now_s:.3f} s, after {world.events} events. To see it "
+            f"again: phalanx simulate traffic --seeds {seed}:{seed + 1}{given}"
+        ) from error
+
+
+def _run(world: World, load: Load) -> TrafficOutcome:
+    draw = world.random
+    count = load.workers or draw.randint(1, 6)
+    roles: list[e.Role] = [draw.choice(("prefill", "decode", "both")) for _ in range(count)]
+    for number, role in enumerate(roles):
+        pages = draw.choice((20, 1000)) if not load.workers else 4096
+        rate = draw.choice((60.0, 500.0, 10_000.0)) if not load.workers else 10_000.0
+        worker = world.workers[number] = SimulatedWorker(world, number, role, rate, pages)
+        worker.miscomputes = not load.workers and count >= 4 and number == 0 and draw.random() < 0.2
+        world.clock.after(draw.uniform(0, 1), worker.start)
+    rate = load.rate or draw.choice((0.5, 2.0))
+    _schedule_arrivals(world, rate, load.arrivals_s)
+    faults_per_s = (
+        load.faults_per_s if load.faults_per_s >= 0 else draw.choice((0.0, 0.3, 1.5)) * (1 + count / 50)
+    )
+    if faults_per_s:
+        world.clock.after(draw.expovariate(faults_per_s), partial(_next_fault, world, faults_per_s))
+    end_s = max([FAULTS_END_S, *load.arrivals_s])
+    world.clock.run_until(end_s)
+    _make_peace(world)
+    _finish(world)
+    return _outcome(world)
+
+
+def _schedule_arrivals(world: World, rate: float, trace: Sequence[float]) -> None:
+    draw, now_s, number = world.random, 0.0, 0
+    shared = tuple(draw.randrange(50_000) for _ in range(draw.choice((64, 200))))
+    times = list(trace)
+    if not times:
+        while (now_s := now_s + draw.expovariate(rate)) < FAULTS_END_S:
+            times.append(now_s)
+    for number, at_s in enumerate(times):
+        own = tuple(draw.randrange(50_000) for _ in range(draw.choice((3, 40, 130, 400))))
+        prompt = (shared if draw.random() < 0.5 else ()) + own
+        world.clock.at(at_s, partial(world.arrive, number, prompt, draw.choice((1, 2, 10, 60))))
+
+
+def _next_fault(world: World, rate: float) -> None:
+    if world.clock.now_s < FAULTS_END_S - 2:
+        _strike(world)
+        world.clock.after(world.random.expovariate(rate), partial(_next_fault, world, rate))
+
+
+def _strike(world: World) -> None:
+    draw = world.random
+    worker = draw.choice(list(world.workers.values()))
+    other = draw.choice(list(world.workers.values()))
+    what = draw.choice(
+        ("kill", "kill", "stop", "cut", "break", "link", "slow", "drain", "client", "gateway", "weights")
+    )
+    world.faults[what] += 1
+    after = partial(world.clock.after, draw.choice((0.2, 1.0, 3.0, 12.0)))
+    match what:
+        case "kill":
+            worker.kill()
+            after(worker.start)
+        case "stop":
+            worker.stopped = True
+            after(partial(setattr, worker, "stopped", False))
+        case "cut":  # nobody is told; only silence shows it
+            worker.cut = True
+            after(partial(_mend, worker))
+        case "break":  # both sides notice
+            world.to_router(worker, e.Left(worker.number, worker.life))
+            worker.join()
+        case "link":
+            world.cut_links.add((worker.number, other.number))
+        case "slow":
+            world.slow_links.add((worker.number, other.number))
+        case "drain":
+            world.hear(e.Drain(worker.number), world.reign)
+        case "client":
+            open_clients = [
+                client for client in world.clients.values() if not client.done and not client.left
+            ]
+            if open_clients:
+                world.leave(draw.choice(open_clients))
+        case "gateway":
+            if world.gateway_up:
+                world.close_gateway()
+        case _:  # it comes back with another step's weights, and later with the right ones
+            worker.kill()
+            worker.identity = e.Identity("other weights", "numerics")
+            worker.start()
+            after(partial(_right_weights, world, worker))
+
+
+def _mend(worker: SimulatedWorker) -> None:
+    worker.cut = False
+    worker.join()
+
+
+def _right_weights(world: World, worker: SimulatedWorker) -> None:
+    worker.kill()
+    worker.identity = world.identity
+    worker.start()
+
+
+def _make_peace(world: World) -> None:
+    world.cut_links.clear()
+    world.slow_links.clear()
+    for worker in world.workers.values():
+        worker.stopped = False
+        if worker.cut:
+            _mend(worker)
+        if worker.identity != world.identity:
+            _right_weights(world, worker)
+        worker.start()
+
+
+def _finish(world: World) -> None:
+    end_s = world.clock.now_s + ENDED_WITHIN_S
+    while world.clock.now_s < end_s:
+        world.clock.run_until(world.clock.now_s + 5.0)
+        over = world.gateway_up and not world.router.entries and not world.router.jobs
+        if over and all(client.done or client.left for client in world.clients.values()):
+            break
+    open_texts = [name for name, client in world.clients.items() if not client.done and not client.left]
+    if open_texts or world.router.entries or world.router.jobs:
+        raise BrokenInvariant(f"texts that do not end: {open_texts[:5]}; jobs {list(world.router.jobs)[:5]}")
+    world.clock.run_until(world.clock.now_s + 2 * world.lease_s + 5.0)
+    check(world.router)
+    for worker in world.workers.values():
+        if worker.references or worker.leases.held() or worker.jobs:
+            raise BrokenInvariant(
+                f"worker {worker.number} still holds {len(worker.references)} pages for jobs {list(worker.jobs)}, {len(worker.leases.held())} under lease"
+            )
+    guilty = {worker.number for worker in world.workers.values() if worker.miscomputes}
+    if innocent := set(world.router.pool.quarantined) - guilty:
+        raise BrokenInvariant(f"workers {sorted(innocent)} compute rightly and are in quarantine")
+
+
+def _outcome(world: World) -> TrafficOutcome:
+    clients = world.clients.values()
+    firsts = sorted(client.times_s[0] - client.came_s for client in clients if client.times_s) or [0.0]
+    gaps = [b - a for client in clients for a, b in zip(client.times_s, client.times_s[1:], strict=False)]
+    counts = world.counts + world.router.counts
+    return TrafficOutcome(
+        world.seed,
+        len(world.workers),
+        len(clients),
+        sum(len(client.got) for client in clients),
+        world.events,
+        dict(world.faults),
+        dict(counts),
+        world.clock.now_s,
+        (firsts[len(firsts) // 2], firsts[int(len(firsts) * 0.99)]),
+        max(gaps, default=0.0),
+    )

@@ -1,0 +1,212 @@
+"""A stage at work: layers of a model, with keys and values of their own, that do what the process with the first layers says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.run.directory.paths import RunDirectoryError
+from phalanx.run.kinds.latent_attention import is_absorbed
+from phalanx.run.spec import ModelSpec
+from phalanx.wire.messages import WireError
+from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.engine.model_runner import ModelRunner, RunnerOutput, require_supported
+from phalanx_serve.kv_cache.layer_cache import Rule, Span
+from phalanx_serve.kv_cache.memory import PageMemory, TextKV, kv_format
+from phalanx_serve.numerics import begin_exact, numerics_id
+from phalanx_serve.stages import messages as m
+from phalanx_serve.stages.far_layers import NearShare, bytes_of, tensor_of
+from phalanx_serve.stages.link import StageLink
+from phalanx_serve.stages.shares import (
+    Share,
+    assemble,
+    checkpoint_name,
+    held_share,
+    restored_part,
+    restored_share,
+)
+from phalanx_serve.traffic.block_table import PAGE
+
+_log = logging.getLogger(__name__)
+
+
+class FarPart:
+    """The layers of an ``Open``, ready to compute."""
+
+    def __init__(self, opened: m.Open, run_dir: Path, link: StageLink) -> None:
+        """Reads their weights from the run at ``run_dir``. Raises EngineError, and as ``restored_part`` does."""
+        served = opened.served
+        self._dtype = getattr(torch, served.dtype)
+        self._layers = range(opened.begin, opened.end)
+        exact = served.numerics == "exact"
+        if exact:
+            begin_exact()
+        share = Share(opened.stage, opened.shares)
+        self._shares = opened.shares > 1
+        if self._shares:
+            model, self._spec, digests = restored_share(run_dir, opened.step, share, self._dtype)
+            self._layers = range(self._spec.layers)
+        else:
+            model, self._spec, digests = restored_part(run_dir, opened.step, self._layers, self._dtype)
+        require_supported(model)
+        self._held = held_share(self._spec, opened.shares)
+        self._kept = kv_format(served.kept, self._held, self._dtype)
+        rule = Rule(exact, self._kept if served.kept != "compute" else None)
+        projection = assemble(model, share, NearShare(link), exact=exact) if self._shares else None
+        self._runner = ModelRunner(model, rule, projection)
+        self._memory = PageMemory(len(self._layers), 0, self._kept)
+        self._pieces: dict[int, TextKV] = {}
+        self.ready = m.Ready(
+            {name: m.Digest(one.dtype, tuple(one.shape), one.sha256) for name, one in digests.items()},
+            checkpoint_name(run_dir, opened.step),
+            numerics_id(
+                served.numerics,
+                self._dtype,
+                kept=served.kept,
+                absorbed=is_absorbed(self._spec),
+            ),
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The shape of the whole model."""
+        return self._spec
+
+    def work(self, link: StageLink) -> None:
+        """Carry out messages until the connection ends. Raises WireError then, and EngineError if the stage cannot continue."""
+        while True:
+            message = link.receive(m.TO_STAGE)
+            body = (
+                link.receive_body(message.nbytes)
+                if isinstance(message, m.Compute | m.WritePage)
+                else bytearray()
+            )
+            try:
+                self._keep(message, body)
+            except Exception as error:
+                # Pages are then not what the others take them for, and an answer that nobody waits for would be taken for the next one.
+                _log.exception("keys and values are lost")
+                remedy = "; give the server less --memory" if isinstance(message, m.Hold) else ""
+                raise EngineError(f"{type(message).__name__}: {error!r}{remedy}"[:8000]) from error
+            match message:
+                case m.Hold():
+                    link.send(m.Held())
+                case m.Compute() if self._shares:
+                    self._share(message, body)
+                case m.Compute():
+                    self._answer(link, partial(self._compute, message, body))
+                case m.ReadPage():
+                    self._answer(link, partial(self._read, message.place))
+
+    def _keep(self, message: m.ToStage, body: bytearray) -> None:
+        """Makes room for pages, and does with keys and values what is to be done before the answer."""
+        match message:
+            case m.Hold(pages):
+                self._memory = PageMemory(len(self._layers), pages, self._kept)
+            case m.Compute() | m.ReadPage():
+                self._run(message.errands)
+            case m.WritePage(errands, place):
+                self._run(errands)
+                self._memory.write(place, bytes(body))
+            case m.Open() | m.Refused() | m.Whole():
+                raise EngineError(f"nobody has asked for {type(message).__name__}")
+
+    def _answer(self, link: StageLink, found: Callable[[], tuple[m.FromStage, memoryview]]) -> None:
+        try:
+            answer, sent = found()
+        except Exception as error:  # The stage must outlive a defect, and the others must hear of it.
+            _log.exception("a step has failed")
+            answer, sent = m.Failed(repr(error)[:8000]), memoryview(b"")
+        link.send(answer, sent)
+
+    def _read(self, place: int) -> tuple[m.FromStage, memoryview]:
+        page = memoryview(self._memory.read(place))
+        return m.Page(len(page)), page
+
+    def _share(self, step: m.Compute, body: bytearray) -> None:
+        """Computes with the other shares, which hear what is wrong as their step ends in the middle."""
+        try:
+            self._passed(step, body)
+        except WireError:
+            raise
+        except Exception as error:
+            _log.exception("a step has failed")
+            raise EngineError(f"a step has failed: {error!r}"[:8000]) from error
+
+    def _passed(self, step: m.Compute, body: bytearray) -> RunnerOutput:
+        spans = []
+        for one in step.spans:
+            piece = self._piece(one.piece)
+            piece.grow(one.end)
+            spans.append(Span(piece, one.begin, one.end))
+        states = tensor_of(body, self._dtype, self._spec.dim)
+        return self._runner.compute(states, spans, step.length, step.asks)
+
+    def _compute(self, step: m.Compute, body: bytearray) -> tuple[m.FromStage, memoryview]:
+        passed = self._passed(step, body)
+        if passed.sampler_output is not None:
+            return m.Passed(0, tuple(passed.sampler_output[n] for n in range(len(step.asks)))), memoryview(
+                b""
+            )
+        sent = bytes_of(passed.states)
+        return m.Passed(len(sent)), sent
+
+    def _run(self, errands: Sequence[m.Errand]) -> None:
+        for errand in errands:
+            match errand:
+                case m.Drop(piece):
+                    self._pieces.pop(piece, None)
+                case m.CopyIn(piece, number, place):
+                    held = self._piece(piece)
+                    held.grow((number + 1) * PAGE)
+                    self._memory.copy_in(held, number, place)
+                case m.CopyOut(piece, number, place):
+                    self._memory.copy_out(self._piece(piece), number, place)
+
+    def _piece(self, number: int) -> TextKV:
+        if number not in self._pieces:
+            self._pieces[number] = TextKV(self._held, self._dtype, self._layers, number)
+        return self._pieces[number]
+
+
+def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> str:
+    """Serves as one stage until the service ends; why it could not, empty if it could. ``run_dir`` is where the run is here, by default where it is
+    there. Raises WireError where the connection breaks before the layers are open."""
+    link.send(m.Here(number, pid))
+    opened = link.receive(m.TO_STAGE)
+    if isinstance(opened, m.Refused):
+        return opened.why
+    if not isinstance(opened, m.Open):
+        return "the other side is no server of stages"
+    alive = link.keep_alive(opened.served.silence_s)
+    try:
+        return _run_opened(link, opened, run_dir)
+    finally:
+        alive.set()
+
+
+def _run_opened(link: StageLink, opened: m.Open, run_dir: Path | None) -> str:
+    try:
+        part = FarPart(opened, run_dir or opened.served.path, link)
+    except (CheckpointError, RunDirectoryError, EngineError, OSError) as error:
+        link.send(m.Unable(str(error)[:8000]))
+        return str(error)
+    except Exception as error:
+        link.send(m.Unable(f"a defect: {error!r}"[:8000]))
+        raise
+    link.send(part.ready)
+    try:
+        part.work(link)
+    except EngineError as error:
+        with suppress(WireError):
+            link.send(m.Unable(str(error)[:8000]))
+        return str(error)
+    except (WireError, OSError) as error:
+        _log.debug("the service has ended: %s", error)
+    return ""

@@ -1,0 +1,351 @@
+"""Parts of a model: layers divided among processes, or a share of each layer with the bits of one process; and the weights that a part reads.
+
+A share of each layer has heads, inner elements, experts and tokens of the vocabulary.
+Tensor parallelism as it is trained (arXiv 1909.08053) divides the last matrix of a layer by its inputs, and adds up what the ranks make of them, so another
+degree is another order of additions. Here every matrix is divided by its *outputs* alone: a row of the result is a sum over all inputs in one process, as if it
+had the whole matrix, and what is inner (heads' results, activations, experts' rows) is put together from all processes before the next matrix reads it.
+That sends more than a sum of results would, by the inner width over the model's, and rounds nothing: any number of processes gives the bits of
+one with exact numerics, whose products have the same bits with a part of a matrix's rows.
+
+| divided | by | put together |
+|---|---|---|
+| queries, keys, values, sinks, what expands latents | heads | heads' results, before the output matrix |
+| gate and up of a feed-forward layer | inner elements | activations, before the down matrix |
+| experts | experts, whole ones | rows of all experts, before they are added |
+| output and down matrices | elements of the hidden state | their results |
+| the output projection | tokens | scores, in the first process alone |
+
+Norms, routers, latents of attention, and with the first process the embedding, are whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.checkpoint.committed.digest import TensorDigest, tensor_digest
+from phalanx.checkpoint.committed.restore_weights import Rows
+from phalanx.checkpoint.format.index import encode_index
+from phalanx.checkpoint.format.shards import dtype_name
+from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
+from phalanx.checkpoint.interop.huggingface.stored.stand_in import weights_tier
+from phalanx.model.block import Block
+from phalanx.model.facts.shape import parameters
+from phalanx.model.facts.stages import balance
+from phalanx.model.layers.attention.attention import Attention
+from phalanx.model.layers.experts.expert_groups import groups_of_one_slot
+from phalanx.model.layers.experts.moe import Experts, MoE, combine, copies_by_expert, order_by_expert
+from phalanx.model.layers.experts.router import Routing
+from phalanx.model.layers.feed_forward import FeedForward
+from phalanx.model.layers.linear import Affine, Linear
+from phalanx.model.transformer import OutputProjection, Transformer
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.kinds import grouped_attention
+from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.mixture import dense_width
+from phalanx.run.spec import ModelSpec
+from phalanx.train.score.score import restored_model
+from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.engine.model_runner import fast_products
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of how many."""
+
+    number: int
+    of: int
+
+    def rows(self, count: int) -> range:
+        """Those of ``count`` that are of this share: neighbors."""
+        return range(count * self.number // self.of, count * (self.number + 1) // self.of)
+
+
+class Assembly(Protocol):
+    """How what the processes have computed comes together; all of them call it in the same order."""
+
+    def whole(self, piece: Tensor, dim: int = -1) -> Tensor:
+        """The pieces of all shares, side by side along ``dim``."""
+        ...
+
+    def scores(self, piece: Tensor) -> Tensor:
+        """The same along the last dimension, in the first process; others get back their piece."""
+        ...
+
+
+def require_shares(spec: ModelSpec, shares: int) -> None:
+    """Raises EngineError for a model that so many processes cannot share."""
+    if spec.qk_norm and spec.qk_norm_width != "head":
+        raise EngineError(
+            f"--tensor {shares}: the model normalizes queries and keys over all heads (model.qk_norm_width), which cannot be shared: serve it "
+            "without --tensor, or with --pipeline"
+        )
+    parts = dict(_shared_counts(spec))
+    wrong = [f"{count} {name}" for name, count in parts.items() if count % shares]
+    if wrong:
+        possible = [
+            n for n in range(2, min(parts.values()) + 1) if not any(count % n for count in parts.values())
+        ]
+        instead = (
+            f"--tensor {' or '.join(map(str, possible))}"
+            if possible
+            else "--pipeline, which divides by layers"
+        )
+        raise EngineError(
+            f"--tensor {shares}: the model's {' and '.join(wrong)} cannot be dealt out equally to {shares} processes: give {instead}"
+        )
+
+
+def _shared_counts(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    yield "heads", spec.heads
+    if keeps_heads(spec):
+        yield "key heads (model.kv_heads)", spec.kv_heads
+    if width := dense_width(spec):
+        yield "inner elements (model.ffn_dim)", width
+    if spec.moe is not None:
+        yield "experts (model.moe.experts)", spec.moe.experts
+        if spec.moe.shared:
+            yield "inner elements of shared experts", spec.moe.shared * spec.moe.ffn_dim
+
+
+def keeps_heads(spec: ModelSpec) -> bool:
+    """Whether keys and values are kept of each head by itself, so that they can be shared; latents are of all heads."""
+    return attention_kind(spec) is grouped_attention
+
+
+def held_share(spec: ModelSpec, shares: int) -> ModelSpec:
+    """The description of the keys and values that one of ``shares`` processes keeps: those of its heads, or latents, which all keep."""
+    if not keeps_heads(spec):
+        return spec
+    return replace(spec, heads=spec.heads // shares, kv_heads=spec.kv_heads // shares)
+
+
+def cut(model: Transformer, share: Share) -> dict[str, Rows]:
+    """Leaves to a whole model without weights those of a share; where the tensors that are smaller now lie in those of the whole, by name."""
+    found: dict[str, Rows] = {}
+    for layer, block in model.blocks.items():
+        assert isinstance(block, Block), "the model's layers"
+        for name, module, own in _divided(block):
+            found[f"blocks.{layer}.{name}"] = _take_rows(module, own, share)
+    # A tied embedding is the projection of the other processes, and the first one's own.
+    if model.head is not None:
+        found["head.weight"] = _take_rows(model.head, "weight", share)
+        if share.number:
+            model.embedding = None
+    elif share.number:
+        assert model.embedding is not None, "it is the projection"
+        found["embedding.weight"] = _take_rows(model.embedding, "weight", share)
+    return found
+
+
+def _divided(block: Block) -> Iterator[tuple[str, nn.Module, str]]:
+    """The tensors of a layer that are divided: a name in the layer, the module, and the tensor's name there."""
+    attention = block.attention
+    whole = {*attention.BY_TOKENS, "query_norm", "key_norm"}
+    parts: list[tuple[str, nn.Module]] = [
+        (f"attention.{name}", part) for name, part in attention.named_children() if name not in whole
+    ]
+    if isinstance(attention, Attention) and attention.sinks is not None:
+        yield "attention.sinks", attention, "sinks"
+    if isinstance(block.ffn, MoE):
+        parts.append(("ffn.experts", block.ffn.experts))
+        if block.ffn.shared is not None:
+            parts += [(f"ffn.shared.{name}", part) for name, part in block.ffn.shared.named_children()]
+    else:
+        parts += [(f"ffn.{name}", part) for name, part in block.ffn.named_children()]
+    for name, part in parts:
+        for own, _ in part.named_parameters(recurse=False):
+            yield f"{name}.{own}", part, own
+
+
+def _take_rows(module: nn.Module, name: str, share: Share) -> Rows:
+    whole: Tensor = getattr(module, name)
+    rows = share.rows(whole.shape[0])
+    setattr(module, name, nn.Parameter(whole[rows.start : rows.stop].clone(), requires_grad=False))
+    return Rows(rows.start, whole.shape[0])
+
+
+def settle_projection(model: Transformer, share: Share) -> None:
+    """Gives a model whose output projection is tied to the embedding one of its own: the share's rows."""
+    if model.head is not None:
+        return
+    assert model.embedding is not None, "it is the projection"
+    matrix = model.embedding.weight.detach()
+    if not share.number:
+        rows = share.rows(len(matrix))
+        matrix = matrix[rows.start : rows.stop]
+    else:
+        model.embedding = None
+    model.head = projection_by(matrix)
+
+
+def projection_by(matrix: torch.Tensor) -> OutputProjection:
+    """An output projection with this ``matrix`` ``(vocabulary, dim)``, which nothing is copied of."""
+    with torch.device("meta"):
+        head = OutputProjection(matrix.shape[1], matrix.shape[0], bias=False)
+    head.weight = nn.Parameter(matrix.detach(), requires_grad=False)
+    return head
+
+
+def assemble(model: Transformer, share: Share, assembly: Assembly, *, exact: bool) -> Affine:
+    """Has a share of each layer compute with the others; the product of its output projection. ``exact`` numerics are those of PyTorch's operations."""
+    fast = None if exact else fast_products(model)
+    through: Affine = fast or F.linear
+    for block in model.blocks.values():
+        assert isinstance(block, Block), "the model's layers"
+        ends: list[nn.Module] = [block.attention.output]
+        if isinstance(block.ffn, MoE):
+            block.ffn.exchange = SharedExperts(block.ffn.router.moe.experts, share, assembly)
+            ends += [block.ffn.shared.down] if block.ffn.shared is not None else []
+        else:
+            assert isinstance(block.ffn, FeedForward), "the model's layers"
+            ends.append(block.ffn.down)
+        for end in ends:
+            assert isinstance(end, Linear), "the model's matrices"
+            end.affine = _Assembled(assembly, through if end.affine is None else end.affine)
+    return lambda x, matrix, bias: assembly.scores(through(x, matrix, bias))
+
+
+class _Assembled:
+    """A product of what all processes have, whose result all of them have: ``(..., inputs here)`` to ``(..., outputs of all)``."""
+
+    def __init__(self, assembly: Assembly, product: Affine) -> None:
+        self._assembly, self._product = assembly, product
+
+    def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        return self._assembly.whole(self._product(self._assembly.whole(x), matrix, bias))
+
+
+class SharedExperts:
+    """The exchange of processes that have some experts each, and all tokens: each computes the rows of its own, and gets those of all."""
+
+    def __init__(self, count: int, share: Share, assembly: Assembly) -> None:
+        """``count`` is that of all experts."""
+        self._count, self._share, self._assembly = count, share, assembly
+
+    def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
+        """``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
+        order = order_by_expert(routing.experts, self._count)
+        own = self._share.rows(self._count)
+        ends = order.counts.cumsum(0).tolist()
+        begin, end = (ends[place - 1] if place else 0 for place in (own.start, own.stop))
+        rows = copies_by_expert(tokens, order)[begin:end]
+        here = experts(rows, groups_of_one_slot(order.counts[own.start : own.stop]))
+        return combine(self._assembly.whole(here, 0), order, routing.weights)
+
+
+# Weights of a part: only what it needs is read.
+
+
+def divided(spec: ModelSpec, stages: int) -> list[range]:
+    """The layers of each of ``stages`` processes, such that the one with most weights has least. Raises EngineError."""
+    if stages > spec.layers:
+        raise EngineError(
+            f"--pipeline {stages}: the model has {spec.layers} layers, so at most so many processes can have a part of it"
+        )
+    sizes = [0] * spec.layers
+    for one in parameters(spec):
+        first, last = one.section == "embedding", one.section == "end"
+        layer = 0 if first else spec.layers - 1 if last else one.layer
+        sizes[layer] += math.prod(one.shape)
+        if first and spec.tie_embeddings and stages > 1:
+            sizes[-1] += math.prod(one.shape)
+    boundaries = [0, *accumulate(balance(sizes, stages))]
+    return [range(begin, end) for begin, end in pairwise(boundaries)]
+
+
+def restored_part(
+    run_dir: Path, step: int, layers: range, dtype: torch.dtype
+) -> tuple[Transformer, ModelSpec, dict[str, TensorDigest]]:
+    """These layers with the weights of ``step``, of the last ones also norm and output projection; the whole model's description; and
+    the digest of each tensor by its name in the whole. Raises as ``restored_model`` does."""
+    model, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=partial(_cut, layers=layers))
+    assert isinstance(model, Transformer), "others are refused where they are cut"
+    digests = tensor_digests(model)
+    if layers.stop == spec.layers and layers.start > 0:
+        _take_projection(model)
+    return model, spec, digests
+
+
+def checkpoint_name(run_dir: Path, step: int) -> str:
+    """16 digits that name a step's checkpoint: two places that have it under the same name have the same weights of all layers. A published
+    model's name is of its files on this machine."""
+    tier = weights_tier(RunDirectory(run_dir))
+    named = tier.version() if isinstance(tier, FolderTier) else encode_index(tier.index(step))
+    return hashlib.sha256(named).hexdigest()[:16]
+
+
+def _cut(model: Transformer, layers: range) -> dict[str, Rows]:
+    if layers.stop > model.spec.layers:
+        raise EngineError(
+            f"layer {layers.stop - 1} is asked for, and the model of this run has {model.spec.layers} layers: give every stage the same run"
+        )
+    first, last = layers.start == 0, layers.stop == model.spec.layers
+    # A tied output projection is the embedding, which the last part then reads too.
+    model.keep(layers, first=first or (last and model.head is None), last=last)
+    return {}
+
+
+def restored_share(
+    run_dir: Path, step: int, share: Share, dtype: torch.dtype
+) -> tuple[Transformer, ModelSpec, dict[str, TensorDigest]]:
+    """A share of each layer with the weights of ``step``, in the first also the embedding; the whole model's description; and the digests of
+    the whole tensors that it is this process's to tell. Raises as ``restored_model`` does."""
+    # A share has no whole tensors to hash: each process reads some of them for that alone, before its own.
+    names: list[str] = []
+
+    def to_hash(model: Transformer) -> dict[str, Rows]:
+        names.extend(sorted(model.state_dict())[share.number :: share.of])
+        _keep_tensors(model, names)
+        return {}
+
+    hashed, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=to_hash)
+    digests = tensor_digests(hashed)
+    del hashed
+    model, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=partial(cut, share=share))
+    assert isinstance(model, Transformer), "others are refused where they are cut"
+    settle_projection(model, share)
+    return model, spec, digests
+
+
+def _keep_tensors(model: nn.Module, names: Collection[str]) -> None:
+    """Takes all others away: the model computes nothing any more."""
+    for prefix, module in list(model.named_modules()):
+        for own in [
+            *dict(module.named_parameters(recurse=False)),
+            *dict(module.named_buffers(recurse=False)),
+        ]:
+            if (f"{prefix}.{own}" if prefix else own) not in names:
+                setattr(module, own, None)
+
+
+def _take_projection(model: Transformer) -> None:
+    """Leaves a tied embedding to the last part as its output projection alone: what it is given is no tokens."""
+    if model.embedding is None:
+        return
+    model.head, model.embedding = projection_by(model.embedding.weight), None
+
+
+def tensor_digests(model: nn.Module) -> dict[str, TensorDigest]:
+    """The digest of every tensor as it is computed with, by name."""
+    return {
+        # What guesses has no part in the bits of a text, which are the same without it.
+        name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [_bytes(tensor)])
+        for name, tensor in model.state_dict().items()
+        if not name.startswith("mtp.")
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().data
+    return data

@@ -1,0 +1,434 @@
+"""The router of a service: every decision over requests and workers, as ``(state, event, now) -> (state, commands)``.
+
+No clock, no I/O, no randomness; total: every event is handled in every state, most often by counting it as stale. It puts together the
+journal (what left for the client), the route (who is cheapest), the pool (who is there) and audits (who is right). The live gateway and the
+simulator drive this same function.
+
+A request runs as a job on one worker. On a prefill worker it makes one token, which leaves at once, and its pages are offered; then a decode
+worker pulls these and goes on. Whatever happens to a job (its worker dies, is late, drained, found wrong, or breaks the order of tokens), the
+request goes on under another job with the tokens that left for the client; a failed pull of pages is the worker's own business, which then computes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from phalanx_serve.traffic import journal, pools
+from phalanx_serve.traffic.audit import Audit, Verdict, bits, chosen, evidence, judge
+from phalanx_serve.traffic.events import (
+    NOBODY,
+    Abandoned,
+    Beat,
+    Command,
+    Drain,
+    Event,
+    Forget,
+    Heard,
+    Lost,
+    PoolCommand,
+    Run,
+    Stop,
+    Submitted,
+    Tell,
+)
+from phalanx_serve.traffic.journal import Entry, GapError
+from phalanx_serve.traffic.requests import Ended, PromptScored, Request, Token
+
+Names = Callable[[Sequence[int]], Sequence[bytes]]
+"""The names of the whole pages of a text, chained from its beginning."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the router decides."""
+
+    link: pools.Link = field(default_factory=pools.Link)
+    small_rows: int = pools.PAGE_ROWS
+    audit_share: float = 0.0
+    most_losses: int = 8
+    """A request that so many workers in a row were lost or failed with, without one token, is given up: it may be what kills them."""
+
+
+@dataclass
+class Job:
+    """One piece of work on one worker."""
+
+    worker: int
+    rows: int
+    """Counted in the worker's queue until it tells something."""
+    request: str = ""
+    audit: int = 0
+    prefill: bool = False
+    source: int = NOBODY
+    names: tuple[bytes, ...] = ()
+    began_s: float = 0.0
+
+
+@dataclass
+class Traffic:
+    """The router's state. A caller of ``step`` gives it away and uses the one returned."""
+
+    names: Names
+    settings: Settings = Settings()
+    pool: pools.Pool = field(default_factory=pools.Pool)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    waiting: dict[str, None] = field(default_factory=dict)
+    """Requests that nobody can take now, in their order."""
+    audits: dict[int, Audit] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    """What happened so often: moved, stale, audits, differences, ..."""
+    numbers: int = 0
+
+
+def step(state: Traffic, event: Event, now_s: float) -> tuple[Traffic, list[Command]]:
+    """The state after ``event``, and the commands that follow from it, in their order."""
+    commands: list[Command] = []
+    match event:
+        case Submitted():
+            _submit(state, event, now_s, commands)
+        case Abandoned(request):
+            _abandon(state, request, commands)
+        case Heard():
+            _hear(state, event, now_s, commands)
+        case _:
+            state.pool, orders = pools.step(state.pool, event, now_s)
+            _follow(state, orders, now_s, commands)
+            if isinstance(event, Beat):
+                _reconcile(state, event, now_s, commands)
+            elif isinstance(event, Drain):
+                _hand_over(state, event.worker, now_s, commands)
+    _place_waiting(state, now_s, commands)
+    return state, commands
+
+
+def _submit(state: Traffic, event: Submitted, now_s: float, commands: list[Command]) -> None:
+    request = event.request
+    if request.id in state.entries:
+        state.counts["repeated"] += 1
+        return
+    audited = chosen(request.id, state.settings.audit_share)
+    state.entries[request.id] = journal.open_entry(request, event.seen, audited=audited)
+    _place(state, request.id, now_s, commands)
+
+
+def _abandon(state: Traffic, request: str, commands: list[Command]) -> None:
+    entry = state.entries.get(request)
+    if entry is None:
+        return
+    _drop(state, entry.job, commands)
+    _close(state, entry, Ended(request, "cancelled"), commands)
+
+
+# --- placing ------------------------------------------------------------------------------------
+
+
+def _place_waiting(state: Traffic, now_s: float, commands: list[Command]) -> None:
+    while state.waiting and state.pool.open_to_work():
+        request = next(iter(state.waiting))
+        del state.waiting[request]
+        _place(state, request, now_s, commands)
+
+
+def _place(
+    state: Traffic, request_id: str, now_s: float, commands: list[Command], avoid: int = NOBODY
+) -> None:
+    """Gives a request without a job to the cheapest worker, or lets it wait; ``avoid`` only if there is nobody else."""
+    entry = state.entries[request_id]
+    entry.job = 0
+    if entry.complete:  # its worker was lost between the last token and the last word
+        _close(state, entry, Ended(request_id, "length"), commands)
+        return
+    if entry.losses >= state.settings.most_losses:
+        message = (
+            f"{entry.losses} workers in a row were lost or failed with this request before its next token"
+        )
+        _close(state, entry, Ended(request_id, "error", message), commands)
+        return
+    request = journal.rest(entry)
+    text = request.prompt + request.told
+    names = tuple(state.names(text))
+    workers = state.pool.open_to_work()
+    workers = [w for w in workers if w.number != avoid] or workers
+    candidates = [
+        pools.Bidder(w.number, w.role, w.queued_rows + len(w.jobs), w.holds(names), w.rows_per_s)
+        for w in workers
+    ]
+    sources = [(w.number, w.holds(names)) for w in state.pool.workers.values() if not w.late]
+    route = pools.choose(
+        len(text),
+        len(names),
+        candidates,
+        [each for each in sources if each[1]],
+        state.settings.link,
+        state.settings.small_rows,
+    )
+    if route is None:
+        state.waiting[request_id] = None
+        return
+    _start(state, entry, request, route, names, now_s, commands)
+
+
+def _start(
+    state: Traffic,
+    entry: Entry,
+    request: Request,
+    route: pools.Route,
+    names: tuple[bytes, ...],
+    now_s: float,
+    commands: list[Command],
+    source_job: int = 0,
+) -> None:
+    worker = state.pool.workers[route.worker]
+    cached_pages = worker.holds(names)
+    rows = max(len(request.prompt) + len(request.told) - pools.PAGE_ROWS * cached_pages, 1)
+    number = _number(state)
+    state.jobs[number] = Job(
+        worker.number, rows, entry.request.id, 0, route.prefill, route.source, names, now_s
+    )
+    worker.jobs.add(number)
+    worker.queued_rows += rows
+    entry.job = number
+    if route.prefill:
+        request = replace(request, max_tokens=len(request.told) + 1)
+    pull = names[cached_pages:] if route.source != NOBODY else ()
+    if pull:
+        entry.pages_from.add(route.source)
+    commands.append(Run(worker.number, number, request, route.source, source_job, pull, route.prefill))
+
+
+def _number(state: Traffic) -> int:
+    state.numbers += 1
+    return state.numbers
+
+
+def _drop(state: Traffic, number: int, commands: list[Command], *, gone: bool = False) -> Job | None:
+    """Forgets a job, and tells its worker so if it still listens."""
+    job = state.jobs.pop(number, None)
+    if job is None:
+        return None
+    worker = state.pool.workers.get(job.worker)
+    if worker is not None and number in worker.jobs:
+        worker.jobs.discard(number)
+        worker.queued_rows -= job.rows
+    if worker is not None and not gone:
+        commands.append(Stop(job.worker, number))
+    return job
+
+
+def _close(state: Traffic, entry: Entry, output: Ended, commands: list[Command]) -> None:
+    del state.entries[entry.request.id]
+    state.waiting.pop(entry.request.id, None)
+    commands.append(Tell(journal.ended(entry, output)))
+    state.counts[output.outcome] += 1
+
+
+def _move(
+    state: Traffic, number: int, now_s: float, commands: list[Command], *, gone: bool, loss: bool
+) -> None:
+    """Lets what a job computed go on elsewhere."""
+    job = _drop(state, number, commands, gone=gone)
+    if job is None:
+        return
+    if job.audit:
+        audit = state.audits[job.audit]
+        audit.asked.discard(job.worker)
+        _go_on(state, job.audit, now_s, commands)
+        return
+    entry = state.entries[job.request]
+    entry.losses += loss
+    entry.moves += 1
+    state.counts["moved"] += 1
+    _place(state, job.request, now_s, commands, avoid=job.worker)
+
+
+# --- what workers do and say ----------------------------------------------------------------------
+
+
+def _follow(state: Traffic, orders: list[PoolCommand], now_s: float, commands: list[Command]) -> None:
+    for order in orders:
+        if isinstance(order, Lost):
+            state.counts["lost" if order.gone else "late"] += 1
+            for number in order.jobs:
+                _move(state, number, now_s, commands, gone=order.gone, loss=order.gone)
+        else:
+            commands.append(order)
+
+
+def _reconcile(state: Traffic, beat: Beat, now_s: float, commands: list[Command]) -> None:
+    """Compares what a worker holds with what it should; a job that was sent long ago and that it does not know is lost."""
+    worker = state.pool.current(beat.worker, beat.life)
+    if worker is None:
+        return
+    for number in sorted(set(beat.jobs) - worker.jobs):
+        commands.append(Stop(worker.number, number))
+    patience_s = 2 * state.pool.settings.late_s
+    for number in sorted(worker.jobs - set(beat.jobs)):
+        if now_s - state.jobs[number].began_s > patience_s:
+            _move(state, number, now_s, commands, gone=False, loss=True)
+
+
+def _hand_over(state: Traffic, number: int, now_s: float, commands: list[Command]) -> None:
+    """Moves the jobs of a draining worker, which stays a source of pages; if there is nobody else it ends them itself."""
+    worker = state.pool.workers.get(number)
+    if worker is not None and state.pool.open_to_work():
+        for job in sorted(worker.jobs):
+            _move(state, job, now_s, commands, gone=False, loss=False)
+
+
+def _hear(state: Traffic, event: Heard, now_s: float, commands: list[Command]) -> None:
+    worker = state.pool.current(event.worker, event.life)
+    job = state.jobs.get(event.job)
+    if worker is None or job is None or job.worker != event.worker:
+        state.counts["stale"] += 1
+        return
+    worker.queued_rows -= job.rows
+    job.rows = 0
+    if job.audit:
+        _hear_score(state, event, job, now_s, commands)
+        return
+    worker.hint(job.names)
+    entry = state.entries[job.request]
+    if isinstance(event.output, Ended):
+        _end_job(state, event.job, event.output, entry, now_s, commands)
+        return
+    try:
+        commands += [Tell(output) for output in journal.take(entry, event.output, event.worker)]
+    except GapError:
+        state.counts["gaps"] += 1
+        _move(state, event.job, now_s, commands, gone=False, loss=True)
+
+
+def _end_job(
+    state: Traffic, number: int, output: Ended, entry: Entry, now_s: float, commands: list[Command]
+) -> None:
+    if output.outcome == "cancelled" or (
+        output.outcome == "length" and not entry.complete and not state.jobs[number].prefill
+    ):
+        # Nobody asked for that: it goes on elsewhere.
+        _move(state, number, now_s, commands, gone=True, loss=True)
+        return
+    if output.outcome == "error":
+        state.counts["failed"] += 1
+        entry.losses += 1
+        if entry.losses < min(2, state.settings.most_losses):
+            _move(state, number, now_s, commands, gone=True, loss=False)
+            return
+    job = _drop(state, number, commands, gone=True)
+    assert job is not None
+    if output.outcome == "length" and not entry.complete:
+        entry.cached = output.cached_tokens if entry.moves == 0 else entry.cached
+        _go_to_decode(state, entry, job, number, now_s, commands)
+        return
+    audit = entry.audited and output.outcome in ("stop", "length") and bool(entry.tokens)
+    _close(state, entry, output, commands)
+    if audit:
+        _begin_audit(state, entry, now_s, commands)
+
+
+def _go_to_decode(
+    state: Traffic, entry: Entry, prefill: Job, number: int, now_s: float, commands: list[Command]
+) -> None:
+    """After its first token: the pages are offered by the prefill worker, and the cheapest decode worker pulls them."""
+    workers = [w for w in state.pool.open_to_work() if w.role != "prefill"]
+    if not workers:
+        _place(state, entry.request.id, now_s, commands)
+        return
+    names, link = prefill.names, state.settings.link
+    best = min(
+        workers,
+        key=lambda w: (
+            (w.queued_rows + len(w.jobs)) / w.rows_per_s + link.seconds(len(names) - w.holds(names)),
+            w.number,
+        ),
+    )
+    route = pools.Route(best.number, False, prefill.worker, 0.0)
+    _start(state, entry, journal.rest(entry), route, names, now_s, commands, source_job=number)
+
+
+# --- audits ---------------------------------------------------------------------------------------
+
+
+def _begin_audit(state: Traffic, entry: Entry, now_s: float, commands: list[Command]) -> None:
+    makers = frozenset(entry.makers) | entry.pages_from
+    others = [w for w in state.pool.open_to_work() if w.number not in makers]
+    if not others:
+        state.counts["audits_skipped"] += 1
+        return
+    state.counts["audits"] += 1
+    number = _number(state)
+    tokens = entry.request.prompt + tuple(entry.tokens)
+    state.audits[number] = Audit(tokens, len(entry.tokens), bits(entry.logprobs), makers)
+    least = min(others, key=lambda worker: (worker.queued_rows, worker.number))
+    _ask(state, number, least.number, now_s, commands)
+
+
+def _ask(state: Traffic, number: int, worker_number: int, now_s: float, commands: list[Command]) -> None:
+    audit, worker, job = state.audits[number], state.pool.workers[worker_number], _number(state)
+    audit.asked.add(worker_number)
+    state.jobs[job] = Job(worker_number, len(audit.tokens), "", number, began_s=now_s)
+    worker.jobs.add(job)
+    worker.queued_rows += len(audit.tokens)
+    request = Request(f"audit-{number}", audit.tokens, 1, prompt_logprobs=True, top_logprobs=0)
+    commands.append(Run(worker_number, job, request))
+
+
+def _hear_score(state: Traffic, event: Heard, job: Job, now_s: float, commands: list[Command]) -> None:
+    audit = state.audits[job.audit]
+    if isinstance(event.output, PromptScored):
+        audit.scores[job.worker] = bits(event.output.logprobs[len(event.output.logprobs) - audit.text :])
+        _drop(state, event.job, commands)
+    elif isinstance(event.output, Token):
+        return
+    else:
+        _drop(state, event.job, commands, gone=True)
+    audit.asked.discard(job.worker)
+    _go_on(state, job.audit, now_s, commands)
+
+
+def _go_on(state: Traffic, number: int, now_s: float, commands: list[Command]) -> None:
+    """Judges an audit as far as it has come."""
+    audit = state.audits[number]
+    others = frozenset(worker.number for worker in state.pool.open_to_work())
+    if not audit.asked and not audit.scores:
+        fresh = sorted(others - audit.makers)
+        if fresh:
+            _ask(state, number, fresh[0], now_s, commands)
+        else:
+            del state.audits[number]
+            state.counts["audits_skipped"] += 1
+        return
+    verdict = judge(audit, others)
+    if not isinstance(verdict, Verdict):
+        for worker in sorted(verdict):
+            _ask(state, number, worker, now_s, commands)
+        return
+    del state.audits[number]
+    state.counts["differences"] += verdict.difference
+    state.counts["undecided"] += verdict.undecided
+    state.counts["unexplained"] += verdict.unexplained
+    for worker in sorted(verdict.wrong):
+        _condemn(state, worker, evidence(audit, worker, verdict.right), now_s, commands)
+
+
+def _condemn(state: Traffic, number: int, reason: str, now_s: float, commands: list[Command]) -> None:
+    """Takes a worker that miscomputes out of service, with all that may have come from it.
+
+    Its pages went to others, and others computed pages from them, whose names do not tell. So all workers drop all pages, and all
+    requests begin anew from their journal: one prefill each, once in the life of a broken machine.
+    """
+    if number in state.pool.quarantined:
+        return
+    state.counts["quarantined"] += 1
+    orders = pools.quarantine(state.pool, number, reason)
+    running = [job for job, each in sorted(state.jobs.items()) if not each.audit and each.worker != number]
+    requests = [job.request for job in (_drop(state, each, commands) for each in running) if job is not None]
+    for other, worker in sorted(state.pool.workers.items()):
+        worker.hints.clear()
+        commands.append(Forget(other))
+    _follow(state, orders, now_s, commands)
+    for request in requests:
+        state.counts["moved"] += 1
+        _place(state, request, now_s, commands)

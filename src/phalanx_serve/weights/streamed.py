@@ -1,0 +1,258 @@
+"""A model whose weights come and go: hooks on its blocks put each layer's in place before its forward, and take them away after.
+
+The model is changed from outside alone: its modules compute as ever, with the same kernels on the same numbers, so tokens and
+log-probabilities have the bits of the resident model in the same format. Parameters that are not there are NaN without memory, so that
+whoever reads past the hooks finds out.
+
+An expert's matrices are multiplied one expert at a time, in the order of experts, by whichever product the model multiplies stacks with.
+The true router decides; the next mixture's router, applied to this one's input, only says what to read beforehand (Fate, arXiv 2502.12224).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.checkpoint.format.image import ByteArray
+from phalanx.checkpoint.pack.layout import PackedTensor
+from phalanx.checkpoint.pack.narrowing import tensor_in, write_wide
+from phalanx.checkpoint.pack.reader import PackFile, read_section
+from phalanx.model.layers.experts.expert_groups import Groups, grouped_product, groups_of_one_slot
+from phalanx.model.layers.experts.moe import Experts, GroupedProduct, MoE
+from phalanx_serve.weights.budget import Residency
+from phalanx_serve.weights.expert_cache import ExpertCache
+from phalanx_serve.weights.ring import ReadPool, Ring, StreamStatistics
+
+READ_THREADS = 2
+
+
+def set_weight(model: nn.Module, name: str, value: Tensor) -> None:
+    """Puts ``value`` in the place of a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    if leaf in module._buffers:
+        module._buffers[leaf] = value
+    else:
+        module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+
+def dtype_of(place: PackedTensor, compute: torch.dtype) -> torch.dtype:
+    """The dtype that a tensor is computed with."""
+    return torch.float32 if place.name.endswith("router.bias") else compute
+
+
+@dataclass
+class _Wide:
+    """Memory for one section in the dtype that is computed with, where its stored format is another."""
+
+    dtype: torch.dtype
+    memory: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def tensors(self, section: ByteArray, places: tuple[PackedTensor, ...]) -> list[Tensor]:
+        """The tensors of a section: views of its bytes where they can be computed with, else of this memory."""
+        stored = torch.from_numpy(section)
+        if all(place.dtype == str(self.dtype).removeprefix("torch.") for place in places):
+            return [tensor_in(stored, place) for place in places]
+        sizes = [math.prod(place.shape) for place in places]
+        rounded = [-(-size // 64) * 64 for size in sizes]
+        if self.memory.numel() < sum(rounded):
+            self.memory = torch.empty(sum(rounded), dtype=self.dtype)
+        found = []
+        for place, flat, size in zip(
+            places,
+            torch.split(self.memory, [*rounded, self.memory.numel() - sum(rounded)]),
+            sizes,
+            strict=False,
+        ):
+            out = flat[:size].view(place.shape)
+            write_wide(stored, place, out)
+            found.append(out)
+        return found
+
+
+def load_resident(model: nn.Module, pack: PackFile, number: int, compute: torch.dtype) -> None:
+    """Reads a section that is no expert's into memory of its own."""
+    section = pack.index.sections[number]
+    stored = torch.from_numpy(read_section(pack, number))
+    for place in section.tensors:
+        out = torch.empty(place.shape, dtype=dtype_of(place, compute))
+        write_wide(stored, place, out)
+        set_weight(model, section.prefix + place.name, out)
+
+
+def load_stack(model: nn.Module, pack: PackFile, layer: int, compute: torch.dtype) -> None:
+    """Reads all experts of a layer into stacks of their own."""
+    stacks: dict[str, Tensor] = {}
+    numbers = [
+        number
+        for number, one in enumerate(pack.index.sections)
+        if one.kind == "expert" and one.layer == layer
+    ]
+    for number in numbers:
+        section = pack.index.sections[number]
+        stored = torch.from_numpy(read_section(pack, number))
+        for place in section.tensors:
+            name = section.prefix + place.name
+            if name not in stacks:
+                stacks[name] = torch.empty((len(numbers), *place.shape), dtype=compute)
+            write_wide(stored, place, stacks[name][section.expert])
+    for name, stack in stacks.items():
+        set_weight(model, name, stack)
+
+
+class StreamedWeights:
+    """What a streamed model's hooks work with; ``statistics`` tells what they have done."""
+
+    def __init__(self, model: nn.Module, pack: PackFile, residency: Residency, compute: torch.dtype) -> None:
+        """Fills in what stays, and begins to read what does not. Raises what reading raises."""
+        self.statistics = StreamStatistics()
+        self.residency = residency
+        self._model, self._pack, self._compute = model, pack, compute
+        self._pool = ReadPool(READ_THREADS)
+        self._wide, self._wide_expert = _Wide(compute), _Wide(compute)
+        self._turn = 0
+        streamed: list[int] = []
+        for number, section in enumerate(pack.index.sections):
+            if section.kind == "block" and section.layer not in residency.resident_layers:
+                streamed.append(number)
+            elif section.kind in ("kept", "embedding", "head", "block"):
+                load_resident(model, pack, number, compute)
+        self._ring = (
+            Ring(pack, self._pool, streamed, residency.buffers, self.statistics) if streamed else None
+        )
+        for number in streamed:
+            self._hook_block(number)
+        self.experts: ExpertCache | None = None
+        if residency.expert_slots:
+            self.experts = ExpertCache(pack, self._pool, residency.expert_slots, self.statistics)
+            self._hook_mixtures(self.experts)
+        model.register_forward_pre_hook(self._count)
+
+    def close(self) -> None:
+        """Ends reading; the model cannot compute after."""
+        self._pool.close()
+        self._pack.close()
+
+    def _count(self, *_: Any) -> None:
+        self._turn += 1
+
+    def _hook_block(self, number: int) -> None:
+        section, ring = self._pack.index.sections[number], self._ring
+        assert ring is not None, "there is something to stream"
+        block = self._model.get_submodule(section.prefix.removesuffix("."))
+        names = [section.prefix + place.name for place in section.tensors]
+        absent = {name: self._model.get_parameter(name) for name in names}
+
+        def before(*_: Any) -> None:
+            for name, value in zip(
+                names, self._wide.tensors(ring.take(number), section.tensors), strict=True
+            ):
+                set_weight(self._model, name, value)
+
+        def after(*_: Any) -> None:
+            for name, value in absent.items():
+                set_weight(self._model, name, value.detach())
+            ring.release()
+
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after, always_call=True)
+
+    def _hook_mixtures(self, cache: ExpertCache) -> None:
+        mixtures = [
+            (int(name.split(".")[1]), part)
+            for name, part in self._model.named_modules()
+            if isinstance(part, MoE)
+        ]
+        for place, (layer, mixture) in enumerate(mixtures):
+            following = mixtures[place + 1] if place + 1 < len(mixtures) else None
+            _StreamedMixture(self, cache, layer, mixture, following).hook()
+
+    @property
+    def turn(self) -> int:
+        """The number of this pass."""
+        return self._turn
+
+    def expert_matrix(self, layer: int, data: ByteArray, name: str) -> Tensor:
+        """The matrix ``name`` of an expert's bytes."""
+        number = self._pack.index.find("expert", layer, 0)
+        assert number is not None, "the layer has experts"
+        places = self._pack.index.sections[number].tensors
+        chosen = tuple(place for place in places if place.name == name)
+        return self._wide_expert.tensors(data, chosen)[0]
+
+
+@dataclass
+class _StreamedMixture:
+    """The hooks of one mixture."""
+
+    weights: StreamedWeights
+    cache: ExpertCache
+    layer: int
+    mixture: MoE
+    following: tuple[int, MoE] | None
+    _tokens: Tensor | None = None
+    _product: GroupedProduct | None = None
+    _backwards: bool = False
+
+    def hook(self) -> None:
+        self.mixture.register_forward_pre_hook(self._remember)
+        self.mixture.experts.register_forward_pre_hook(self._before)
+        self.mixture.experts.register_forward_hook(self._after, always_call=True)
+
+    def _remember(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._tokens = inputs[0].flatten(0, -2)
+
+    def _before(self, experts: nn.Module, inputs: tuple[Tensor, Groups]) -> None:
+        assert isinstance(experts, Experts)
+        counts: list[int] = inputs[1].counts.sum(1).tolist()
+        needed = [expert for expert, count in enumerate(counts) if count]
+        self.cache.need(self.layer, needed, self.weights.turn)
+        if self.following is not None and self._tokens is not None:
+            layer, mixture = self.following
+            likely = torch.unique(mixture.router(self._tokens).experts).tolist()
+            self.cache.prefetch(layer, likely, {(self.layer, one) for one in needed}, self.weights.turn)
+        # Whichever product is set at this moment: an engine may have changed it after the model was opened.
+        self._product, self._backwards = experts.product, False
+        experts.product = self._multiply
+
+    def _after(self, experts: nn.Module, *_: Any) -> None:
+        assert isinstance(experts, Experts)
+        if experts.product == self._multiply:
+            experts.product = self._product
+        self._tokens = None
+
+    def _multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        """``GroupedProduct``: experts one after another, every second time backwards, so that those that are there come first."""
+        name = next(one for one in ("gate", "up", "down") if getattr(self.mixture.experts, one) is matrices)
+        product = grouped_product if self._product is None else self._product
+        counts: list[int] = groups.counts.sum(1).tolist()
+        parts = dict(
+            zip(
+                [e for e, n in enumerate(counts) if n],
+                torch.split(rows, [n for n in counts if n]),
+                strict=True,
+            )
+        )
+        order = list(parts)[:: -1 if self._backwards else 1]
+        self._backwards = not self._backwards
+        results: dict[int, Tensor] = {}
+        for place, expert in enumerate(order):
+            left = {(self.layer, one) for one in order[place:]}
+            data = self.cache.get((self.layer, expert), left, self.weights.turn)
+            matrix = self.weights.expert_matrix(self.layer, data, name).unsqueeze(0)
+            size = torch.tensor([len(parts[expert])])
+            results[expert] = product(parts[expert], matrix, groups_of_one_slot(size))
+        return torch.cat([results[expert] for expert in parts])
+
+
+def streamed_weights(model: nn.Module) -> StreamedWeights | None:
+    """What streams the weights of a model that ``open_model`` opened; ``None`` for one that is resident."""
+    for hook in model._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, StreamedWeights):
+            return owner
+    return None

@@ -1,0 +1,289 @@
+"""The live shell of the router: workers' connections and clients' requests become events, and its commands become messages.
+
+Every decision is ``phalanx_serve.traffic.dispatch.step``, the function that ``phalanx simulate traffic`` runs. All of this belongs to one event loop
+in a thread of its own (``router_client``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from phalanx.wire.messages import WireError
+from phalanx.wire.stream import SealedStream, sealed_stream
+from phalanx_serve.traffic import dispatch
+from phalanx_serve.traffic import events as e
+from phalanx_serve.traffic.block_table import page_names
+from phalanx_serve.traffic.pools import Link, Pool, PoolSettings
+from phalanx_serve.traffic.requests import Ended, EngineOutput, Request
+from phalanx_serve.workers import messages as m
+
+_PROOF_S = 5.0
+_NEWCOMERS = 64
+"""Connections that may be proving themselves at once; a further one ends the oldest, which most likely proves nothing."""
+
+Sink = Callable[[Sequence[EngineOutput]], None]
+"""Takes the outputs of a request, in their order."""
+
+
+@dataclass
+class Peer:
+    """A worker that has proven itself; ``life`` distinguishes its connection from earlier ones."""
+
+    stream: SealedStream
+    life: int
+    number: int = -1
+    pid: int = 0
+    ready: m.Ready | None = None
+    beat: m.WorkerBeat | None = None
+    ready_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """How a service of several workers decides."""
+
+    rows: int = 256
+    audit_share: float = 0.0
+    late_s: float = 3.0
+    page_bytes_per_s: float = 5e8
+    tick_s: float = 0.25
+    """Pause between two looks at the workers' lives."""
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Callbacks on workers' lives, for the supervisor of their processes and the start of the service."""
+
+    opening: Callable[[Peer], None]
+    ready: Callable[[Peer], None]
+    unable: Callable[[Peer, str], None]
+    late: Callable[[Peer, str], None]
+    """Its requests go on elsewhere, and why; once in a life."""
+    left: Callable[[Peer, str], None]
+    """The connection has ended, and why."""
+
+
+@dataclass
+class Router:
+    """See the module."""
+
+    token: str
+    settings: RouterSettings
+    watcher: Watcher
+    peers: dict[int, Peer] = field(default_factory=dict)
+    """Those that are ready, by number."""
+    past: dict[str, float] = field(default_factory=dict)
+    """Sums of the counts of workers that have left (``WorkerBeat.counts``)."""
+
+    def __post_init__(self) -> None:
+        self._root, self._failed, self._ending = b"", "", False
+        self._lives = 0
+        self._newcomers: dict[asyncio.StreamWriter, None] = {}
+        self._sinks: dict[str, Sink] = {}
+        self._refusals: dict[int, str] = {}  # life -> reason
+        self._late: set[int] = set()  # lives that were reported as late
+        self._joined = -1  # the highest number of a worker
+        self._tasks: set[asyncio.Task[None]] = set()
+        pool = PoolSettings(late_s=self.settings.late_s, step_rows=self.settings.rows)
+        core = dispatch.Settings(audit_share=self.settings.audit_share)
+        self.traffic = dispatch.Traffic(self._names, core, Pool(pool))
+
+    async def listen(self, host: str) -> asyncio.Server:
+        """Begins to take workers' connections at any free port of ``host``."""
+        self._tasks.add(asyncio.create_task(self._tick()))
+        return await asyncio.start_server(self._welcome, host, 0, backlog=128)
+
+    # Clients.
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Submit a request; its outputs go to ``sink``."""
+        if self._failed:
+            sink([Ended(request.id, "error", self._failed)])
+            return
+        self._sinks[request.id] = sink
+        self._hear(e.Submitted(request))
+
+    def abandon(self, request_id: str) -> None:
+        """Cancel a request."""
+        if self._sinks.pop(request_id, None):
+            self._hear(e.Abandoned(request_id))
+
+    def fail_all(self, reason: str) -> None:
+        """End all requests with an error, later ones too: another thread may be about to submit one."""
+        self._failed = reason
+        for name, sink in list(self._sinks.items()):
+            sink([Ended(name, "error", reason)])
+            self.abandon(name)
+
+    def drain(self, number: int) -> None:
+        """Lets a worker's requests go on elsewhere, and sends it away."""
+        self._hear(e.Drain(number))
+
+    # Workers.
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        with suppress(
+            asyncio.CancelledError
+        ):  # by ``end``; asyncio's streams report a cancelled task as a defect
+            await self._meet(reader, writer)
+        self._tasks.discard(task)
+        writer.close()
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._newcomers) >= _NEWCOMERS:
+            oldest = next(iter(self._newcomers))
+            del self._newcomers[oldest]
+            oldest.transport.abort()
+        self._newcomers[writer] = None
+        self._lives += 1
+        life = self._lives
+        try:
+            stream = await sealed_stream(reader, writer, self.token, m.PURPOSE, _PROOF_S)
+        except WireError:
+            return
+        finally:
+            self._newcomers.pop(writer, None)
+        peer, reason = Peer(stream, life), "its connection ended"
+        try:
+            await self._converse(peer)
+        except WireError as error:
+            reason = str(error)
+        finally:
+            self._disconnect(peer, reason)
+
+    def _disconnect(self, peer: Peer, reason: str) -> None:
+        if self._ending:
+            return  # it was sent away and is no loss: whoever hears of one ends the process at once
+        reason = self._refusals.pop(peer.life, reason)
+        self._late.discard(peer.life)
+        if self.peers.get(peer.number) is peer:
+            del self.peers[peer.number]
+            self._count_past(peer)
+            self._hear(e.Left(peer.number, peer.life, reason))
+        self.watcher.left(peer, reason)
+
+    async def _converse(self, peer: Peer) -> None:
+        while True:
+            match await peer.stream.receive_message(m.TO_ROUTER):
+                case m.Opening(number, pid):
+                    self._joined = max(self._joined, number)
+                    peer.number, peer.pid = number, pid
+                    if number < 0:
+                        self._joined += 1
+                        peer.number = self._joined
+                    self.watcher.opening(peer)
+                case m.Ready() as ready:
+                    self._admit(peer, ready)
+                case m.Unable(reason):
+                    self.watcher.unable(peer, reason)
+                case m.Speech(outputs):
+                    for output in outputs:
+                        self._hear(e.Heard(peer.number, peer.life, output.job, m.decode_output(output)))
+                case m.WorkerBeat() as beat:
+                    peer.beat = beat
+                    self._hear(e.Beat(peer.number, peer.life, beat.steps, beat.jobs))
+                case m.Leaving():
+                    self.drain(peer.number)
+
+    def _admit(self, peer: Peer, ready: m.Ready) -> None:
+        if peer.number < 0:
+            raise WireError("it is ready before it has sent its number")
+        old = self.peers.get(peer.number)
+        if old is not None:
+            self._count_past(old)
+            old.stream.close()
+        if not self._root:
+            self._root = ready.root
+            link = Link(ready.page_bytes, self.settings.page_bytes_per_s)
+            self.traffic.settings = dispatch.Settings(link, audit_share=self.settings.audit_share)
+        peer.ready, peer.ready_s = ready, time.monotonic()
+        self.peers[peer.number] = peer
+        self._hear(
+            e.Joined(peer.number, peer.life, ready.identity, ready.role, ready.pages, ready.rows_per_s)
+        )
+        if self.traffic.pool.current(peer.number, peer.life):
+            self.watcher.ready(peer)
+
+    def _count_past(self, peer: Peer) -> None:
+        if peer.beat is not None:
+            for name, count in peer.beat.counts.items():
+                self.past[name] = self.past.get(name, 0) + count
+
+    def _names(self, text: Sequence[int]) -> Sequence[bytes]:
+        return page_names(text, self._root)
+
+    # The core.
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.tick_s)
+            self._hear(e.Tick())
+            self._report_late(time.monotonic())
+
+    def _report_late(self, now_s: float) -> None:
+        for number, worker in self.traffic.pool.workers.items():
+            peer = self.peers.get(number)
+            if not worker.late or worker.life in self._late or peer is None:
+                continue
+            self._late.add(worker.life)
+            silent_s, still_s = now_s - worker.heard_s, now_s - worker.stepped_s
+            reason = (
+                f"it has given no sign of life for {silent_s:.0f} s"
+                if silent_s > self.settings.late_s
+                else f"its engine has made no step for {still_s:.0f} s"
+            )
+            self.watcher.late(peer, reason)
+
+    def _hear(self, event: e.Event) -> None:
+        self.traffic, commands = dispatch.step(self.traffic, event, time.monotonic())
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: e.Command) -> None:
+        match command:
+            case e.Tell(output):
+                sink = self._sinks.get(output.request)
+                if sink is not None:
+                    sink([output])
+                if isinstance(output, Ended):
+                    self._sinks.pop(output.request, None)
+            case e.Run():
+                self._send(command.worker, self._job(command))
+            case e.Stop(worker, job):
+                self._send(worker, m.StopJob(job))
+            case e.Forget(worker):
+                self._send(worker, m.ForgetPages())
+            case e.Dismiss(worker):
+                self._send(worker, m.Go())
+            case e.Refuse(worker, life, reason):
+                peer = self.peers.get(worker)
+                if peer is not None and peer.life == life:
+                    self._refusals[life] = reason
+                    peer.stream.send_message(m.Go(reason))
+                    peer.stream.close()
+
+    def _job(self, run: e.Run) -> m.RunJob:
+        source = self.peers.get(run.source)
+        door = source.ready.door if source is not None and source.ready is not None else None
+        return m.RunJob(run.job, run.request, run.source_job, door, run.pages, run.offer)
+
+    def _send(self, worker: int, message: m.ToWorker) -> None:
+        peer = self.peers.get(worker)
+        if peer is not None:
+            peer.stream.send_message(message)
+
+    async def end(self) -> None:
+        """Send all workers away. Each ends after its step; ``Watcher.left`` is not called."""
+        self._ending = True
+        for peer in self.peers.values():
+            peer.stream.send_message(m.Go())
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

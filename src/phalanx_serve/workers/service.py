@@ -1,0 +1,428 @@
+"""A run's directory or a pack served by several worker processes of this machine: its words here, its weights in each of them.
+
+The router and the processes' supervisor run in a thread with an event loop. The HTTP server's own loop writes to its clients and must not wait for
+workers, whose outputs cross over to it in batches. The service begins when every worker that it has started is ready. If one cannot serve, the
+service fails with that worker's reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import secrets
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from msgspec import structs
+from msgspec.structs import replace
+
+from phalanx.checkpoint.pack.reader import is_pack
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.http.worker import Identity, Streaming, WorkerFacts, WorkerLoad
+from phalanx_serve.prompt import ModelText, read_model_text
+from phalanx_serve.served.of_processes import (
+    newest_step,
+    older_than_damaged,
+    require_divisible,
+    threads_of_each,
+)
+from phalanx_serve.served.of_run import require_drafts, served_folder
+from phalanx_serve.served.opened import device_of
+from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.events import Role
+from phalanx_serve.traffic.requests import Ended, EngineOutput, Request
+from phalanx_serve.weights.open_model import free_to_use, packed
+from phalanx_serve.workers.over_nixl.agent_process import require_installed
+from phalanx_serve.workers.page_client import PageWay
+from phalanx_serve.workers.processes import Happened, Processes, Seat
+from phalanx_serve.workers.router import Peer, Router, RouterSettings, Watcher
+from phalanx_serve.workers.worker_main import WorkerTask
+
+# Client of the router: the worker processes behind the HTTP server's ``WorkerPort``.
+
+
+_BEGIN_S = 600.0
+_END_S = 20.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Notice:
+    """An event of the service, to be printed."""
+
+    event: str
+    text: str
+    facts: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class WorkerDivision:
+    """Number of processes among which a worker divides its model: by layers, or within each layer."""
+
+    stages: int = 1
+    tensor: int = 1
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """The workers of a service and their tasks."""
+
+    roles: Sequence[Role]
+    task: WorkerTask
+    """The task of each worker, but for number, role, division, token and the router's address."""
+    environment: Mapping[str, str]
+    """Variables that each worker starts with, beside this process's."""
+    settings: RouterSettings
+    divisions: Mapping[Role, WorkerDivision] = field(default_factory=dict)
+    """The division of workers that start in a role, which they keep when they change roles; by default the task's."""
+
+    def task_of(self, role: Role) -> WorkerTask:
+        """Return the task of a worker that starts in this role."""
+        served, division = self.task.served, self.divisions.get(role)
+        if division is not None:
+            served = structs.replace(served, stages=division.stages, tensor=division.tensor)
+        return structs.replace(self.task, role=role, served=served)
+
+
+class RouterClient:
+    """A ``WorkerPort`` of many workers."""
+
+    def __init__(self, service: ServiceConfig, report: Callable[[Notice], None]) -> None:
+        """Start the workers and wait until they are ready. Raises EngineError with the reason if one cannot serve."""
+        self._service = service
+        self._notices: queue.SimpleQueue[Notice | threading.Event | None] = queue.SimpleQueue()
+        self._reporter = threading.Thread(
+            target=self._report_all, args=(report,), name="notices", daemon=True
+        )
+        self._reporter.start()
+        self._identity: Future[Identity] = Future()
+        self._trouble = ""
+        self._first: set[str] = set()
+        self._running: set[str] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._begin())
+            self.identity = self._identity.result(_BEGIN_S)
+            is_reported = threading.Event()
+            self._notices.put(is_reported)
+            is_reported.wait(1.0)  # the workers are reported before the address
+        except BaseException as error:
+            self.close()
+            if isinstance(error, TimeoutError):
+                raise EngineError(f"the workers are not ready after {_BEGIN_S:g} s") from error
+            raise
+
+    # ``WorkerPort``.
+
+    async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
+        server_loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[Sequence[EngineOutput]] = asyncio.Queue()
+
+        def sink(new_outputs: Sequence[EngineOutput]) -> None:
+            with suppress(RuntimeError):  # the HTTP server's loop has ended
+                server_loop.call_soon_threadsafe(outputs.put_nowait, new_outputs)
+
+        if self._trouble:
+            yield Ended(request.id, "error", self._trouble)
+            return
+        self._first.add(request.id)
+        self._running.add(request.id)
+        self._loop.call_soon_threadsafe(self._router.submit, request, sink)
+        ended = False
+        try:
+            while not ended:
+                for output in await outputs.get():
+                    self._first.discard(request.id)
+                    ended = isinstance(output, Ended)
+                    yield output
+        finally:
+            self._first.discard(request.id)
+            self._running.discard(request.id)
+            if not ended:
+                await self.cancel(request.id)
+
+    async def cancel(self, request_id: str) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._router.abandon, request_id)
+
+    def load(self) -> WorkerLoad:
+        peers = list(self._router.peers.values())
+        waiting, counted = len(self._first), self._counted(peers)
+        counts = {name: int(counted.get(name, 0)) for name in ("pulled", "shared", "over_nixl", "not_pulled")}
+        return WorkerLoad(
+            len(self._running) - waiting,
+            waiting,
+            sum(peer.beat.pages_used for peer in peers if peer.beat is not None),
+            sum(peer.ready.pages for peer in peers if peer.ready is not None),
+            self._workers(),
+            dict(self._router.traffic.counts) | counts,
+            drafted=int(counted.get("drafted", 0)),
+            accepted=int(counted.get("accepted", 0)),
+            streaming=_streaming(counted) if self._service.task.served.stream else None,
+        )
+
+    def trouble(self) -> str:
+        """Return the reason why nothing can be computed; empty if it can."""
+        return self._trouble
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._call(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_S)
+        self._notices.put(None)
+        self._reporter.join(1.0)
+
+    def _workers(self) -> tuple[WorkerFacts, ...]:
+        pool, peers = self._router.traffic.pool, dict(self._router.peers)
+        facts = []
+        for seat in self._processes.seats:
+            number, state = seat.task.number, seat.state
+            worker, peer = pool.workers.get(number), peers.get(number)
+            if worker is not None:
+                state = "late" if worker.late else "draining" if worker.draining else "ready"
+            facts.append(
+                WorkerFacts(
+                    number,
+                    worker.role if worker is not None else seat.task.role,
+                    state,
+                    peer.pid if peer is not None else 0,
+                    len(worker.jobs) if worker is not None else 0,
+                    seat.why,
+                    seat.ended,
+                )
+            )
+        return tuple(facts)
+
+    def _counted(self, peers: Sequence[Peer]) -> dict[str, float]:
+        """Return the sums of all workers' counts, including workers that have left."""
+        counted = dict(self._router.past)
+        for peer in peers:
+            for name, count in peer.beat.counts.items() if peer.beat is not None else ():
+                counted[name] = counted.get(name, 0) + count
+        return counted
+
+    # The router's thread.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_END_S)
+
+    async def _begin(self) -> None:
+        service, token = self._service, secrets.token_hex(32)
+        watcher = Watcher(lambda _: None, self._ready, self._unable, self._late, self._left)
+        self._router = Router(token, service.settings, watcher)
+        self._server = await self._router.listen("127.0.0.1")
+        host, port = self._server.sockets[0].getsockname()[:2]
+        tasks = [
+            structs.replace(service.task_of(role), host=host, port=port, token=token, number=number)
+            for number, role in enumerate(service.roles)
+        ]
+        self._processes = Processes(tasks, service.environment, self._happened, self._slow)
+        self._notice("router-listening", f"workers connect to {host}:{port}", address=f"{host}:{port}")
+        self._processes.start()
+
+    async def _end(self) -> None:
+        self._processes.closing = True
+        await self._router.end()
+        self._server.close()
+        await self._processes.end()
+
+    def _ready(self, peer: Peer) -> None:
+        ready = peer.ready
+        assert ready is not None
+        self._processes.ready(peer.number)
+        pages = f"{ready.door.host}:{ready.door.port}"
+        self._notice(
+            "worker-ready",
+            f"worker {peer.number} ({ready.role}), process {peer.pid}: pages at {pages}, {ready.rows_per_s:,.0f} rows/s",
+            worker=peer.number,
+            role=ready.role,
+            pid=peer.pid,
+            pages=pages,
+            rows_per_s=round(ready.rows_per_s, 1),
+        )
+        if len(self._router.peers) >= len(self._service.roles) and not self._identity.done():
+            identity = ready.identity
+            # Those that divide the model hold more, and a text may go on with any of them.
+            context = min(other.ready.context for other in self._router.peers.values() if other.ready)
+            self._identity.set_result(Identity(identity.weights, identity.numerics, context, ready.bits))
+
+    def _unable(self, peer: Peer, reason: str) -> None:
+        if not self._identity.done():
+            self._identity.set_exception(EngineError(reason))
+        self._notice(
+            "worker-unable", f"worker {peer.number} cannot serve: {reason}", worker=peer.number, why=reason
+        )
+
+    def _late(self, peer: Peer, reason: str) -> None:
+        text = f"worker {peer.number} is late: {reason}; its texts go on elsewhere, and it is taken back when it goes on"
+        self._notice("worker-late", text, worker=peer.number, why=reason)
+
+    def _slow(self, seat: Seat, seconds: float) -> None:
+        number, role = seat.task.number, seat.task.role
+        text = f"worker {number} ({role}) does not serve yet, {seconds:g} s after its start; it is waited for"
+        self._notice("worker-slow", text, worker=number, role=role, seconds=seconds)
+
+    def _left(self, peer: Peer, reason: str) -> None:
+        if peer.number in self._router.traffic.pool.quarantined:
+            self._processes.set_aside(peer.number, reason)
+            self._notice(
+                "worker-set-aside",
+                f"worker {peer.number} is set aside: {reason}",
+                worker=peer.number,
+                why=reason,
+            )
+        self._processes.kill(peer.number)
+        self._end_without_workers()
+
+    def _happened(self, happened: Happened) -> None:
+        seat, again_s = happened.seat, happened.again_s
+        number = seat.task.number
+        if not self._identity.done():
+            self._identity.set_exception(
+                EngineError(f"worker {number} {happened.how} before it was ready; what it printed is above")
+            )
+        then = f"it is started again in {again_s:g} s" if again_s is not None else "it is not started again"
+        self._notice(
+            "worker-ended",
+            f"worker {number} ({seat.task.role}) {happened.how}: {then}",
+            worker=number,
+            role=seat.task.role,
+            how=happened.how,
+            again_s=again_s,
+        )
+        self._end_without_workers()
+
+    def _end_without_workers(self) -> None:
+        """Fail all requests if no worker is left or will start. Link and process of the last one end in either order."""
+        if not self._trouble and not self._processes.lasting() and not self._router.peers:
+            failed = max(seat.restarts.in_vain for seat in self._processes.seats)
+            self._trouble = (
+                f"no worker is left: each ended {failed} times without serving for long, or was set aside; "
+                "the server's own output says how"
+            )
+            self._router.fail_all(self._trouble)
+
+    def _notice(self, event: str, text: str, **facts: object) -> None:
+        self._notices.put(Notice(event, text, {"at": round(time.time(), 3), **facts}))
+
+    def _report_all(self, report: Callable[[Notice], None]) -> None:
+        # In a thread of its own: the reader of the printed lines may be slow, or gone.
+        while (notice := self._notices.get()) is not None:
+            if isinstance(notice, threading.Event):
+                notice.set()
+                continue
+            with suppress(OSError):
+                report(notice)
+
+
+def _streaming(counted: Mapping[str, float]) -> Streaming:
+    read, needed, in_memory = (
+        int(counted.get(n, 0)) for n in ("bytes_read", "experts_needed", "experts_held")
+    )
+    return Streaming(read, counted.get("wait_s", 0.0), needed, in_memory)
+
+
+# A service opened.
+
+
+def open_service(
+    served: ServedRun,
+    name: str | None,
+    roles: Sequence[Role],
+    *,
+    divisions: Mapping[Role, WorkerDivision] | None = None,
+    threads: int,
+    audit_share: float,
+    tell: Callable[[Notice], None],
+    pages: PageWay = "auto",
+) -> tuple[ModelText, RouterClient]:
+    """The words of a run's model and the workers that compute it, ready to be asked.
+
+    ``divisions`` says into how many processes a worker of a role divides the model, by default as ``served``. Memory is each worker's, and ``threads`` are each
+    process's; 0 threads divide this machine's processors among all processes. Without a step all workers, also those
+    that are started again later, serve the step that is the newest now, or the newest that can be read: ``tell`` hears of those passed over. ``pages``
+    is how workers take pages from one another. Raises EngineError where a worker cannot serve, RunDirectoryError for a run without a checkpoint, and as ``load_run_tokenizer`` does.
+    """
+    if pages == "nixl":
+        require_installed()
+    called = served.text_name(name)
+    served = _of_one_kind(served, divisions or {})
+    device_of(served)  # before packing, which takes long
+    any_step = served.step is None
+    served = _settled(served)
+    if served.stream and not served.memory_bytes:
+        served = replace(served, memory_bytes=free_to_use() * 4 // 5 // len(roles))
+    with served_folder(served) as folder:
+        spec = read_resolved(RunDirectory(folder))
+        words = read_model_text(folder, called, spec.model.vocab_size, served.chat_template)
+    while True:
+        task = WorkerTask("", 0, "", 0, "both", served, pages=pages)
+        service = ServiceConfig(roles, task, {}, RouterSettings(served.rows, audit_share), divisions or {})
+        processes = 0
+        for role in roles:  # refused here rather than by each worker
+            asked = service.task_of(role).served
+            device_of(asked)
+            require_divisible(asked)
+            processes += asked.stages * asked.tensor
+        environment = {"OMP_NUM_THREADS": str(threads or threads_of_each(processes))}
+        service = dataclasses.replace(service, environment=environment)
+        try:
+            return words, RouterClient(service, tell)
+        except EngineError as error:
+            older = _older_than_damaged(served) if any_step else None
+            if older is None:
+                raise
+            text = f"step {served.step} cannot be read and is passed over: {error}"
+            tell(Notice("step-passed-over", text, {"step": served.step}))
+            served = replace(served, step=older)
+
+
+def devices_of(
+    served: ServedRun, workers: int, divisions: Mapping[Role, WorkerDivision] | None = None
+) -> list[torch.device]:
+    """The devices of so many workers of ``open_service``, each once: they are dealt round. Raises EngineError."""
+    served = _of_one_kind(served, divisions or {})
+    return list(dict.fromkeys(device_of(served, number) for number in range(workers)))
+
+
+def _older_than_damaged(served: ServedRun) -> int | None:
+    """``older_than_damaged`` of the step of ``served``; of a pack there is none."""
+    if served.step is None or is_pack(served.path):
+        return None
+    return older_than_damaged(served.path, served.step)
+
+
+def _of_one_kind(served: ServedRun, divisions: Mapping[Role, WorkerDivision]) -> ServedRun:
+    """The same with a device that workers of all roles can have: "auto" is the CPU where those of one role divide the model. Else
+    the others would compute on GPUs, and the router would refuse one or the other for its numerics."""
+    divided = any(division != WorkerDivision() for division in divisions.values())
+    return replace(served, device="cpu") if divided and served.device == "auto" else served
+
+
+def _settled(served: ServedRun) -> ServedRun:
+    """The same for all workers, whenever they start: a step of the run, or a pack, which of a run that is streamed is made here, once."""
+    require_drafts(served)  # before packing, which takes long
+    path = served.path.resolve()
+    if served.stream and not is_pack(path):
+        file = packed(path, served.step, getattr(torch, served.dtype))
+        file.close()
+        path = file.path.resolve()
+    if is_pack(path):
+        return replace(served, run_dir=str(path))
+    return replace(served, run_dir=str(path), step=newest_step(path) if served.step is None else served.step)

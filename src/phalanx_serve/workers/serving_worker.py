@@ -1,0 +1,304 @@
+"""A worker at work: an engine in one thread, fed by the router's orders and by the pages that come from other workers.
+
+Only the engine's thread touches the engine. Orders come in by a thread that reads the link, pulled pages by a thread for each pull, and
+questions for pages by the page server's threads: all wait in one queue, which is emptied between two steps. Signs of life have a thread of their own,
+so that a long step is not taken for death. The worker decides nothing: when the link ends, it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from phalanx.wire.connection import SealedConnection
+from phalanx.wire.messages import WireError
+from phalanx_serve.engine.engine import Engine
+from phalanx_serve.engine.errors import DeviceMemoryError, PartLostError
+from phalanx_serve.http.worker import Streaming, explained
+from phalanx_serve.traffic.block_table import page_names
+from phalanx_serve.traffic.events import Identity
+from phalanx_serve.traffic.requests import Ended, EngineOutput, Request
+from phalanx_serve.workers import messages as m
+from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
+from phalanx_serve.workers.page_client import PageWay, Pulled, Way, pull
+from phalanx_serve.workers.page_server import OfferedPages
+
+_log = logging.getLogger(__name__)
+BEAT_S = 0.5
+PULL_S = 5.0
+_LOOK_UP_S = 2.0
+
+
+@dataclass(frozen=True)
+class _Came:
+    """What a pull has brought for a job."""
+
+    job: int
+    pulled: Pulled
+    asked: int
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Another worker asks for pages that are under no lease."""
+
+    names: Sequence[bytes]
+    answer: queue.SimpleQueue[dict[bytes, bytes]]
+
+
+@dataclass(frozen=True)
+class _Over:
+    """The worker ends."""
+
+    why: str
+
+
+class _OverError(Exception):
+    pass
+
+
+class ServingWorker:
+    """See the module; ``run`` returns when the worker is sent away or its link ends."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        identity: Identity,
+        page_bytes: int,
+        token: str,
+        link: SealedConnection,
+        streaming: Callable[[], Streaming] | None = None,
+        trouble: Callable[[], str] | None = None,
+        pages: PageWay = "auto",
+        nixl: AgentProcess | None = None,
+    ) -> None:
+        self._engine, self._identity, self._page_bytes = engine, identity, page_bytes
+        self._token, self._link, self._streaming = token, link, streaming
+        self._trouble = trouble
+        self._only: Way | None = "socket" if pages == "socket" else None
+        self._nixl = nixl
+        self.offered = OfferedPages(look_up=self._look_up, share=pages == "auto")
+        self._inbox: queue.SimpleQueue[m.ToWorker | m.Leaving | _Came | _Asked | _Over] = queue.SimpleQueue()
+        self._orders: dict[int, m.RunJob] = {}
+        self._steps = self._pulled = self._not_pulled = self._shared = self._over_nixl = 0
+        self._is_unreached_reported = False
+        self._over = threading.Event()
+
+    def leave(self) -> None:
+        """Asks the router to let this worker go; may be called by a signal's handler."""
+        self._inbox.put(m.Leaving())
+
+    def run(self) -> str:
+        """Works until the end, and returns why it came; empty if nothing is wrong."""
+        for target in (self._listen, self._beat):
+            threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
+        try:
+            while True:
+                self._take_all()
+                self._step()
+        except _OverError as over:
+            return str(over)
+        except (WireError, PartLostError) as error:  # texts go on elsewhere
+            return str(error)
+        finally:
+            self._over.set()
+
+    # The engine's thread.
+
+    def _take_all(self) -> None:
+        block = not self._engine.busy
+        while True:
+            try:
+                message = self._inbox.get(block)
+            except queue.Empty:
+                return
+            self._take(message)
+            block = block and not self._engine.busy
+
+    def _take(self, message: m.ToWorker | m.Leaving | _Came | _Asked | _Over) -> None:
+        match message:
+            case m.RunJob():
+                self._begin(message)
+            case m.StopJob(job):
+                if self._orders.pop(job, None):
+                    self._engine.cancel(str(job))
+            case m.ForgetPages():
+                self._engine.forget_pages()
+                self.offered.forget()
+            case _Came():
+                self._keep(message)
+            case _Asked(names, answer):
+                answer.put(self._read_pages(names))
+            case m.Leaving():
+                self._link.send_message(message)
+            case m.Go(reason) | _Over(reason):
+                raise _OverError(reason)
+
+    def _begin(self, order: m.RunJob) -> None:
+        self._orders[order.job] = order
+        cached = set(self._engine.held_pages(order.pages))
+        missing = [name for name in order.pages if name not in cached]
+        if order.door is None or not missing:
+            self._submit(order)
+            return
+        thread = threading.Thread(
+            target=self._pull, args=(order, order.door, missing), name="pull", daemon=True
+        )
+        thread.start()
+
+    def _pull(self, order: m.RunJob, door: m.PageDoor, names: list[bytes]) -> None:
+        pulled = pull(
+            door.host,
+            door.port,
+            self._token,
+            self._identity,
+            order.source_job,
+            names,
+            within_s=PULL_S,
+            page_bytes=self._page_bytes,
+            only=self._only,
+            nixl=self._nixl,
+        )
+        self._inbox.put(_Came(order.job, pulled, len(names)))
+
+    def _keep(self, came: _Came) -> None:
+        """Keeps what a pull has brought, and begins its job: what did not come is computed."""
+        order = self._orders.get(came.job)
+        if order is None:
+            return
+        names = page_names(order.request.prompt + order.request.told, self._engine.root)
+        before = dict(zip(names, [self._engine.root, *names], strict=False))
+        kept = 0
+        with suppress(DeviceMemoryError):  # the rest is computed
+            for name, page in came.pulled.pages.items():
+                if name not in before or not self._engine.write_page(name, page, before[name]):
+                    break
+                kept += 1
+        self._pulled += kept
+        self._shared += kept if came.pulled.way == "memory" else 0
+        self._over_nixl += min(kept, came.pulled.over_nixl)
+        self._not_pulled += came.asked - kept
+        if came.pulled.failure:
+            _log.info("job %d: %s; the rest is computed", came.job, came.pulled.failure)
+        self._report_unreached(came.pulled.unreached)
+        self._submit(order)
+
+    def _report_unreached(self, reason: str) -> None:
+        """Log once that pages do not come by the intended transport."""
+        if not reason or self._is_unreached_reported:
+            return
+        self._is_unreached_reported = True
+        if self._nixl is not None:
+            _log.warning("pages come through sockets, not over NIXL: %s", reason)
+            return
+        _log.warning(
+            "pages come through sockets, which is slower: the memory of a worker of this machine cannot be read (%s)",
+            reason,
+        )
+
+    def _submit(self, order: m.RunJob) -> None:
+        try:
+            self._engine.submit(replace(order.request, id=str(order.job)))
+        except ValueError as error:
+            self._send_outputs([Ended(str(order.job), "error", str(error))])
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except PartLostError:
+            raise
+        except Exception as error:  # The worker must outlive a defect, and the clients must hear of it.
+            _log.exception("a step of the engine has failed")
+            outputs = [Ended(str(job), "error", explained(error)) for job in self._orders]
+            for output in outputs:
+                self._engine.cancel(output.request)
+        self._steps += 1
+        self._send_outputs(outputs)
+
+    def _send_outputs(self, outputs: Sequence[EngineOutput]) -> None:
+        messages = []
+        for output in outputs:
+            job = int(output.request)
+            order = self._orders.get(job)
+            if order is None:  # it was stopped
+                continue
+            if isinstance(output, Ended):
+                if order.offer and output.outcome == "length":
+                    self.offered.offer(job, self._read_pages(self._names(order.request)))
+                del self._orders[job]
+            messages.append(m.encode_output(job, output))
+        if messages:
+            self._link.send_message(m.Speech(tuple(messages)))
+
+    def _names(self, request: Request) -> list[bytes]:
+        return page_names(request.prompt + request.told, self._engine.root)
+
+    def _read_pages(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Return the pages of ``names`` that are here, from the first one up to a gap."""
+        cached = set(self._engine.held_pages(names))
+        pages = {}
+        with suppress(DeviceMemoryError):  # the other worker computes the rest
+            for name in names:
+                if name not in cached:
+                    break
+                pages[name] = self._engine.read_page(name)
+        return pages
+
+    # Other threads.
+
+    def _look_up(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
+        answer: queue.SimpleQueue[dict[bytes, bytes]] = queue.SimpleQueue()
+        self._inbox.put(_Asked(names, answer))
+        try:
+            return answer.get(timeout=_LOOK_UP_S)
+        except queue.Empty:  # a long step: the other worker computes them
+            return {}
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._inbox.put(self._link.receive_message(m.TO_WORKER))
+        except WireError as error:
+            self._inbox.put(_Over(str(error)))
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_S):
+            self.offered.expire()
+            if self._trouble is not None and (reason := self._trouble()):
+                self._inbox.put(_Over(reason))
+                return
+            used, _ = self._engine.pages()
+            beat = m.WorkerBeat(
+                self._steps,
+                tuple(self._orders),
+                used,
+                self._pulled,
+                self._not_pulled,
+                *self._engine.drafts(),
+                self._streaming() if self._streaming is not None else None,
+                self._shared,
+                self._over_nixl,
+            )
+            try:
+                self._link.send_message(beat)
+            except WireError as error:
+                self._inbox.put(_Over(str(error)))
+                return
+
+
+def measured_rate(engine: Engine, rows: int) -> float:
+    """Rows a second of a prompt of ``rows`` tokens, by the second of two: the first one warms up."""
+    seconds = 1.0
+    for token in range(2):
+        engine.submit(Request("rate", (token,) * rows, 1))
+        began_s = time.perf_counter()
+        while engine.busy:
+            engine.step()
+        seconds = time.perf_counter() - began_s
+    engine.forget_pages()
+    return rows / max(seconds, 1e-6)

@@ -1,0 +1,92 @@
+"""``phalanx diff``: where two runs part."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import msgspec
+
+from phalanx.cli.errors import trouble
+from phalanx.cli.train.session import console_for, progress_on
+from phalanx.observe.event_log import EventLogError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.train.compare.logged import read_logged
+from phalanx.train.compare.runs import (
+    MOST_STEPS_FROM_THE_BEGINNING,
+    NothingToCompareError,
+    NothingToReplayError,
+    compare_runs,
+    judge_replays,
+    steps_to_replay,
+)
+from phalanx_watch.cli.text.diff_text import comparison_lines, verdict_lines
+
+
+@click.command("diff")
+@click.argument("run_a", type=click.Path(path_type=Path))
+@click.argument("run_b", type=click.Path(path_type=Path))
+@click.option(
+    "--replay",
+    is_flag=True,
+    help="Compute the steps up to the first that differs again, each run on its own number of ranks on this machine, "
+    "and name the first module and rank where they part.",
+)
+@click.option("--ranks", type=click.IntRange(min=1), help="With --replay: replay both runs on so many ranks.")
+@click.option(
+    "--from-start",
+    is_flag=True,
+    help=f"With --replay: without a common checkpoint, replay more than {MOST_STEPS_FROM_THE_BEGINNING} steps from the beginning.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(
+    run_a: Path, run_b: Path, replay: bool, ranks: int | None, from_start: bool, as_json: bool
+) -> None:
+    """Show where the runs in RUN_A and RUN_B part: fields of their run files, versions and machines, the first step that logged
+    other numbers (compared bit by bit), and the tensors that differ in the first checkpoint that does.
+
+    With --replay the newest checkpoint that both hold with equal bits is restored, and the steps after it are computed again under a
+    witness. Neither run is written to.
+
+    \b
+      phalanx diff runs/quickstart-1f3a9c04 runs/quickstart-1f3a9c04-2
+      phalanx diff runs/a runs/b --replay
+      phalanx diff runs/a runs/b --replay --ranks 1 --json
+
+    Exit codes: 0 nothing that was computed differs, 1 the runs part, 2 trouble.
+    """
+    if (ranks or from_start) and not replay:
+        raise click.UsageError(f"{'--ranks' if ranks else '--from-start'} needs --replay")
+    from phalanx.launch.replay import ReplayError, replay_run
+
+    with trouble(EventLogError, NothingToCompareError, NothingToReplayError, ReplayError, RunDirectoryError):
+        found = compare_runs(run_a, run_b, progress_on(console_for(True)))
+        report = msgspec.to_builtins(found) | {
+            "equal": found.equal,
+            "parts_at": found.parts_at,
+            "runs": [str(run_a), str(run_b)],
+        }
+        if not as_json:
+            for line in comparison_lines(found, run_a, run_b):
+                click.echo(line)
+        if replay and found.equal:
+            click.echo("nothing is replayed: no step and no checkpoint differs", err=True)
+        elif replay:
+            steps, logs = (
+                steps_to_replay(found, from_start=from_start),
+                (read_logged(RunDirectory(run_a)), read_logged(RunDirectory(run_b))),
+            )
+            replays = []
+            with tempfile.TemporaryDirectory(prefix="phalanx-replay-") as folder:
+                for name, path, log in zip("AB", (run_a, run_b), logs, strict=True):
+                    click.echo(f"replaying {name}: steps {steps[0] + 1} to {steps[1]}", err=True)
+                    replays.append(replay_run(path, log, steps, ranks or 0, Path(folder) / name))
+            verdict = judge_replays((replays[0], replays[1]), logs, steps)
+            report["replay"] = msgspec.to_builtins(verdict) | {"sentence": verdict.sentence}
+            for line in () if as_json else verdict_lines(verdict):
+                click.echo(line)
+    if as_json:
+        click.echo(msgspec.json.encode(report).decode())
+    sys.exit(0 if found.equal else 1)

@@ -1,0 +1,91 @@
+"""``phalanx profile``: where the time of a running run's next steps goes, across its ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.text_console import text_console
+from phalanx.observe.profile.request import MOST_STEPS
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+
+
+@click.command("profile")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--steps", type=click.IntRange(1, MOST_STEPS), default=2, show_default=True, help="Record so many steps."
+)
+@click.option(
+    "--ranks",
+    default="auto",
+    show_default=True,
+    help="auto (one for each place in the mesh, and the slowest known; all of up to 8), all, or numbers: 0,3.",
+)
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(1, 3600),
+    default=60,
+    show_default=True,
+    help="Seconds within which the run must hear the request.",
+)
+@click.option(
+    "--show",
+    is_flag=False,
+    flag_value="",
+    default=None,
+    metavar="[NAME]",
+    help="Ask for nothing: list what was recorded, or show one profile.",
+)
+@click.option("--cluster", help="What the plan is made for; by default this (phalanx calibrate), or cpu.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
+def command(
+    run_dir: Path, steps: int, ranks: str, wait_s: float, show: str | None, cluster: str | None, as_json: bool
+) -> None:
+    """Record the next steps of the run in RUN_DIR, which must be training, and say where their time goes: who computes, who
+    waits for whom, what the plan expected, what would pay. Training goes on, with the same bits.
+
+    \b
+      phalanx profile runs/quickstart-1f3a9c04
+      phalanx profile runs/big-1f3a9c04 --steps 4 --ranks 0,17
+      phalanx profile runs/quickstart-1f3a9c04 --show
+    """
+    demand_folder(run_dir)
+    from phalanx_watch.cli.text.profile_report import print_list, print_report
+    from phalanx_watch.profile.read import ProfileError, ask, make_summary, profiles, read_summary
+
+    directory = RunDirectory(run_dir)
+    console, errors = text_console(), text_console(stderr=True)
+    with explained(ProfileError, RunDirectoryError):
+        if not directory.run_file.exists():
+            raise RunDirectoryError(f"{run_dir} is no run directory: it has no {directory.run_file.name}")
+        if show == "":
+            found = profiles(directory)
+            if as_json:
+                click.echo(json.dumps([vars(one) for one in found]))
+            else:
+                print_list(console, run_dir, found)
+            return
+        if show is not None:
+            made_anew = cluster is not None
+            summary = make_summary(directory, show, cluster) if made_anew else read_summary(directory, show)
+        else:
+            name = ask(directory, steps, _ranks(ranks), wait_s, lambda line: errors.print(line, style="dim"))
+            summary = make_summary(directory, name, cluster)
+    if as_json:
+        click.echo(json.dumps(summary))
+    else:
+        print_report(console, directory, summary)
+
+
+def _ranks(text: str) -> tuple[int, ...] | str:
+    if text in ("auto", "all"):
+        return text
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise click.BadParameter("write auto, all, or numbers of ranks such as 0,3", param_hint="--ranks")
+    return tuple(sorted({int(part) for part in parts}))

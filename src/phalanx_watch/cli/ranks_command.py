@@ -1,0 +1,174 @@
+"""``phalanx ranks``: the ranks of a run side by side, the slow ones first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.text_console import text_console
+from phalanx.observe.event_log import EventLogError
+from phalanx.observe.rank_stream import RANK_COLUMNS, RankStream, RankStreamError
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.layout import Layout
+from phalanx.run.rank_places import rank_place
+from phalanx_watch.cli.text.rank_map import text_map
+from phalanx_watch.ranks import (
+    RankLateness,
+    layout_of_attempt,
+    newest_windows,
+    nodes_of_ranks,
+    slowest,
+    values_of,
+)
+
+_MEANING = {
+    "compute_s": ("own computing of a slot", "ms", 1e-3),
+    "data_wait_s": ("waiting for samples, a step", "ms", 1e-3),
+    "memory_bytes": ("memory", "GiB", 2.0**30),
+    "temperature_c": ("temperature", "C", 1.0),
+}
+"""What a column is, and in which unit people read it."""
+_ROWS = 10
+_MOST_SLOW = 1000
+_MAP_ROWS = 24
+
+
+@click.command("ranks")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--slow", is_flag=True, help="Only the ranks that are slower than their peers in most windows.")
+@click.option(
+    "--column",
+    type=click.Choice(RANK_COLUMNS),
+    default="compute_s",
+    show_default=True,
+    help="What is compared.",
+)
+@click.option(
+    "--last",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Look at so many windows, the newest.",
+)
+@click.option("--attempt", type=click.IntRange(min=0), help="Look at this attempt, not at the newest one.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object; seconds, bytes and degrees Celsius."
+)
+def command(run_dir: Path, slow: bool, column: str, last: int, attempt: int | None, as_json: bool) -> None:
+    """Show what the ranks of the run in RUN_DIR measured of themselves: which are slower than their peers, by how much, where they sit in the
+    mesh and on which node; and a map of all ranks over time.
+
+    A rank is compared with those of its pipeline stage. It is slow if it was slower by 5 % in most windows, and by four standard deviations of
+    its peers over all of them: the thresholds by which a fleet replaces stragglers.
+
+    \b
+      phalanx ranks runs/quickstart-1f3a9c04
+      phalanx ranks runs/quickstart-1f3a9c04 --slow
+      phalanx ranks runs/quickstart-1f3a9c04 --column memory_bytes --last 100
+    """
+    demand_folder(run_dir)
+    directory = RunDirectory(run_dir)
+    with (
+        explained(RankStreamError, RunDirectoryError, EventLogError),
+        RankStream(directory.ranks) as stream,
+    ):
+        windows = newest_windows(stream, last, attempt)
+        if not windows:
+            raise RunDirectoryError(_nothing(directory, attempt))
+        head = stream.head(windows[-1])
+        layout = layout_of_attempt(directory, head.attempt, head.ranks)
+        found = slowest(column, values_of(stream, column, windows), layout, _MOST_SLOW if slow else _ROWS)
+        found = [one for one in found if one.slow or not slow]
+        newest = head.attempt == stream.head(-1).attempt
+        nodes = nodes_of_ranks(directory, head.ranks) if newest else {}
+        if as_json:
+            click.echo(json.dumps(_as_json(stream, column, windows, layout, found, nodes)))
+            return
+        click.echo(_headline(stream, column, windows))
+        _print_table(column, layout, found, nodes)
+        if not slow:
+            _print_map(stream, column, windows)
+
+
+def _nothing(directory: RunDirectory, attempt: int | None) -> str:
+    which = "" if attempt is None else f" of attempt {attempt}"
+    return f"{directory.ranks} has no numbers{which} yet: ranks write there every observe.ranks_every_steps steps, and never if that is 0"
+
+
+def _headline(stream: RankStream, column: str, windows: range) -> str:
+    first, last = stream.head(windows[0]), stream.head(windows[-1])
+    what, _, _ = _MEANING[column]
+    ranks = f"{last.ranks:,} rank{'s' * (last.ranks > 1)}"
+    return f"{what} ({column}): {ranks}, steps {first.step - first.steps + 1:,} to {last.step:,} of attempt {last.attempt}, in {len(windows)} window{'s' * (len(windows) > 1)}"
+
+
+def _print_table(column: str, layout: Layout, found: Sequence[RankLateness], nodes: dict[int, str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    console = text_console()
+    if not found:
+        console.print("no rank is slow" if column == "compute_s" else "no rank stands out")
+        return
+    _, unit, scale = _MEANING[column]
+    axes = [axis for axis, degree in {**layout.degrees, "expert": layout.expert}.items() if degree > 1]
+    table = Table("rank", *(["node"] if nodes else []), *axes, box=None, pad_edge=False)
+    for title in (unit, "peers", "more", "deviations", "windows"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for one in found:
+        place = rank_place(layout, one.rank)
+        table.add_row(
+            str(one.rank),
+            *([nodes.get(one.rank, "")] if nodes else []),
+            *(str(place[axis]) for axis in axes),
+            *(f"{value / scale:.4g}" for value in (one.value, one.typical)),
+            f"{one.slowdown:+.1%}",
+            f"{one.deviations:.1f}",
+            f"{one.slower} of {one.windows}",
+            Text("slow", style="bold yellow")
+            if one.slow and column == "compute_s"
+            else "stands out"
+            if one.slow
+            else "",
+        )
+    console.print(table)
+
+
+def _print_map(stream: RankStream, column: str, windows: range) -> None:
+    width = max(20, shutil.get_terminal_size().columns - 16)
+    steps = stream.steps[windows.start : windows.stop]
+    picture = stream.heat_map(column, int(steps.min()), int(steps.max()), width, _MAP_ROWS)
+    click.echo()
+    for line in text_map(picture, _MEANING[column][2], width):
+        click.echo(line)
+
+
+def _as_json(
+    stream: RankStream,
+    column: str,
+    windows: range,
+    layout: Layout,
+    found: Sequence[RankLateness],
+    nodes: dict[int, str],
+) -> dict[str, object]:
+    first, last = stream.head(windows[0]), stream.head(windows[-1])
+    return {
+        "column": column,
+        "attempt": last.attempt,
+        "ranks": last.ranks,
+        "first_step": first.step - first.steps + 1,
+        "last_step": last.step,
+        "windows": len(windows),
+        "found": [
+            {**asdict(one), "node": nodes.get(one.rank, ""), "place": rank_place(layout, one.rank)}
+            for one in found
+        ],
+    }

@@ -1,0 +1,191 @@
+"""``phalanx runs list``: the runs in folders, how far each is, and which goes on from which."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import click
+import msgspec
+
+from phalanx.cli.errors import explained, refuse_unused
+from phalanx.cli.numbers import ABOVE_PEAK, age, share, utilization
+from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.text_console import text_console
+from phalanx.command.options import Argument, AsJson, Option, command_options, written_options
+from phalanx.run.fields import POSITIVE
+from phalanx_watch.runs.index import RunIndex
+from phalanx_watch.runs.row import RunRow
+from phalanx_watch.runs.select import (
+    HEADINGS,
+    SelectionError,
+    checked_name,
+    ordered,
+    read_condition,
+    selected,
+    value_of,
+)
+
+_ANY_WIDTH = 10_000
+_SHOWN = (
+    "state",
+    "step",
+    "loss",
+    "bits_per_byte",
+    "tokens_per_s",
+    "mfu",
+    "updated",
+    "weights_sha256",
+    "tags",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    folders: Annotated[tuple[Path, ...], Argument()] = ()
+    conditions: Annotated[tuple[str, ...], Option("--where", metavar="CONDITION")] = ()
+    """Only runs that fit; may be repeated."""
+    tags: Annotated[tuple[str, ...], Option("--tag")] = ()
+    """Only runs with this tag; may be repeated."""
+    sort: Annotated[str, Option(metavar="COLUMN")] = ""
+    """Order by a column; with - before it, the largest first."""
+    columns: Annotated[str, Option(metavar="A,B,...")] = ""
+    """Show these columns instead."""
+    last: Annotated[int | None, POSITIVE] = None
+    """Show at most so many, those at the end."""
+    engine: Annotated[Literal["slurm", "kubernetes"] | None, Option("--on")] = None
+    """List the runs that are queued or running there instead."""
+    namespace: str = ""
+    """With --on kubernetes: not that of kubectl's context."""
+    as_json: AsJson = False
+    """Print one JSON array."""
+
+
+@click.command("list", short_help="The runs in folders: state, losses, speed, weights, tags.")
+@command_options(ListOptions)
+def list_command(options: ListOptions) -> None:
+    """List the runs in FOLDERS (runs/ if none is given); a folder may be a run directory itself.
+
+    Each has a line: state, losses, speed, weights, tags, and the checkpoint that it goes on from. A condition is NAME OPERATOR VALUE, with
+    < <= > >= = != or ~ (contains); a name is a column or its heading, or a field of the run file such as optimizer.lr. With --on: what the cluster does
+    with your runs, and why one waits.
+
+    \b
+      phalanx runs
+      phalanx runs list /data/runs --where "loss<2" --where "optimizer.lr=0.001" --tag good --sort -tokens_per_s
+      phalanx runs --columns state,loss,layout,optimizer.lr
+      phalanx runs --on slurm
+      phalanx runs --on kubernetes --namespace research
+
+    A state is running, finished, stopped (asked to, and saved), failed (its process is gone), silent (held by a process, but without an
+    event for 20 usual steps or two minutes; or, of another machine, no event for so long) or waiting (for nodes, or to begin).
+    """
+    if options.engine != "kubernetes":
+        refuse_unused(written_options(options, "namespace"), "is for --on kubernetes")
+    if options.engine is not None:
+        refuse_unused(
+            written_options(options, "folders", "conditions", "tags", "sort", "columns", "last"),
+            "is about runs in folders, and --on lists the jobs of a cluster: one or the other",
+        )
+        _list_jobs(options.engine, options.namespace, as_json=options.as_json)
+        return
+    places = options.folders or (Path("runs"),)
+    for folder in places:
+        demand_folder(folder)
+    with explained(SelectionError):
+        demands = [read_condition(text) for text in options.conditions]
+        columns = [checked_name(name.strip()) for name in options.columns.split(",") if name.strip()]
+        rows = selected(RunIndex(places).rows(), demands, options.tags)
+        if options.sort:
+            rows = ordered(rows, options.sort.lstrip("-"), falling=options.sort.startswith("-"))
+    rows = rows[-options.last :] if options.last else rows
+    if options.as_json:
+        found = [{**asdict(row), "finished": row.state == "finished"} for row in rows]
+        click.echo(msgspec.json.encode(found).decode())
+        return
+    if rows:
+        _print(rows, columns or list(_SHOWN))
+    else:
+        which = "no run fits" if demands or options.tags else "no run"
+        click.echo(f"{which} in {', '.join(map(str, places))}")
+    for row in rows:
+        for problem in row.problems:
+            click.echo(f"note: {problem}", err=True)
+
+
+def _print(rows: list[RunRow], shown: list[str]) -> None:
+    from rich.table import Table
+
+    console = text_console()
+    if not console.is_terminal:
+        console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
+    table = Table(box=None, pad_edge=False)
+    for name in ("path", *shown, "goes on from"):
+        table.add_column(HEADINGS.get(name, name), overflow="fold")
+    now = time.time()
+    for row in rows:
+        cells = (row.path, *(_cell(row, name, now) for name in shown), origin(row))
+        table.add_row(*cells)
+    console.print(table)
+    if "mfu" in shown and any(row.mfu is not None and row.mfu > 1 for row in rows):
+        console.print(ABOVE_PEAK)
+
+
+def _cell(row: RunRow, name: str, now: float) -> str:
+    value = value_of(row, name)
+    if value is None:
+        return ""
+    match name:
+        case "step":
+            return f"{row.step:,}/{row.steps:,}"
+        case "updated" | "started":
+            return age(now - float(str(value)))
+        case "weights_sha256" | "data_fingerprint" | "commit":
+            return str(value)[:12]
+        case "mfu":
+            return utilization(float(str(value)))
+        case "goodput":
+            return share(float(str(value)))
+        case "tokens_per_s":
+            return f"{float(str(value)):,.0f}"
+        case "layout":
+            return " ".join(f"{axis}={degree}" for axis, degree in row.layout.items())
+        case "lineage":
+            return origin(row)
+    if isinstance(value, float):
+        return f"{value:.4f}" if "." not in name else f"{value:g}"
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def origin(row: RunRow) -> str:
+    """The checkpoint that a run goes on from; of a parent beside it, the name suffices."""
+    if not row.lineage:
+        return ""
+    parent = Path(row.lineage[-1].run_dir)
+    near = parent.resolve().parent == Path(row.path).resolve().parent
+    return f"step {row.lineage[-1].step} of {parent.name if near else parent}"
+
+
+def _list_jobs(engine: str, namespace: str, *, as_json: bool) -> None:
+    from phalanx.launch.engines.tools import EngineError
+
+    if engine == "kubernetes":
+        from phalanx.cli.launch.on_kubernetes import list_jobs
+
+        with explained(EngineError):
+            list_jobs(namespace, as_json=as_json)
+        return
+    from phalanx.launch.engines import slurm
+
+    with explained(EngineError):
+        found = slurm.jobs()
+    if as_json:
+        click.echo(json.dumps([asdict(job) for job in found]))
+        return
+    for job in found:
+        click.echo(f"job {job.id}  {job.name}: {job.sentence}\n  {job.run_dir}")
+    if not found:
+        click.echo("no run is queued or running")

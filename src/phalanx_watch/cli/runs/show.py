@@ -1,0 +1,180 @@
+"""``phalanx runs show``: everything that was recorded of one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import click
+import msgspec
+
+from phalanx.cli.errors import explained
+from phalanx.cli.numbers import ABOVE_PEAK, age, moment, share, size, utilization
+from phalanx.cli.run_folder import demand_folder
+from phalanx.run.directory.paths import RunDirectoryError
+from phalanx_watch.runs.recorded import Recorded, read_recorded
+
+_MOST_NODES = 8
+_MOST_NAMES = 10
+
+
+@click.command("show", short_help="Everything that was recorded of one run, and what it cost.")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Of an accelerator for an hour, to say what the run cost; observe.accelerator_hour_price if not given.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def show_command(run_dir: Path, price: float, as_json: bool) -> None:
+    """Show everything that was recorded of the run in RUN_DIR: results, code with its changes, packages, command, machines and in what they
+    differ, data and where they come from, the runs that it goes on from, and what it cost.
+
+    \b
+      phalanx runs show runs/quickstart-1f3a9c04
+      phalanx runs show runs/big-1f3a9c04 --price 2.10
+    """
+    demand_folder(run_dir)
+    with explained(RunDirectoryError):
+        found = read_recorded(run_dir, price)
+    if as_json:
+        click.echo(msgspec.json.encode(found.to_json()).decode())
+        return
+    for line in _lines(found):
+        click.echo(line)
+
+
+def _lines(found: Recorded) -> Iterator[str]:
+    row = found.row
+    yield f"{row.name}: {row.state}, step {row.step:,} of {row.steps:,}  ({row.path})"
+    if row.tags or row.note:
+        yield f"  labels       {' '.join(row.tags)}" + (f"  {row.note}" if row.note else "")
+    yield from _results(found)
+    yield from _code(found)
+    yield from _machines(found)
+    yield from _data(found.environment.get("data"), row.data_fingerprint)
+    for origin in row.lineage:
+        yield f"goes on from   {origin}"
+    steps = ", ".join(f"{step:,}" for step in found.checkpoints[-_MOST_NAMES:])
+    yield f"checkpoints    {len(found.checkpoints)} on disk" + (
+        f": step{'s' * (len(found.checkpoints) > 1)} {steps}" if steps else ""
+    )
+    if found.cost is not None:
+        spent = found.cost
+        yield (
+            f"cost           {spent.amount:,.2f}: {spent.accelerator_hours:,.2f} accelerator-hours of its ranks at {spent.price_per_hour:g} "
+            "(spares and the time between attempts are not in it)"
+        )
+    yield from (f"note: {problem}" for problem in row.problems)
+
+
+def _results(found: Recorded) -> Iterator[str]:
+    row = found.row
+    numbers = {
+        "loss": _shown("{:.4f}".format, row.loss),
+        "held-out loss": _shown("{:.4f}".format, row.held_out_loss),
+        "bits per byte": _shown("{:.4f}".format, row.bits_per_byte),
+        "tokens": _shown("{:,.0f}".format, row.tokens or None),
+        "tokens/s": _shown("{:,.0f}".format, row.tokens_per_s),
+        "MFU": _shown(utilization, row.mfu),
+        "goodput of the newest start": _shown(share, row.goodput),
+    }
+    shown = ", ".join(f"{name} {text}" for name, text in numbers.items() if text)
+    yield f"results        {shown or 'none yet'}"
+    if row.mfu is not None and row.mfu > 1:
+        yield f"               {ABOVE_PEAK}"
+    if row.weights_sha256:
+        yield f"weights        {row.weights_sha256}"
+    now = time.time()
+    times = [
+        f"{word} {moment(at)} ({age(now - at)})"
+        for word, at in (("began", row.started), ("last event", row.updated))
+        if at
+    ]
+    yield f"time           {', '.join(times) or 'not begun'}; {row.attempts} attempt{'s' * (row.attempts != 1)}"
+    layout = " ".join(f"{axis}={degree}" for axis, degree in row.layout.items())
+    yield f"ranks          {row.ranks} on {row.device or 'an unknown device'}" + (
+        f", {layout}" if layout else ""
+    )
+
+
+def _shown(words: Callable[[float], str], value: float | None) -> str:
+    return "" if value is None else words(value)
+
+
+def _code(found: Recorded) -> Iterator[str]:
+    environment = found.environment
+    if environment.get("command"):
+        yield f"command        {environment['command']}"
+    code = _table(environment.get("code"))
+    commit = (
+        str(code.get("git_commit") or "") or f"wheel {str(code.get('wheel_record_sha256', 'unknown'))[:12]}"
+    )
+    yield f"code           {code.get('version', 'unknown')}, {commit}" + (
+        ", with changes" if code.get("git_dirty") else ""
+    )
+    if found.patch:
+        flaws = [
+            word for key, word in (("patch_masked", "secrets masked"), ("patch_cut", "cut")) if code.get(key)
+        ]
+        yield f"  changes      {found.patch}" + (f" ({', '.join(flaws)})" if flaws else "")
+    for key, title in (("untracked", "untracked"), ("left_out", "left out")):
+        names = code.get(key)
+        if isinstance(names, list) and names:
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            yield f"  {title:<12} {', '.join(map(str, names[:_MOST_NAMES]))}{more}"
+    packages = _table(environment.get("packages"))
+    yield f"packages       {', '.join(f'{name} {version}' for name, version in packages.items()) or 'unknown'}"
+    if found.packages:
+        yield f"  all          {found.packages}"
+    variables = _table(environment.get("variables"))
+    if variables:
+        yield "variables      " + " ".join(f"{name}={value}" for name, value in variables.items())
+
+
+def _machines(found: Recorded) -> Iterator[str]:
+    if not found.machines:
+        host = _table(found.environment.get("host"))
+        yield f"machine        {host.get('name', 'unknown')}: {host.get('cpu_model', '')}, {host.get('cores', '?')} cores"
+        return
+    yield f"machines       {len(found.machines)}"
+    for one in found.machines[:_MOST_NODES]:
+        gpus = (
+            f", {len(one.accelerators)} x {one.accelerators[0]}, driver {one.driver}"
+            if one.accelerators
+            else ""
+        )
+        where = "" if one.node == one.host else f" on {one.host}"
+        yield f"  {one.node}{where}: {one.cpu_model}, {one.cores} cores, {size(one.memory_bytes)}{gpus}"
+    if len(found.machines) > _MOST_NODES:
+        yield f"  and {len(found.machines) - _MOST_NODES} more"
+    for difference in found.differences:
+        yield f"  DIFFER in {difference.sentence}"
+
+
+def _data(data: object, fingerprint: str) -> Iterator[str]:
+    yield f"data           {fingerprint or 'unknown'}"
+    for name, table in _table(data).items():
+        one = _table(table)
+        title = f"{name}: " if name else ""
+        yield (
+            f"  {title}{one.get('address')}, {_number(one.get('train_tokens'))} tokens of {_number(one.get('documents'))} documents, "
+            f"manifest {str(one.get('manifest_sha256'))[:12]}"
+        )
+        recipe = _table(one.get("recipe"))
+        yield "    made from  " + ", ".join(f"{key}={_short(value)}" for key, value in recipe.items())
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text[:12] if len(text) == 64 else text
+
+
+def _number(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else "?"
+
+
+def _table(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, dict) else {}

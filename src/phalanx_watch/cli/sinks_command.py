@@ -1,0 +1,58 @@
+"""``phalanx sinks``: what trackers have missed of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import explained
+from phalanx.observe.event_log import EventLogError, read_events
+from phalanx.observe.sinks.registry import SinkError, fill_sink
+from phalanx.plugins import plugin_names
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.train.start.open_run import take_lock
+
+
+@click.group("sinks")
+def command() -> None:
+    """Experiment trackers of a run: send them what they missed."""
+
+
+@command.command("fill")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--sink",
+    "names",
+    multiple=True,
+    type=click.Choice(plugin_names("phalanx.sinks")),
+    help="Which; may be repeated.",
+)
+def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:
+    """Send to the trackers of the run in RUN_DIR (observe.sinks), or to those of --sink, what they lack of it.
+
+    Each start of a run sends what a killed one has not. This also mends gaps in the middle, after a full queue or an outage of the tracker.
+    TensorBoard's folder and the offline files of W&B are written from scratch; MLflow gets the points that it does not hold.
+
+    \b
+      phalanx sinks fill runs/quickstart-1f3a9c04
+      phalanx sinks fill runs/quickstart-1f3a9c04 --sink mlflow
+    """
+    directory = RunDirectory(run_dir)
+    with explained(RunDirectoryError, SinkError, EventLogError):
+        described = read_resolved(
+            directory
+        ).observe.sinks  # a folder that is no run is refused, and keeps what it has
+        wanted = names or described
+        if not wanted:
+            raise click.UsageError(
+                f"the run file of {run_dir} names no sink (observe.sinks); give one: --sink NAME"
+            )
+        lock = take_lock(directory.lock)  # a run that goes on sends its events itself
+        try:
+            for name in wanted:
+                sent = fill_sink(name, run_dir, run_dir.name, read_events(directory.events))
+                click.echo(f"{name}: {sent:,} events sent")
+        finally:
+            os.close(lock)

@@ -1,0 +1,195 @@
+"""A profile for a tired engineer: the verdict in a sentence, then the tables that it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.cli.numbers import moment
+from phalanx.observe.throughput import format_bytes
+from phalanx_watch.profile.partition import duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from phalanx.run.directory.paths import RunDirectory
+    from phalanx_watch.profile.read import ProfileSummary
+
+_MOST_RANKS = 6
+_LEAST_SHARE = 0.001
+"""Columns below this part of a step on every rank are added up in one."""
+
+
+def print_list(console: Console, run_dir: Path, found: Sequence[ProfileSummary]) -> None:
+    """Prints the profiles of a run."""
+    from rich.table import Table
+
+    if not found:
+        console.print(f"nothing was recorded of {run_dir} yet: phalanx profile {run_dir}")
+        return
+    table = Table("profile", "steps", "ranks", "a step", "verdict", box=None, pad_edge=False)
+    for one in found:
+        last = one.step + one.steps - 1
+        table.add_row(one.name, f"{one.step}-{last}", str(len(one.ranks)), duration(one.step_s), one.verdict)
+    console.print(table)
+
+
+def print_report(console: Console, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
+    """Prints a profile's summary. Raises ``ProfileError`` if it is not one of this version."""
+    from phalanx_watch.profile.read import ProfileError
+
+    try:
+        _report(console, directory, summary)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ProfileError(f"the summary was written by another version, or damaged: {error!r}") from error
+
+
+def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
+    from rich.text import Text
+
+    step_s = float(summary["step_s"])
+    verdict, *further = summary["findings"]
+    console.print(f"{_capital(verdict['text'])}.", style="bold")
+    for one in further[:4]:
+        console.print(f"  also: {one['text']}")
+    for note in summary["notes"]:
+        console.print(Text.assemble(("note:", "yellow"), f" {note}"))
+    steps, error_s = summary["steps"], summary["clock_error_s"]
+    clocks = "clocks not bound together" if error_s is None else f"clocks within {duration(error_s)}"
+    when = moment(summary["asked_unix_s"] or 0)
+    console.print(
+        f"steps {steps[0]}-{steps[-1]}, {duration(step_s)} each while recorded; {len(summary['ranks'])} of {summary['of_ranks']} ranks; "
+        f"{clocks}; {when}\n",
+        style="dim",
+    )
+    _where(console, summary["table"], step_s)
+    _who(console, summary, step_s)
+    _operations(console, summary)
+    _plan(console, summary["plan"])
+    _memory(console, summary["memory"])
+    folder = directory.profiles / summary["name"]
+    console.print(
+        f"all of it on a time line: {folder / 'trace.json.gz'} (open it in ui.perfetto.dev)",
+        style="dim",
+        soft_wrap=True,  # a path is copied, and read by programs
+    )
+
+
+def _where(console: Console, table: Mapping[str, Any], step_s: float) -> None:
+    """Prints a column for each rank, those that wait least first if there are too many."""
+    from rich.table import Table
+
+    words, rows = table["columns"], table["rows"]
+    chosen = sorted(rows, key=lambda row: float(row["waited_s"]))[:_MOST_RANKS]
+    chosen.sort(key=lambda row: int(row["rank"]))
+    found = Table(title="where a step of each rank goes, ms", title_justify="left", box=None, pad_edge=False)
+    found.add_column("")
+    for row in chosen:
+        found.add_column(f"rank {row['rank']}", justify="right")
+    rest = [0.0] * len(chosen)
+    for number, word in enumerate(words):
+        seconds = [float(row["seconds"][number]) for row in chosen]
+        if max(seconds) < _LEAST_SHARE * step_s:
+            rest = [before + more for before, more in zip(rest, seconds, strict=True)]
+            continue
+        found.add_row(word.replace("communication: ", "exposed communication, "), *map(_cell, seconds))
+    if any(rest):
+        found.add_row("the rest", *map(_cell, rest))
+    found.add_row("= step", *(_cell(row["step_s"]) for row in chosen), style="bold")
+    found.add_row("of it waiting for other ranks", *(_cell(row["waited_s"]) for row in chosen), style="dim")
+    console.print(found)
+    if len(rows) > len(chosen):
+        console.print(f"and {len(rows) - len(chosen)} ranks that wait longer (--json has all)", style="dim")
+    console.print()
+
+
+def _cell(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def _who(console: Console, summary: Mapping[str, Any], step_s: float) -> None:
+    pairs = [pair for pair in summary["waits"] if pair["seconds"] > 0.005 * step_s][:6]
+    if pairs:
+        console.print("who waits for whom, a step:")
+        for pair in pairs:
+            console.print(
+                f"  rank {pair['waiting']} waits {duration(pair['seconds'])} for rank {pair['late']}"
+            )
+    parts = sorted(
+        (
+            (seconds, rank, word)
+            for rank, words in summary["critical_path"].items()
+            for word, seconds in words.items()
+        ),
+        reverse=True,
+    )
+    whole = sum(part[0] for part in parts)
+    if whole:
+        told = ", ".join(f"{seconds / whole:.0%} {word} on rank {rank}" for seconds, rank, word in parts[:5])
+        console.print(f"what decided the length of a step (the critical path): {told}")
+    console.print()
+
+
+def _operations(console: Console, summary: Mapping[str, Any]) -> None:
+    from rich.table import Table
+
+    ranks = max(len(summary["ranks"]), 1)
+    table = Table(title="operations, a step of one rank", title_justify="left", box=None, pad_edge=False)
+    for head in ("kind", "ms", "calls", "GFLOP/s", "GB/s", "of the roofline"):
+        table.add_column(head, justify="left" if head == "kind" else "right")
+    for row in summary["operations"]:
+        roof = "" if row["roofline"] is None else f"{row['roofline']:.0%}"
+        rates = [f"{row[name] / 1e9:.1f}" if row[name] else "" for name in ("flops_per_s", "bytes_per_s")]
+        table.add_row(
+            row["kind"], f"{1e3 * row['seconds'] / ranks:.1f}", f"{row['calls'] / ranks:.0f}", *rates, roof
+        )
+    console.print(table)
+    layers = sorted(summary["layers"], key=lambda row: -row["forward_s"] - row["backward_s"])[:5]
+    told = ", ".join(
+        f"{row['layer']} {duration(row['forward_s'])} + {duration(row['backward_s'])}" for row in layers
+    )
+    console.print(f"longest layers, forward + backward: {told}\n")
+
+
+def _plan(console: Console, plan: Mapping[str, Any]) -> None:
+    from rich.table import Table
+
+    if plan["step_s"] is None:
+        return
+    table = Table(
+        title=f"the plan's step on {plan['cluster']} against the measured one, ms",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for head in ("term", "plan", "measured", "more"):
+        table.add_column(head, justify="left" if head == "term" else "right")
+    rows = [(row["term"], row["predicted_s"], row["measured_s"]) for row in plan["terms"]]
+    rows.append(("step", plan["step_s"], sum(row[2] for row in rows)))
+    for term, planned, found in rows:
+        table.add_row(term, f"{1e3 * planned:.1f}", f"{1e3 * found:.1f}", f"{1e3 * (found - planned):+.1f}")
+    console.print(table)
+    if plan["would_pay"]:
+        console.print("what would pay most:")
+    for line in plan["would_pay"]:
+        console.print(f"  {line}")
+    console.print()
+
+
+def _memory(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
+    if not lines:
+        return
+    line = max(lines, key=lambda one: int(one["peak_bytes"]))
+    held = ", ".join(f"{format_bytes(size)} {kind}" for kind, size in line["held_bytes"].items() if size)
+    live = ", ".join(
+        f"{format_bytes(one['bytes'])} {one['kind']}{' of ' + one['layer'] if one['layer'] else ''} ({one['made_by']})"
+        for one in line["at_peak"][:4]
+    )
+    console.print(
+        f"memory: {format_bytes(line['peak_bytes'])} at the peak, on rank {line['rank']}, {duration(line['peak_s'])} after the first step began: {held}; {live}\n"
+    )
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,108 @@
+"""``phalanx why``: what is wrong with a run, since when, by which evidence, and what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from phalanx.cli.errors import TroubleError
+from phalanx.cli.numbers import moment
+from phalanx.cli.run_folder import demand_folder
+from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.standing import standing_or_end
+from phalanx.observe.throughput import format_duration
+from phalanx.run.directory.paths import RunDirectory
+from phalanx_watch.why.observed import Reason
+from phalanx_watch.why.reasons import reasons
+
+_POLL_S = 2.0
+_ENGINE_S = 60.0
+"""Seconds between questions to a scheduler, which all users share."""
+_COLORS = {"critical": "red", "warning": "yellow", "info": "cyan"}
+_NARROWEST = 40
+
+
+@click.command("why")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object; with --watch one a line, at each change."
+)
+@click.option(
+    "--watch", "follow", is_flag=True, help="Look again and again, and print what has changed, until Ctrl-C."
+)
+def command(run_dir: Path, as_json: bool, follow: bool) -> None:
+    """Say what is wrong with the run in RUN_DIR: since when, the evidence, what is being done about it, and what to do next.
+
+    Every reason is named, the worst first. Exit codes: 0 nothing is wrong, 1 warnings, 2 something critical, or
+    no run there.
+
+    \b
+      phalanx why runs/quickstart-1f3a9c04
+      phalanx why runs/quickstart-1f3a9c04 --json
+    """
+    demand_folder(run_dir, TroubleError)
+    directory = RunDirectory(run_dir)
+    if not (directory.events.exists() or directory.record.exists() or (run_dir / FOLDER).is_dir()):
+        raise TroubleError(f"{run_dir} is no run directory: it has neither events.jsonl nor record.json")
+    job, asked_s = standing_or_end(run_dir), time.monotonic()
+    found = reasons(directory, time.time(), job)
+    _print(found, directory, as_json)
+    while follow:
+        time.sleep(_POLL_S)
+        if time.monotonic() - asked_s >= _ENGINE_S:
+            job, asked_s = standing_or_end(run_dir), time.monotonic()
+        before, found = found, reasons(directory, time.time(), job)
+        if [_key(one) for one in found] != [_key(one) for one in before]:
+            _print(found, directory, as_json)
+    sys.exit(_exit_code(found))
+
+
+def _key(reason: Reason) -> tuple[str, str, str]:
+    return reason.code, reason.where, reason.severity
+
+
+def _exit_code(found: list[Reason]) -> int:
+    severities = {one.severity for one in found}
+    return 2 if "critical" in severities else 1 if "warning" in severities else 0
+
+
+def _print(found: list[Reason], directory: RunDirectory, as_json: bool) -> None:
+    now = time.time()
+    if as_json:
+        click.echo(
+            json.dumps({"run": str(directory.path), "t": now, "reasons": [asdict(one) for one in found]})
+        )
+        return
+    if not found:
+        click.echo(f"nothing is wrong with {directory.path}")
+    for number, one in enumerate(found):
+        if number:
+            click.echo()
+        _print_reason(one, now)
+
+
+def _print_reason(one: Reason, now: float) -> None:
+    head = click.style(one.severity, fg=_COLORS[one.severity], bold=True)
+    click.echo(f"{head}  {click.style(' '.join(one.title.split()), bold=True)}  [{one.code}]")
+    since = ""
+    if one.since is not None:
+        since = f"{moment(one.since)}, {format_duration(max(0.0, now - one.since))} ago"
+    rows = [("where", one.where), ("since", since), *(("because", line) for line in one.evidence)]
+    for name, text in [*rows, ("doing", one.doing), ("next", one.next)]:
+        if text:
+            _print_row(name, text)
+
+
+def _print_row(name: str, text: str) -> None:
+    width = max(_NARROWEST, shutil.get_terminal_size((120, 24)).columns)
+    first, *rest = textwrap.wrap(text, width - 12, break_long_words=False, break_on_hyphens=False) or [""]
+    click.echo(f"  {click.style(f'{name:<8}', dim=True)}{first}")
+    for line in rest:
+        click.echo(f"  {'':<8}{line}")

@@ -1,0 +1,379 @@
+"""The application of ``phalanx ui``, and its server: paths, the view of each path, and uvicorn at a free address until Ctrl-C.
+
+Everything is read from run directories at the time of the request; nothing is ever written to one, and no file of one is locked. Views are
+plain functions that run in threads, so that a slow disk holds up no other request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+import webbrowser
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+from anyio import to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from phalanx.hardware.local import network
+from phalanx.hardware.local.network import ListenError, is_private
+from phalanx.observe.metrics.exporter import Exporter
+from phalanx.observe.metrics.exposition import OPEN_METRICS, TEXT
+from phalanx.observe.metrics.samples import Labels
+from phalanx.observe.metrics.targets import targets
+from phalanx_watch.lookout import Lookout
+from phalanx_watch.page.export import ExportError, exported
+from phalanx_watch.page.http import (
+    Access,
+    Guard,
+    Parameters,
+    RequestError,
+    access_for,
+    json_answer,
+    new_token,
+    not_found,
+)
+from phalanx_watch.page.live import Live
+from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.page.view_curves import compare_view, curves_view
+from phalanx_watch.page.view_fleet import fleet_view, goodput_view
+from phalanx_watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
+from phalanx_watch.page.view_run import checkpoints_view, logs_view, summary, why_view
+from phalanx_watch.runs.index import RunIndex, found_in
+from phalanx_watch.series.stored import StoredSeries, default_folder
+
+# Answers that many viewers ask for at once are made once: fifty open pages of one run cost little more than one.
+#
+# An answer is given again for a second, but not after its run is known to have changed. Whoever asks while it is being made waits for it.
+
+KEPT_S = 1.0
+_MOST_BYTES = 64 << 20
+
+
+class KeptAnswers:
+    """The answers of the last second, by question. For one event loop."""
+
+    def __init__(self, kept_s: float = KEPT_S) -> None:
+        self._kept_s = kept_s
+        self._made: OrderedDict[str, tuple[float, Response]] = OrderedDict()
+        self._making: dict[str, asyncio.Task[Response]] = {}
+        self._changes: Counter[str] = Counter()
+        self._nbytes = 0
+
+    def changed(self, run: str) -> None:
+        """The run of this identifier is another than before: what is kept of it is old."""
+        self._changes[run] += 1
+
+    async def get(self, run: str, question: str, make: Callable[[], Response]) -> Response:
+        """The answer to a question about a run; ``make`` makes it, in a thread. Raises what ``make`` does."""
+        key = f"{self._changes[run]} {question}"
+        kept = self._made.get(key)
+        if kept is not None and time.monotonic() - kept[0] < self._kept_s:
+            return kept[1]
+        making = self._making.get(key)
+        if making is None:
+            making = self._making[key] = asyncio.create_task(self._make(key, make))
+        return await asyncio.shield(making)  # one who leaves takes the answer from nobody else
+
+    async def _make(self, key: str, make: Callable[[], Response]) -> Response:
+        try:
+            answer = await to_thread.run_sync(make)
+        finally:
+            del self._making[key]
+        self._forget(key)
+        self._made[key] = time.monotonic(), answer
+        self._nbytes += len(answer.body)
+        while self._made and (self._nbytes > _MOST_BYTES or self._is_old()):
+            self._forget(next(iter(self._made)))
+        return answer
+
+    def _is_old(self) -> bool:
+        return time.monotonic() - next(iter(self._made.values()))[0] > 2 * self._kept_s
+
+    def _forget(self, key: str) -> None:
+        kept = self._made.pop(key, None)
+        self._nbytes -= len(kept[1].body) if kept is not None else 0
+
+
+# ``/metrics`` and ``/targets`` of ``phalanx ui``: all runs that it shows, for a Prometheus that watches them from outside.
+
+
+class MetricsOfRuns:
+    """Serves the metrics of the runs below some folders; nothing is looked at before somebody asks."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = tuple(folders)
+        self._exporter: Exporter | None = None
+        self._lock = threading.Lock()
+
+    async def text(self, request: Request) -> Response:
+        """The text for Prometheus: OpenMetrics for who asks for it."""
+        open_metrics = "application/openmetrics-text" in request.headers.get("accept", "")
+        zipped = "gzip" in request.headers.get("accept-encoding", "")
+
+        def make() -> bytes:
+            return self._made().text(open_metrics=open_metrics, zipped=zipped)
+
+        headers = {"Content-Encoding": "gzip"} if zipped else {}
+        body = await to_thread.run_sync(make)
+        return Response(body, headers=headers, media_type=OPEN_METRICS if open_metrics else TEXT)
+
+    async def targets(self, _request: Request) -> Response:
+        """The endpoints of these runs' own processes, in the form of Prometheus' HTTP service discovery."""
+        return json_answer(await to_thread.run_sync(lambda: targets(found_in(self._folders))))
+
+    def close(self) -> None:
+        """Ends the threads of the sources."""
+        with self._lock:
+            if self._exporter is not None:
+                self._exporter.close()
+
+    def _made(self) -> Exporter:
+        with self._lock:
+            if self._exporter is None:
+                lookout = Lookout(RunIndex(self._folders).rows)
+                self._exporter = Exporter({"runs": lookout.samples}, Labels(node=socket.gethostname()))
+            return self._exporter
+
+
+STATIC = Path(__file__).parent / "static"
+_MOST_WATCHED = 500
+View = Callable[[Runs, Place, Parameters], object]
+
+
+def application(runs: Runs, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
+    """The application over ``runs``, for those whom ``access`` lets in; an answer is given again for ``kept_s`` seconds."""
+    kept = KeptAnswers(kept_s)
+    live = Live(runs.news, lambda place: kept.changed(place.id))
+    metrics = MetricsOfRuns(runs.folders)
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(live.watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+            metrics.close()
+
+    routes = [
+        Route("/", _index),
+        Route("/api/runs", partial(_list, runs, kept)),
+        Route("/api/compare", partial(_compare, runs, kept)),
+        Route("/api/events", _events(runs, live)),
+        Route("/metrics", metrics.text),
+        Route("/targets", metrics.targets),
+        Route("/api/run/{id}/profile/{name}/trace", partial(_trace, runs)),
+        Route("/export/{id}.html", partial(_export, runs)),
+        *(
+            Route(f"/api/run/{{id}}{path}", partial(_view, runs, kept, view))
+            for path, view in _views().items()
+        ),
+        Mount("/static", StaticFiles(directory=STATIC, check_dir=False)),
+    ]
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={RequestError: _explain, HTTPException: _explain, Exception: _apologize},
+    )
+    return Guard(app, access)
+
+
+def _views() -> dict[str, View]:
+    return {
+        "": summary,
+        "/curves": curves_view,
+        "/goodput": goodput_view,
+        "/fleet": fleet_view,
+        "/checkpoints": checkpoints_view,
+        "/ranks": ranks_view,
+        "/rank/{rank:int}": rank_view,
+        "/logs": logs_view,
+        "/why": why_view,
+        "/profiles": profiles_view,
+        "/profile/{name}": profile_view,
+    }
+
+
+async def _index(_request: Request) -> Response:
+    if not (STATIC / "index.html").is_file():
+        raise not_found(f"{STATIC} has no index.html: this installation is incomplete; install Phalanx again")
+    return FileResponse(STATIC / "index.html", media_type="text/html")
+
+
+async def _list(runs: Runs, kept: KeptAnswers, _request: Request) -> Response:
+    return await kept.get("", "runs", lambda: json_answer(runs.list_all()))
+
+
+async def _compare(runs: Runs, kept: KeptAnswers, request: Request) -> Response:
+    def make() -> Response:
+        return json_answer(compare_view(runs, Parameters(request.query_params)))
+
+    return await kept.get("", f"compare?{request.url.query}", make)
+
+
+async def _view(runs: Runs, kept: KeptAnswers, view: View, request: Request) -> Response:
+    run = str(request.path_params["id"])
+
+    def make() -> Response:
+        content = view(runs, runs.place(run), Parameters(request.query_params, request.path_params))
+        return content if isinstance(content, Response) else json_answer(content)
+
+    return await kept.get(run, f"{request.url.path}?{request.url.query}", make)
+
+
+async def _trace(runs: Runs, request: Request) -> Response:
+    """A file, which may be long: it is sent as it is read."""
+
+    def find() -> Path:
+        return trace_file(runs.place(request.path_params["id"]), request.path_params["name"])
+
+    path = await to_thread.run_sync(find)
+    name = f"{request.path_params['name']}.json.gz"
+    return FileResponse(path, media_type="application/gzip", filename=name)
+
+
+async def _export(runs: Runs, request: Request) -> Response:
+    """The page of one run as a file to keep. Its own content policy holds in it, stricter than the page's."""
+    place = await to_thread.run_sync(runs.place, request.path_params["id"])
+    try:
+        content = await to_thread.run_sync(exported, runs, place)
+    except ExportError as error:
+        raise RequestError(str(error), 500) from error
+    headers = {
+        "Content-Disposition": f'attachment; filename="{place.id}.html"',
+        "Content-Security-Policy": "sandbox",
+    }
+    return Response(content, media_type="text/html", headers=headers)
+
+
+def _events(runs: Runs, live: Live) -> Callable[[Request], object]:
+    async def endpoint(request: Request) -> Response:
+        if live.full:
+            raise RequestError("there are as many viewers as one server has: close a page, or wait", 503)
+        asked = Parameters(request.query_params).names("ids", most=_MOST_WATCHED)
+        places = await to_thread.run_sync(runs.watched, asked, _MOST_WATCHED)
+        return _Stream(live, places)
+
+    return endpoint
+
+
+class _Stream(Response):
+    """A response that lasts as long as its viewer."""
+
+    def __init__(self, live: Live, places: list[Place]) -> None:
+        super().__init__()
+        self._live, self._places = live, places
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        await self._live.serve(self._places, receive, send)
+
+
+async def _explain(_request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        return json_answer({"error": str(error)}, error.status)
+    assert isinstance(error, HTTPException)
+    return json_answer({"error": error.detail}, error.status_code)
+
+
+async def _apologize(_request: Request, error: Exception) -> Response:
+    return json_answer(
+        {"error": f"a defect of phalanx ui, which the run does not notice: {error!r}"[:500]}, 500
+    )
+
+
+# The server.
+
+
+USUAL_PORT = 7425
+_TRIES = 20
+_BEHIND_RUNS = 5
+"""The server's niceness: a run on the same machine goes first."""
+_MOST_CONNECTIONS = 1024
+
+
+def serve(
+    folders: Sequence[Path],
+    host: str,
+    port: int | None,
+    *,
+    demand_token: bool,
+    open_page: bool | None,
+    tell: Callable[[str], None],
+) -> None:
+    """Serves the page until Ctrl-C; ``tell`` is given its address. Raises ``ListenError``."""
+    token = new_token() if demand_token or not is_private(host) else ""
+    sock = listen(host, port)
+    url = address(host, sock.getsockname()[1], token)
+    runs = Runs(folders, stored=StoredSeries(default_folder()))
+    os.nice(_BEHIND_RUNS)
+    count = len(runs.places())
+    tell(
+        f"{url}  ({count} run{'s' * (count != 1)} in {', '.join(map(str, folders))}; Ctrl-C ends the page, never a run)"
+    )
+    if open_page or (open_page is None and _has_browser()):
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+    over = threading.Event()
+    threading.Thread(target=runs.read_ahead, args=(over.is_set,), daemon=True).start()
+    try:
+        uvicorn_of(runs, host, token).run(sockets=[sock])
+    finally:
+        over.set()
+
+
+def uvicorn_of(runs: Runs, host: str, token: str) -> uvicorn.Server:
+    """A server of the page, that is given its socket."""
+    config = uvicorn.Config(
+        application(runs, access_for(host, token)),
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """A socket that listens at ``port``; at the usual one or one after it if that is ``None``. Raises ``ListenError``."""
+    first, last = (USUAL_PORT, USUAL_PORT + _TRIES - 1) if port is None else (port, port)
+    for candidate in range(first, last):
+        try:
+            return network.listen(host, candidate)
+        except ListenError as error:
+            if not error.is_taken:
+                raise
+    return network.listen(host, last)
+
+
+def address(host: str, port: int, token: str) -> str:
+    """The page's URL; of an address that means all of them, the machine's name."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+
+
+def _has_browser() -> bool:
+    if not sys.stdout.isatty() or "SSH_CONNECTION" in os.environ:
+        return False
+    return sys.platform == "darwin" or any(name in os.environ for name in ("DISPLAY", "WAYLAND_DISPLAY"))

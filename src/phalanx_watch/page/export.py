@@ -1,0 +1,196 @@
+"""One run's page in one file of HTML that needs no server and no network: to send, to keep beside a paper, to attach to a ticket.
+
+The file holds the same scripts and styles as the page, and the answers that a server would give:
+``window.__PHALANX_EXPORT__ = {"id": ID, "written": unix seconds, "answers": {KEY: JSON}}``. A key is the path of the request, such as ``/api/run/ID/goodput``,
+with the one parameter that chooses among answers: ``/api/run/ID/curves?x=step`` (and tokens, flops, time; all curves of the run in one answer),
+``/api/run/ID/ranks?column=compute_s``, whose numbers are ``values_base64`` beside the header, and ``/api/run/ID/profile/NAME``. What
+is not there, the page shows as not in the file. Answers are bounded: curves to 2,000 points, logs to the last thousand groups, the whole to 48 MB;
+what does not fit is left out and listed under ``left_out``.
+
+Modules of a page cannot be files here, so each is a ``data:`` URL in an import map, under ``phalanx/NAME.js``. The file's own content policy admits
+these, its own scripts and styles by their SHA-256, and nothing from anywhere else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from phalanx.run.directory.durable import write_atomically
+from phalanx_watch.page.http import Parameters, RequestError, json_bytes
+from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.page.view_curves import AXES, curves_view
+from phalanx_watch.page.view_fleet import fleet_view, goodput_view
+from phalanx_watch.page.view_ranks import (
+    HEAT_COLUMNS,
+    heat_table,
+    profile_names,
+    profile_summary,
+    profiles_view,
+)
+from phalanx_watch.page.view_run import checkpoints_view, logs_view, summary, why_view
+
+STATIC = Path(__file__).parent / "static"
+MOST_BYTES = 48 << 20
+_READING_S = 600.0
+_POINTS = "2000"
+_IMPORT = re.compile(r"""(\bfrom\s+|\bimport\s+)(["'])\./([A-Za-z0-9_./-]+\.js)\2""")
+_STYLE = re.compile(r'<link rel="stylesheet" href="/static/([A-Za-z0-9_./-]+)"\s*/?>')
+_SCRIPT = re.compile(r'<script type="module" src="/static/([A-Za-z0-9_./-]+)"></script>')
+_ICON = re.compile(r'href="/static/([A-Za-z0-9_./-]+\.svg)"')
+
+
+class ExportError(RuntimeError):
+    """A run's page cannot be written into a file; the message says why."""
+
+
+def export_run(run_dir: Path, file: Path, static: Path = STATIC) -> int:
+    """Writes the page of the run in ``run_dir`` into ``file`` and returns its size in bytes. Raises ``ExportError``."""
+    runs = Runs([run_dir])
+    found = runs.places()
+    if len(found) != 1:
+        raise ExportError(f"{run_dir} holds {len(found)} runs; give the directory of one")
+    content = exported(runs, found[0], static)
+    try:
+        write_atomically(file, content)
+    except OSError as error:
+        raise ExportError(f"cannot write {file}: {error.strerror}; give another file") from error
+    return len(content)
+
+
+def exported(runs: Runs, place: Place, static: Path = STATIC) -> bytes:
+    """The page of a run as one file of HTML. Raises ``ExportError`` if the page's own files are missing."""
+    series = runs.series(place)
+    until_s = time.monotonic() + _READING_S
+    while series.unread is not None and time.monotonic() < until_s:
+        series.refresh()
+    answers: dict[str, msgspec.Raw] = {}
+    left_out: list[str] = []
+    room = MOST_BYTES
+    for key, answer in _answers(runs, place):
+        encoded = json_bytes(answer)
+        if len(encoded) > room:
+            left_out.append(key)
+            continue
+        room -= len(encoded)
+        answers[key] = msgspec.Raw(encoded)
+    data = {"id": place.id, "written": time.time(), "answers": answers, "left_out": left_out}
+    try:
+        return page_in_one_file(json_bytes(data).decode(), static).encode()
+    except OSError as error:
+        raise ExportError(f"{error.filename}: {error.strerror}; install Phalanx again") from error
+
+
+def _answers(runs: Runs, place: Place) -> Iterator[tuple[str, object]]:
+    """The answers that the page asks for, by key, the most wanted first."""
+    base = f"/api/run/{place.id}"
+    plain = Parameters({})
+    # Of the list the run's own row alone: whoever is sent the file need not learn of other runs.
+    yield from _answer("/api/runs", lambda: {"folders": [], "runs": [asdict(runs.row(place))]})
+    views = {
+        "": summary,
+        "/goodput": goodput_view,
+        "/fleet": fleet_view,
+        "/checkpoints": checkpoints_view,
+        "/why": why_view,
+    }
+    for path, view in views.items():
+        yield from _answer(f"{base}{path}", partial(view, runs, place, plain))
+    for axis in AXES:
+        asked = Parameters({"names": "all", "x": axis, "points": _POINTS})
+        yield from _answer(f"{base}/curves?x={axis}", partial(curves_view, runs, place, asked))
+    asked = Parameters({"grouped": "1", "last": "1000"})
+    yield from _answer(f"{base}/logs", partial(logs_view, runs, place, asked))
+    for column in HEAT_COLUMNS:
+        yield from _answer(f"{base}/ranks?column={column}", partial(heat_table, runs, place, column))
+    yield from _answer(f"{base}/profiles", partial(profiles_view, runs, place, plain))
+    for name in profile_names(place):
+        yield from _answer(f"{base}/profile/{name}", partial(profile_summary, place, name))
+
+
+def _answer(key: str, make: Callable[[], object]) -> Iterator[tuple[str, object]]:
+    """One answer; none where a server would answer with an error."""
+    try:
+        answer = make()
+    except RequestError:
+        return
+    yield key, answer
+
+
+def page_in_one_file(data: str, static: Path = STATIC) -> str:
+    """The page with its styles, scripts and ``data``, JSON, in one text. Raises ``OSError`` if a file of the page is missing."""
+    page = (static / "index.html").read_text()
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+
+    def inline(tag: str, attributes: str, text: str) -> str:
+        text = text.replace("</", "<\\/") if tag == "script" else text.replace("</", "<\\2f ")
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[tag].append(f"'sha256-{digest}'")
+        return f"<{tag}{attributes}>{text}</{tag}>"
+
+    def style(match: re.Match[str]) -> str:
+        return inline("style", "", (static / match[1]).read_text())
+
+    def script(match: re.Match[str]) -> str:
+        imports = {f"phalanx/{name}": _data_url(text) for name, text in _modules(static, match[1]).items()}
+        return "\n".join(
+            (
+                inline("script", "", f"window.__PHALANX_EXPORT__ = {_in_script(data)};"),
+                inline("script", ' type="importmap"', msgspec.json.encode({"imports": imports}).decode()),
+                inline("script", ' type="module"', f'import "phalanx/{match[1]}";'),
+            )
+        )
+
+    def icon(match: re.Match[str]) -> str:
+        return f'href="{_data_url((static / match[1]).read_text(), "image/svg+xml")}"'
+
+    page = _ICON.sub(icon, _SCRIPT.sub(script, _STYLE.sub(style, page)))
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src data: {' '.join(hashes['script'])}",
+            f"style-src {' '.join(hashes['style'])}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    meta = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy, quote=True)}" />'
+    return page.replace("<head>", f"<head>\n    {meta}", 1)
+
+
+def _in_script(data: str) -> str:
+    """JSON as it can stand in a script: no text of a run can end the script, or begin a comment that hides its end."""
+    return data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _modules(static: Path, main: str) -> dict[str, str]:
+    """The modules that ``main`` needs, itself among them, by path, with their imports by the names in the import map."""
+    found: dict[str, str] = {}
+    due = [main]
+    while due:
+        name = due.pop()
+        if name in found:
+            continue
+        folder = Path(name).parent
+
+        def renamed(match: re.Match[str], folder: Path = folder) -> str:
+            path = (folder / match[3]).as_posix()
+            due.append(path)
+            return f"{match[1]}{match[2]}phalanx/{path}{match[2]}"
+
+        found[name] = _IMPORT.sub(renamed, (static / name).read_text())
+    return found
+
+
+def _data_url(text: str, kind: str = "text/javascript") -> str:
+    return f"data:{kind};base64,{base64.b64encode(text.encode()).decode()}"

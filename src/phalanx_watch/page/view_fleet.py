@@ -1,0 +1,295 @@
+"""Views of a run's fleet and of its time: ``/api/run/ID/fleet`` and ``/api/run/ID/goodput``.
+
+The fleet view has members and spares now, epochs on a time line, and each fault with its phases. The goodput view has seconds, and dollars
+if there is a price, by bucket, outcome, attempt and cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, Happening, read_fleet_file
+from phalanx.observe.events import EpochLeft, Event
+from phalanx.observe.ledger.goodput import AttemptAccount, Goodput, attempt_accounts, goodput
+from phalanx.observe.ledger.ledger import NS_PER_S
+from phalanx.observe.ledger.other_goodputs import google_goodput, meta_ettr
+from phalanx.observe.ledger.recoveries import Recovery, recoveries
+from phalanx_watch.page.http import Parameters, RequestError
+from phalanx_watch.page.runs import Place, Runs
+
+_MOST_HAPPENINGS = 2000
+_MOST_MEMBERS = 20_000
+_NODE = "node "
+
+
+def fleet_view(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
+    """The fleet of a run; of a run without one, its epochs alone, which are its attempts."""
+    problem, seen = "", None
+    try:
+        seen = read_fleet_file(place.path)
+    except FleetFileError as error:
+        problem = str(error)
+    events = runs.thinned(place)
+    return story(events, seen) | {"missing": seen is None, "problem": problem}
+
+
+def story(events: Sequence[Event], seen: FleetFile | None) -> dict[str, object]:
+    """The fleet by its file, and what happened to it by the run's events."""
+    attempts = attempt_accounts(events)
+    found = {one.attempt: one for one in recoveries(events, attempts[0].attempt if attempts else 0)}
+    happenings = list(seen.happenings[-_MOST_HAPPENINGS:]) if seen else []
+    members = list(seen.members[:_MOST_MEMBERS]) if seen else []
+    return {
+        "now": None if seen is None else _now(seen),
+        "members": [msgspec.to_builtins(member) for member in members],
+        "members_left_out": max(0, len(seen.members) - len(members)) if seen else 0,
+        "epochs": [_epoch(one) for one in attempts],
+        "faults": _faults(events, attempts, found, happenings),
+        "happenings": [msgspec.to_builtins(one) for one in happenings],
+    }
+
+
+def _now(seen: FleetFile) -> dict[str, object]:
+    kept = (
+        "phase",
+        "reason",
+        "epoch",
+        "ranks",
+        "expected_nodes",
+        "step",
+        "step_s",
+        "recoveries",
+        "regroups",
+        "restarts",
+    )
+    more = ("reign", "leader", "stopping", "durable_steps", "unsaved_steps", "written_unix_s", "over")
+    return {name: getattr(seen, name) for name in (*kept, *more)}
+
+
+def _epoch(one: AttemptAccount) -> dict[str, object]:
+    return {
+        "epoch": one.attempt,
+        "started": one.started_s,
+        "ended": one.ended_s,
+        "reason": one.reason,
+        "ranks": one.ranks,
+        "first_step": one.first_step,
+        "last_step": one.last_step,
+    }
+
+
+def _faults(
+    events: Sequence[Event],
+    attempts: Sequence[AttemptAccount],
+    found: dict[int, Recovery],
+    happenings: Sequence[Happening],
+) -> list[dict[str, object]]:
+    """Each end of an epoch that another one followed, with what the recovery took and cost."""
+    left = _left(events)
+    faults: list[dict[str, object]] = []
+    for before, after in pairwise(attempts):
+        at, reason = left.get(before.attempt, (before.ended_s, before.reason))
+        node, what = _named(reason)
+        recovery = found.get(after.attempt)
+        faults.append(
+            {
+                "t": at,
+                "epoch": before.attempt,
+                "node": node,
+                "what": what or "ended without a word",
+                "detected_by": _detected_by(what),
+                "phases": recovery.seconds if recovery else {},
+                "lost_steps": recovery.lost_steps if recovery else 0,
+                "resumed_step": recovery.resumed_step if recovery else None,
+                "moved_bytes": recovery.moved_bytes if recovery else 0,
+                "about": [
+                    one.what for one in happenings if one.node == node and node and abs(one.unix_s - at) < 60
+                ][:10],
+            }
+        )
+    return faults
+
+
+def _left(events: Sequence[Event]) -> dict[int, tuple[float, str]]:
+    """When and why each attempt of the ranks was left, by the coordinator's words."""
+    found: dict[int, tuple[float, str]] = {}
+    lived = 0
+    for event in events:
+        if isinstance(event.body, EpochLeft):
+            found.setdefault(lived, (event.t, event.body.reason))
+        else:
+            lived = event.attempt
+    return found
+
+
+def _named(reason: str) -> tuple[str, str]:
+    """The node that a reason names, and the rest."""
+    head, colon, rest = reason.partition(": ")
+    return (head.removeprefix(_NODE), rest) if colon and head.startswith(_NODE) else ("", reason)
+
+
+_WORDS = (
+    ("exited with code", "its agent: the worker process ended"),
+    ("silent", "the coordinator: no heartbeat"),
+    ("heartbeat", "the coordinator: no heartbeat"),
+    ("connection", "the coordinator: the connection broke"),
+    ("attach", "the coordinator: the connection broke"),
+    ("straggl", "the ranks: compute times compared"),
+    ("corrupt", "the ranks: a step computed twice"),
+    ("audit", "the ranks: a step computed twice"),
+    ("hang", "the coordinator: no progress"),
+    ("hung", "the coordinator: no progress"),
+    ("progress", "the coordinator: no progress"),
+    ("asked", "a person or the scheduler"),
+    ("drain", "a person or the scheduler"),
+    ("resize", "a person or the scheduler"),
+)
+
+
+def _detected_by(what: str) -> str:
+    """Who noticed, by the words of the reason; empty if they do not tell."""
+    low = what.lower()
+    return next((who for word, who in _WORDS if word in low), "")
+
+
+# Goodput.
+
+
+_S_PER_H = 3600
+_MOST_PRICE = 1e6
+_START = ("start.", "fault.", "reconfigure")
+
+
+def goodput_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
+    """The account of the run; ``price_per_accelerator_hour``, or the run file's price, adds what it cost."""
+    price = parameters.number("price_per_accelerator_hour")
+    if price is None and (spec := runs.spec(place)) is not None:
+        price = spec.observe.accelerator_hour_price or None
+    if price is not None and not 0 <= price <= _MOST_PRICE:
+        raise RequestError(f"price_per_accelerator_hour={price}: give dollars, 0 or more")
+    events = runs.thinned(place)
+    return account(events, price)
+
+
+def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
+    """The account of a run by its events, in seconds."""
+    whole, attempts = goodput(events), attempt_accounts(events)
+    first = attempts[0].attempt if attempts else 0
+    found = {one.attempt: one for one in recoveries(events, first)}
+    return {
+        "held_s": whole.held_ns / NS_PER_S,
+        "gap_s": whole.gap_ns / NS_PER_S,
+        "goodput": whole.goodput,
+        "goodput_if_kept": whole.goodput_if_kept,
+        "buckets": _seconds(whole.buckets_ns),
+        "outcomes": _seconds(_outcomes(whole)),
+        "attempts": [_attempt(one) for one in attempts],
+        "causes": _causes(attempts, found),
+        "cost": None if price is None else _cost(whole, attempts, price),
+        **_others(whole),
+    }
+
+
+def _outcomes(whole: Goodput) -> dict[str, int]:
+    return {
+        "committed": whole.committed_ns,
+        "pending": whole.pending_ns,
+        "discarded.rollback": whole.rollback_ns,
+        "discarded.nonfinite": whole.nonfinite_ns,
+        "waiting": whole.waiting_ns,
+    }
+
+
+def _seconds(parts: Mapping[str, int]) -> dict[str, float]:
+    return {name: value / NS_PER_S for name, value in parts.items()}
+
+
+def _attempt(one: AttemptAccount) -> dict[str, object]:
+    return {
+        "attempt": one.attempt,
+        "started": one.started_s,
+        "ended": one.ended_s,
+        "ranks": one.ranks,
+        "reason": one.reason,
+        "first_step": one.first_step,
+        "last_step": one.last_step,
+        "buckets": _seconds(one.buckets_ns),
+    }
+
+
+def _causes(attempts: Sequence[AttemptAccount], found: Mapping[int, Recovery]) -> list[dict[str, object]]:
+    """What each end of an attempt cost until the next one trained: the time between, the new start, and steps computed again."""
+    causes: list[dict[str, object]] = []
+    for before, after in pairwise(attempts):
+        recovery = found.get(after.attempt)
+        parts = {
+            name: value / NS_PER_S
+            for name, value in after.buckets_ns.items()
+            if name.startswith(_START) and value
+        }
+        between = max(0.0, after.started_s - before.ended_s)
+        lost = recovery.lost_steps if recovery else 0
+        causes.append(
+            {
+                "attempt": before.attempt,
+                "t": before.ended_s,
+                "cause": before.reason or f"attempt {before.attempt + 1} ended without a word",
+                "seconds": between + sum(parts.values()),
+                "between_s": between,
+                "phases": parts,
+                "lost_steps": lost,
+                "moved_bytes": recovery.moved_bytes if recovery else 0,
+            }
+        )
+    return causes
+
+
+def _cost(whole: Goodput, attempts: Sequence[AttemptAccount], price: float) -> dict[str, object]:
+    """Dollars by bucket and outcome. The first rank's time stands for that of all; nodes that were held and had no rank are not counted."""
+    buckets: dict[str, float] = {}
+    rank_s = 0.0
+    for one in attempts:
+        ranks = max(1, one.ranks)
+        for name, value in one.buckets_ns.items():
+            buckets[name] = buckets.get(name, 0.0) + value / NS_PER_S * ranks / _S_PER_H * price
+            rank_s += value / NS_PER_S * ranks
+    dollars = rank_s / _S_PER_H * price
+    held = whole.held_ns or 1
+    outcomes = {name: dollars * value / held for name, value in _outcomes(whole).items()}
+    return {
+        "price_per_accelerator_hour": price,
+        "accelerator_hours": rank_s / _S_PER_H,
+        "dollars": dollars,
+        "buckets": buckets,
+        "outcomes": outcomes,
+        "not_in_the_weights": dollars - outcomes["committed"] - outcomes["pending"],
+    }
+
+
+def _others(whole: Goodput) -> dict[str, object]:
+    google, meta = google_goodput(whole), meta_ettr(whole)
+    return {
+        "google": {
+            "goodput": google.goodput,
+            "elapsed_s": google.elapsed_ns / NS_PER_S,
+            "productive_s": google.productive_ns / NS_PER_S,
+            "badput": _seconds(google.badput_ns),
+            "definition": "ml-goodput-measurement: productive step time over elapsed time",
+        },
+        "meta": {
+            "ettr": meta.ettr,
+            "wall_s": meta.wall_ns / NS_PER_S,
+            "productive_s": meta.productive_ns / NS_PER_S,
+            "unproductive": _seconds(
+                {
+                    "catch_up": meta.catch_up_ns,
+                    "restart_overhead": meta.restart_overhead_ns,
+                    "between_attempts": meta.between_ns,
+                }
+            ),
+            "definition": "ETTR (arXiv:2410.21680): productive runtime over wall time",
+        },
+    }

@@ -1,0 +1,276 @@
+"""Views of single ranks: ``/api/run/ID/ranks``, ``/rank/R``, ``/profiles``, ``/profile/NAME`` and ``/profile/NAME/trace``.
+
+Measurements of each rank come as a heat map and as one rank's history; recorded profiles come with their analysis.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from starlette.responses import Response
+
+from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankStreamError
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.layout import Layout, layout_of
+from phalanx.run.rank_places import rank_groups, rank_place
+from phalanx_watch.page.http import Parameters, RequestError, json_bytes, not_found
+from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.profile.read import ProfileError, profiles, read_summary, trace_path
+from phalanx_watch.ranks import BY_RANK, in_order, nodes_of_ranks, orders
+from phalanx_watch.series.table import rounded
+
+HEAT_COLUMNS = RANK_COLUMNS
+_MOST_ACROSS, _MOST_DOWN = 2000, 2000
+_MOST_STEP = 2**62
+_MOST_GROUP = 4096
+
+
+def ranks_view(runs: Runs, place: Place, parameters: Parameters) -> Response | dict[str, object]:
+    """A heat map as bytes: the length of a header in four bytes, the header in JSON, and the values in single precision, row by row."""
+    heat = heat_map(
+        runs,
+        place,
+        parameters.choice("column", HEAT_COLUMNS),
+        Part(
+            parameters.whole("columns", 800, 1, _MOST_ACROSS),
+            parameters.whole("rows", 400, 1, _MOST_DOWN),
+            _step(parameters, "first"),
+            _step(parameters, "last"),
+            parameters.text("order") or BY_RANK,
+            _step(parameters, "from"),
+            _step(parameters, "to"),
+        ),
+    )
+    if heat is None:
+        return {"missing": True}
+    head = json_bytes(header(heat))
+    body = len(head).to_bytes(4, "little") + head + heat.map.values.astype("<f4").tobytes()
+    return Response(body, media_type="application/octet-stream")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a map is drawn: in at most so many columns and rows, from one step to another, from one place in the order of ranks to another."""
+
+    columns: int
+    rows: int
+    first_step: int | None = None
+    last_step: int | None = None
+    order: str = BY_RANK
+    first_place: int | None = None
+    last_place: int | None = None
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A heat map, and the rank of each row that a look at the row should show first."""
+
+    map: HeatMap
+    worst: list[int]
+    row_nodes: list[str]
+    """The nodes of each row's ranks in words; empty where no node is known."""
+    order: str
+    orders: list[str]
+    """The orders that make a difference for the run."""
+    first_place: int
+    """Place of the first drawn rank in the order, of ``places``."""
+    places: int
+
+
+def heat_map(runs: Runs, place: Place, column: str, part: Part) -> Heat | None:
+    """The heat map of one column; ``None`` if the run has no numbers of ranks. Raises ``RequestError`` if they cannot be read."""
+    directory = RunDirectory(place.path)
+    try:
+        stream, lock = runs.rank_streams.of(directory.ranks)
+        with lock:
+            stream.refresh()
+            if not len(stream):
+                return None
+            ranks = stream.ranks
+            layout, nodes = _layout(runs, place, ranks), nodes_of_ranks(directory, ranks)
+            all_orders = orders(layout, nodes)
+            if part.order not in all_orders:
+                part = replace(part, order=BY_RANK)
+            first = min(max(0, part.first_place or 0), ranks - 1)
+            last = ranks if part.last_place is None else max(first + 1, part.last_place + 1)
+            # Without an order and a part, frames of an attempt with more ranks are drawn whole.
+            whole = part.order == BY_RANK and first == 0 and last >= ranks
+            order = None if whole else in_order(part.order, ranks, layout, nodes)
+            found = stream.heat_map(
+                *(column, part.first_step, part.last_step, part.columns, part.rows, order),
+                slice(None) if whole else slice(first, last),
+            )
+            return Heat(
+                map=found,
+                worst=_worst(stream, column, found),
+                row_nodes=_nodes(found, nodes),
+                order=part.order,
+                orders=all_orders,
+                first_place=first,
+                places=max(ranks, found.ranks),
+            )
+    except RankStreamError as error:
+        raise RequestError(str(error), 404) from None
+
+
+def _worst(stream: RankStream, column: str, found: HeatMap) -> list[int]:
+    """The rank of each row that has the greatest value in the newest frame that is shown."""
+    if not found.values.size:
+        return []
+    shown = np.flatnonzero(stream.steps == found.column_steps[-1])
+    newest = stream.frame(int(shown[-1])).columns[column]
+    values = np.full(int(found.drawn.max()) + 1, np.nan, np.float32)
+    values[: len(newest)] = newest[: len(values)]
+    worst = []
+    for places in found.rows:
+        ranks = found.drawn[places.start : places.stop]
+        row = values[ranks]
+        worst.append(int(ranks[int(np.nanargmax(row)) if np.isfinite(row).any() else 0]))
+    return worst
+
+
+def _nodes(found: HeatMap, nodes: Mapping[int, str]) -> list[str]:
+    """The node of each row, or the first and last of several."""
+    if not nodes:
+        return []
+    ends = [(int(found.drawn[places.start]), int(found.drawn[places.stop - 1])) for places in found.rows]
+    named = [(nodes.get(first, ""), nodes.get(last, "")) for first, last in ends]
+    return [first if first == last else f"{first} … {last}" for first, last in named]
+
+
+def header(heat: Heat) -> dict[str, object]:
+    """What is said of a heat map beside its values."""
+    found = heat.map
+    known = found.values[np.isfinite(found.values)]
+    return {
+        "rows": found.values.shape[0],
+        "columns": found.values.shape[1],
+        "row_ranks": found.row_ranks.tolist(),
+        "row_sizes": [len(places) for places in found.rows],
+        "row_worst": heat.worst,
+        "row_nodes": heat.row_nodes,
+        "column_steps": found.column_steps.tolist(),
+        "column_times": found.column_times.tolist(),
+        "column_usual": rounded(found.usual.astype(np.float64)),
+        "minimum": float(known.min()) if len(known) else None,
+        "maximum": float(known.max()) if len(known) else None,
+        "median": float(np.median(known)) if len(known) else None,
+        "reduced": found.reduced,
+        "ranks": found.ranks,
+        "order": heat.order,
+        "orders": heat.orders,
+        "first_place": heat.first_place,
+        "places": heat.places,
+    }
+
+
+def heat_table(runs: Runs, place: Place, column: str) -> dict[str, object]:
+    """A small heat map as JSON, for a file without a server."""
+    heat = heat_map(runs, place, column, Part(columns=400, rows=200))
+    if heat is None:
+        return {"missing": True}
+    values = base64.b64encode(heat.map.values.astype("<f4").tobytes()).decode()
+    return header(heat) | {"orders": [BY_RANK], "values_base64": values}
+
+
+def rank_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
+    """The history of one rank, its node, its place in the mesh and its neighbors in each group."""
+    rank = int(parameters.path["rank"])
+    column = parameters.choice("column", HEAT_COLUMNS)
+    try:
+        stream, lock = runs.rank_streams.of(RunDirectory(place.path).ranks)
+        with lock:
+            stream.refresh()
+            ranks = stream.ranks
+            if not 0 <= rank < ranks:
+                raise not_found(f"there is no rank {rank} among {ranks} in the newest numbers of this run")
+            steps, values = stream.rank(column, rank, _step(parameters, "first"), _step(parameters, "last"))
+    except RankStreamError as error:
+        raise RequestError(str(error), 404) from None
+    layout = _layout(runs, place, ranks)
+    where: dict[str, int] = {}
+    groups: dict[str, list[int]] = {}
+    if layout is not None:
+        where = rank_place(layout, rank)
+        groups = {axis: found[:_MOST_GROUP] for axis, found in rank_groups(layout, rank).items()}
+    return {
+        "rank": rank,
+        "column": column,
+        "place": where,
+        "node": _node(place, rank),
+        "steps": steps.tolist(),
+        "values": rounded(values.astype(np.float64)),
+        "groups": groups,
+    }
+
+
+def _layout(runs: Runs, place: Place, ranks: int) -> Layout | None:
+    """The layout of the run's ranks; ``None`` for another number of them than its run file takes."""
+    spec = runs.spec(place)
+    if spec is None:
+        return None
+    with suppress(ValueError):
+        found = layout_of(spec.parallel, ranks)
+        return found if found.ranks == ranks else None
+    return None
+
+
+def _node(place: Place, rank: int) -> str:
+    """The node that holds the rank now; empty without a fleet."""
+    try:
+        members = read_fleet_file(place.path).members
+    except FleetFileError:
+        return ""
+    return next((member.name for member in members if rank in member.ranks), "")
+
+
+def _step(parameters: Parameters, name: str) -> int | None:
+    said = parameters.number(name)
+    return None if said is None else int(max(-1.0, min(said, float(_MOST_STEP))))
+
+
+# Profiles.
+
+
+_MOST_EXPORTED = 8
+
+
+def profiles_view(_runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
+    """The profiles of a run, the newest last."""
+    return {"profiles": profiles(RunDirectory(place.path))}
+
+
+def profile_names(place: Place) -> list[str]:
+    """The names of the newest profiles."""
+    return [one.name for one in profiles(RunDirectory(place.path))][-_MOST_EXPORTED:]
+
+
+def profile_view(_runs: Runs, place: Place, parameters: Parameters) -> Mapping[str, object]:
+    """The analysis of one profile."""
+    return profile_summary(place, parameters.path["name"])
+
+
+def profile_summary(place: Place, name: str) -> Mapping[str, object]:
+    """The analysis of the profile ``name``. Raises ``RequestError``."""
+    try:
+        summary: Mapping[str, object] = read_summary(RunDirectory(place.path), name)
+    except ProfileError as error:
+        raise RequestError(str(error), 404) from None
+    return summary
+
+
+def trace_file(place: Place, name: str) -> Path:
+    """The file of the merged trace. Raises ``RequestError`` for a name that leads out of the run directory, by a link too."""
+    try:
+        path = trace_path(RunDirectory(place.path), name).resolve()
+    except (ProfileError, OSError) as error:
+        raise RequestError(str(error), 404) from None
+    if not path.is_relative_to(place.path.resolve()) or not path.is_file():
+        raise not_found(f"the profile {name[:100]!r} has no trace")
+    return path

@@ -1,0 +1,318 @@
+"""Views of one run: ``/api/run/ID`` and below it ``/why``, ``/checkpoints`` and ``/logs``.
+
+The summary has the run's row, its starts, what it was made from, and which other views have something to show. Checkpoints are described by
+their indexes; no tensor is read on a request. Log lines are merged in time, filtered, and grouped where many processes log the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+
+from msgspec import UNSET, structs, to_builtins
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.format.index import Index, decode_index
+from phalanx.checkpoint.tiers.store_standing import store_standing
+from phalanx.fleet.control.fleet_file import path_in
+from phalanx.observe.events import Event, RunStarted
+from phalanx.observe.logs.first_failure import what_happened
+from phalanx.observe.logs.line import LEVELS
+from phalanx.observe.logs.masking import run_file_mask
+from phalanx.observe.logs.read_lines import (
+    LogGroup,
+    LogLine,
+    LogQuery,
+    grouped,
+    read_lines,
+    recovered_step,
+    told_failure,
+)
+from phalanx.observe.serving import read_serving
+from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.lineage import read_lineage
+from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, read_small_json, step_folder
+from phalanx.run.directory.regular_file import open_regular
+from phalanx_watch.page.http import Parameters, RequestError
+from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.series.run_series import RunSeries
+from phalanx_watch.why.reasons import reasons
+
+_MOST_RUN_FILE_BYTES = 1 << 20
+_MOST_STARTS = 500
+_MOST_EVALUATIONS = 2000
+
+
+def summary(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
+    """The run in a page."""
+    directory, run = RunDirectory(place.path), runs.series(place)
+    with run.lock:
+        starts = list(run.starts)[-_MOST_STARTS:]
+        evaluations = _evaluations(run)
+    result = directory.finished_result()
+    return asdict(runs.row(place)) | {
+        "started_events": [_start(event) for event in starts],
+        "environment": _environment(starts),
+        "run_file": _masked(_text(directory.run_file)),
+        "lineage": [
+            asdict(origin) | {"text": str(origin)}
+            for origin in read_lineage(read_small_json(directory.record))
+        ],
+        "result": None if result is None else result.to_json(),
+        "evaluations": evaluations,
+        "curves": run.curve_names(),
+        "has": has(place),
+        "serving": _serving(directory),
+        "torn_lines": run.torn_lines,
+        "dropped_lines": run.dropped_lines,
+        "problem": run.problem,
+    }
+
+
+def _serving(directory: RunDirectory) -> list[dict[str, object]]:
+    """What serves the run's weights, as the servers themselves say."""
+    now = time.time()
+    return [asdict(note) | {"silent": note.silent(now)} for note in read_serving(directory)]
+
+
+def has(place: Place) -> dict[str, bool]:
+    """Which views of a run have something to show."""
+    directory = RunDirectory(place.path)
+    return {
+        "fleet": path_in(place.path).is_file(),
+        "ranks": directory.ranks.is_file(),
+        "logs": _filled(directory.logs),
+        "profiles": _filled(directory.profiles),
+        "checkpoints": _filled(directory.checkpoints),
+    }
+
+
+def _filled(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is not None
+    except OSError:
+        return False
+
+
+def _start(event: Event) -> dict[str, object]:
+    body = event.body
+    assert isinstance(body, RunStarted)
+    return {"t": event.t, "attempt": event.attempt} | {
+        name: value for name, value in asdict(body).items() if name != "environment"
+    }
+
+
+def _environment(starts: list[Event]) -> dict[str, object]:
+    """What the newest start has recorded of code, versions and machine."""
+    body = starts[-1].body if starts else None
+    return dict(body.environment) if isinstance(body, RunStarted) else {}
+
+
+def _evaluations(run: RunSeries) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = [
+        {
+            "step": body.step,
+            "t": event.t,
+            "loss": body.loss,
+            "bits_per_byte": body.bits_per_byte,
+            "sources": body.sources,
+        }
+        for event, body in run.evaluations
+    ]
+    return found[-_MOST_EVALUATIONS:]
+
+
+def _masked(text: str) -> str:
+    """Return the text of a run file without secrets."""
+    try:
+        table: dict[str, object] = tomllib.loads(text)
+    except (ValueError, RecursionError):
+        table = {}
+    return run_file_mask(table)(text)
+
+
+def _text(path: Path) -> str:
+    """A file's text; what is longer than any run file is cut off. Empty if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read(_MOST_RUN_FILE_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def why_view(_runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
+    """The reasons, with their evidence and the next command."""
+    return {"reasons": reasons(RunDirectory(place.path), time.time())}
+
+
+# Checkpoints.
+
+
+_MOST = 500
+_MOST_INDEX_BYTES = 64 << 20
+_MOST_FILES = 4096
+
+
+def checkpoints_view(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
+    """The newest committed checkpoints, the newest first, with what is known of each without reading it whole.
+
+    ``verified`` is false where something is wrong that shows at once (an index that is damaged, a file that is missing or short), and null
+    where every byte would have to be read to know: ``phalanx checkpoint verify`` does.
+    """
+    directory = RunDirectory(place.path)
+    try:
+        steps = directory.committed_steps()
+    except OSError as error:
+        return {
+            "checkpoints": [],
+            "left_out": 0,
+            "store": None,
+            "problem": f"{directory.checkpoints}: {error.strerror}",
+        }
+    spec = runs.spec(place)
+    standing = None if spec is None else store_standing(spec, directory)
+    copied = standing.newest if standing else None
+    shown = steps[::-1][:_MOST]
+    return {
+        "checkpoints": [
+            _described(directory.checkpoints, step, copied, standing.url if standing else "")
+            for step in shown
+        ],
+        "left_out": len(steps) - len(shown),
+        "store": None if standing is None else asdict(standing) | {"text": str(standing)},
+        "verify": f"phalanx checkpoint verify {place.path}",
+        "problem": "",
+    }
+
+
+def _described(root: Path, step: int, copied: int | None, url: str) -> dict[str, object]:
+    folder = step_folder(root, step)
+    row: dict[str, object] = {
+        "step": step,
+        "path": str(folder),
+        "where": ["disk", *([url] if copied == step else [])],
+    }
+    try:
+        index, saved = _index(folder)
+        problem = _shortfall(folder, index)
+    except (CheckpointError, OSError) as error:
+        return row | {
+            "size_bytes": None,
+            "saved": None,
+            "ranks": None,
+            "weights_sha256": None,
+            "verified": False,
+            "restorable": False,
+            "problem": str(error)[:500],
+        }
+    return row | {
+        "size_bytes": sum(ref.data_bytes for ref in index.catalogs),
+        "saved": saved,
+        "ranks": index.world_size,
+        "weights_sha256": index.weights_sha256,
+        "verified": False if problem else None,
+        "restorable": not problem,
+        "problem": problem,
+    }
+
+
+def _index(folder: Path) -> tuple[Index, float]:
+    path = folder / CHECKPOINT_INDEX
+    with open_regular(path) as file:
+        saved = os.fstat(file.fileno()).st_mtime
+        return decode_index(file.read(_MOST_INDEX_BYTES), str(path)), saved
+
+
+def _shortfall(folder: Path, index: Index) -> str:
+    """What is missing of a checkpoint, by the names and sizes of its files alone; empty if nothing is, or there are too many to look at."""
+    for ref in index.catalogs:
+        if not (folder / ref.file).is_file():
+            return f"{folder / ref.file} is missing"
+    if index.world_size > _MOST_FILES:
+        return ""
+    found = sum(path.stat().st_size for path in files_below(folder) if path.suffix == ".safetensors")
+    wanted = sum(ref.data_bytes for ref in index.catalogs)
+    return (
+        ""
+        if found >= wanted
+        else f"its files hold {found:,} bytes of {wanted:,}: some are missing or cut off"
+    )
+
+
+# Logs.
+
+
+_MOST_LINES = 20_000
+_MOST_RANK = 10_000_000
+_LONGEST_TEXT = 20_000
+_MOST_FOLLOWERS = 20
+
+
+def logs_view(_runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
+    """The newest ``last`` lines that the request's filters leave, oldest first, and the failure that came before its followers."""
+    directory = RunDirectory(place.path)
+    last = parameters.whole("last", 500, 1, _MOST_LINES)
+    found = read_lines(directory, query_of(parameters), last + 1)
+    shown = found[-last:]
+    told = told_failure(directory)
+    return {
+        "lines": [_group(one) for one in grouped(shown)]
+        if parameters.text("grouped") == "1"
+        else [_line(one) for one in shown],
+        "more": len(found) > last,
+        "first_failure": None
+        if told is None
+        else _line(told.line)
+        | {
+            "what": what_happened(told.line.text)[:_LONGEST_TEXT],
+            "recovered_step": recovered_step(directory, told.line),
+            "evidence": list(told.evidence),
+            "followers": [_line(one) for one in told.followers[:_MOST_FOLLOWERS]],
+        },
+    }
+
+
+def query_of(parameters: Parameters) -> LogQuery:
+    """Which lines a request asks for. Text is looked for as it stands: an expression could be one that takes forever."""
+    ranks = [_rank(word) for word in parameters.names("rank", most=1000)]
+    level = parameters.choice("level", LEVELS)
+    return LogQuery(
+        ranks=frozenset(ranks),
+        nodes=frozenset(parameters.names("node", most=1000)),
+        level=level,
+        since=parameters.number("since"),
+        until=parameters.number("until"),
+        grep=re.escape(parameters.text("grep", most=500)),
+    )
+
+
+def _rank(word: str) -> int:
+    if not word.isdecimal() or len(word) > 9 or int(word) > _MOST_RANK:
+        raise RequestError(f"rank={word[:50]!r}: give the numbers of ranks, with commas between them")
+    return int(word)
+
+
+def _line(line: LogLine) -> dict[str, object]:
+    where = ", ".join(word for word in (line.process, line.node or "") if word)
+    return _said(line) | {"count": 1, "first": line.t, "last": line.t, "place": where}
+
+
+def _group(group: LogGroup) -> dict[str, object]:
+    return _said(group.example) | {
+        "count": group.count,
+        "first": group.first,
+        "last": group.last,
+        "place": group.place,
+    }
+
+
+def _said(line: LogLine) -> dict[str, object]:
+    text = line.text if len(line.text) <= _LONGEST_TEXT else f"{line.text[:_LONGEST_TEXT]} ..."
+    shortened = structs.replace(line, text=text, goes_on=UNSET)
+    facts: dict[str, object] = to_builtins(shortened)
+    return facts

@@ -1,0 +1,283 @@
+"""Operations against what they could achieve: by kind and by layer against measured peaks, and term by term against the plan.
+
+The roofline of an operation is the longer of two times: its FLOP at the peak of matrix products, its bytes at the peak of copies (Williams,
+Waterman and Patterson, 2009). The achieved fraction is that time over the one it took. Bytes are those of the arguments and one result, each once; FLOP
+are those of products, exact, and of attention, with masked pairs counted as if they were computed.
+
+The planner's terms are its own (``phalanx_plan.step_cost``): what they stand for is measured by the kinds of operations and by the axes of collectives.
+Waiting for a late rank is in no plan; it stands in a row of its own, so that a collective's row shows what moving the bytes took.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.hardware.tables import HardwareError
+from phalanx.launch.planner import PlannerError, installed_planner
+from phalanx.observe.profile.recorded_step import RankTrace
+from phalanx.run.spec import RunSpec
+from phalanx_watch.profile.partition import (
+    BACKWARD,
+    BUBBLE,
+    COMM,
+    COMPUTE,
+    COPY,
+    DATA,
+    FORWARD,
+    GAPS,
+    OPTIMIZER,
+    SAVE,
+    StepPieces,
+    duration,
+    kind_of,
+)
+from phalanx_watch.profile.waits import Passage, Waits
+
+_MOST_LAYERS = 400
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """Operations of one kind in a step, on all recorded ranks together."""
+
+    kind: str
+    seconds: float
+    """A step, added up over ranks."""
+    calls: float
+    flops: float
+    bytes: float
+    roofline: float | None
+    """The fraction of the roofline; ``None`` where neither FLOP nor bytes are known."""
+
+    @property
+    def flops_per_s(self) -> float:
+        """On one rank."""
+        return self.flops / self.seconds if self.seconds else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """On one rank."""
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+
+def kinds(
+    traces: Sequence[RankTrace], cuts: Sequence[StepPieces], peak_flops: float, copy_bytes_per_s: float
+) -> list[KindRow]:
+    """The table of kinds, the longest first."""
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
+    for trace, cut in zip(traces, cuts, strict=True):
+        steps = max(len(cut.steps), 1)
+        kind_names = [kind_of(name) for name in trace.names]
+        wanted = [cut.categories.index(word) for word in (COMPUTE, COPY) if word in cut.categories]
+        mine = np.isin(cut.pieces["category"], wanted) & (cut.pieces["event"] >= 0)
+        spent = np.zeros(len(trace.events))
+        lengths = cut.pieces["end_ns"][mine] - cut.pieces["begin_ns"][mine]
+        np.add.at(spent, cut.pieces["event"][mine], lengths / 1e9)
+        for place in np.flatnonzero(spent).tolist():
+            event = trace.events[place]
+            kind = kind_names[int(event["name"])] if event["mark"] < 0 else "outside of PyTorch"
+            row = totals[kind]
+            row[0] += spent[place] / steps
+            if cut.leaves[place]:
+                flops, moved = float(event["flops"]), float(event["bytes"])
+                row[1] += 1 / steps
+                row[2] += flops / steps
+                row[3] += moved / steps
+                row[4] += max(flops / peak_flops, moved / copy_bytes_per_s) / steps
+    rows = [
+        KindRow(kind, seconds, calls, flops, moved, ideal / seconds if ideal and seconds else None)
+        for kind, (seconds, calls, flops, moved, ideal) in totals.items()
+    ]
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer, or part of one, in a step: seconds of the rank that spends most on it."""
+
+    layer: str
+    rank: int
+    forward_s: float
+    backward_s: float
+    communication_s: float
+
+
+def by_layer(cuts: Sequence[StepPieces]) -> list[LayerRow]:
+    """The layers in the order in which they first ran, each with the rank that takes longest over it."""
+    found: dict[str, LayerRow] = {}
+    for cut in cuts:
+        pieces, steps = cut.pieces, max(len(cut.steps), 1)
+        lengths = (pieces["end_ns"] - pieces["begin_ns"]) / (1e9 * steps)
+        communicates = np.array([word.startswith("communication") for word in cut.categories], bool)
+        own = np.array([word in (COMPUTE, COPY, OPTIMIZER) for word in cut.categories], bool)
+        if not len(pieces):
+            continue
+        moving, busy = communicates[pieces["category"]], own[pieces["category"]]
+        table = {
+            "forward": np.bincount(
+                pieces["layer"], lengths * (busy & (pieces["phase"] == FORWARD)), len(cut.layers)
+            ),
+            "backward": np.bincount(
+                pieces["layer"], lengths * (busy & (pieces["phase"] == BACKWARD)), len(cut.layers)
+            ),
+            "moving": np.bincount(pieces["layer"], lengths * moving, len(cut.layers)),
+        }
+        for number, layer in enumerate(cut.layers):
+            row = LayerRow(
+                layer or "outside of the model", cut.rank, *(float(table[name][number]) for name in table)
+            )
+            before = found.get(row.layer)
+            if before is None or row.forward_s + row.backward_s > before.forward_s + before.backward_s:
+                found[row.layer] = row
+    return list(found.values())[:_MOST_LAYERS]
+
+
+# The plan's terms.
+
+
+_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "matrix products": ("matmul",),
+    "attention": ("attention",),
+    "elementwise, sums, copies": ("pointwise", "activation_offload", "optimizer_offload"),
+    "recomputation (in the rows above)": ("recompute",),
+    "gathering weights": ("weight_gather",),
+    "reducing gradients": ("gradient_reduce",),
+    "tensor collectives": ("tensor_comm",),
+    "context exchange": ("context_comm",),
+    "expert exchange": ("expert_comm", "unpaired_exchange"),
+    "pipeline": ("bubble", "pipeline_comm"),
+    "update": ("optimizer",),
+    "waiting for slower ranks": ("scale_tax",),
+}
+"""The planner's terms by row."""
+_GRADIENT_AXES = ("shard", "replicate", "expert_shard", "all", "stage", "sequence")
+
+
+@dataclass(frozen=True)
+class TermRow:
+    """One row: seconds of a step."""
+
+    term: str
+    predicted_s: float
+    """NaN where there is no plan."""
+    measured_s: float
+    """On average over the ranks that recorded."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The planner's step, by row."""
+
+    cluster: str
+    step_s: float
+    terms: Mapping[str, float]
+
+
+def predict(spec: RunSpec, ranks: int, cluster_name: str) -> Prediction:
+    """The planner's estimate of the run's own layout on ``ranks`` ranks of a cluster.
+
+    Raises ``ValueError`` that says why there is none.
+    """
+    try:
+        step_s, found = installed_planner().step_terms(spec, ranks, cluster_name)
+    except (HardwareError, PlannerError) as error:
+        raise ValueError(str(error)) from error
+    rows: dict[str, float] = defaultdict(float)
+    for term, seconds in found.items():
+        rows[next((row for row, terms in _GROUPS.items() if term in terms), f"other: {term}")] += seconds
+    return Prediction(cluster_name, step_s, {row: seconds for row, seconds in rows.items() if seconds})
+
+
+def measured(
+    cuts: Sequence[StepPieces],
+    kinds: Sequence[KindRow],
+    waits: Waits,
+    passages: Mapping[int, Sequence[Passage]],
+) -> dict[str, float]:
+    """Seconds of a step by row, on average over ranks. They sum to the step's wall time."""
+    count = max(len(cuts), 1)
+    steps = max(max((len(cut.steps) for cut in cuts), default=1), 1)
+    rows: dict[str, float] = defaultdict(float)
+    computed = {row.kind: row.seconds / count for row in kinds}
+    rows["matrix products"] += computed.pop("matrix products", 0.0)
+    rows["attention"] += computed.pop("attention", 0.0)
+    rows["elementwise, sums, copies"] += sum(computed.values())
+    categories: dict[str, float] = defaultdict(float)
+    for cut in cuts:
+        for word, seconds in cut.seconds().items():
+            categories[word] += seconds / count
+    waited: dict[str, float] = defaultdict(float)
+    for (_, axis), seconds in waits.waited.items():
+        waited[axis] += seconds / (count * steps)
+    for word, seconds in categories.items():
+        if word.startswith(COMM):
+            axis = word.removeprefix(COMM)
+            late = min(waited[axis], seconds)
+            rows["waiting for slower ranks"] += late
+            gathers = _gathers(passages, axis)
+            rows["gathering weights"] += (seconds - late) * gathers
+            rows[_row_of_axis(axis)] += (seconds - late) * (1 - gathers)
+        elif word == BUBBLE:
+            rows["pipeline"] += seconds
+        elif word == OPTIMIZER:
+            rows["update"] += seconds
+        elif word in GAPS:
+            rows["host gaps"] += seconds
+        elif word in (DATA, SAVE):
+            rows[word] += seconds
+    whole = sum(cut.step_s for cut in cuts) / count
+    rest = whole - sum(rows.values())
+    if rest > 1e-9:
+        rows["other"] += rest
+    return {row: seconds for row, seconds in rows.items() if seconds}
+
+
+def _row_of_axis(axis: str) -> str:
+    if axis.partition(" ")[0] in _GRADIENT_AXES:
+        return "reducing gradients"
+    return {"tensor": "tensor collectives", "context": "context exchange"}.get(axis, "expert exchange")
+
+
+def _gathers(passages: Mapping[int, Sequence[Passage]], axis: str) -> float:
+    """The part of an axis's collectives that gathers weights, by time."""
+    if axis.partition(" ")[0] not in ("shard", "expert_shard"):
+        return 0.0
+    all_ns = gather_ns = 0
+    for found in passages.values():
+        for one in found:
+            if one.axis == axis and not one.message:
+                all_ns += one.left_ns - one.came_ns
+                gather_ns += (one.left_ns - one.came_ns) * one.key[2].startswith("all_gather")
+    return gather_ns / all_ns if all_ns else 0.0
+
+
+def term_rows(prediction: Prediction | None, found: Mapping[str, float]) -> list[TermRow]:
+    """Predicted and measured side by side, the planner's rows first."""
+    planned = {} if prediction is None else prediction.terms
+    order = [row for row in _GROUPS if row in planned or row in found]
+    order += sorted((planned.keys() | found.keys()) - set(order))
+    nothing = float("nan") if prediction is None else 0.0
+    return [TermRow(row, planned.get(row, nothing), found.get(row, 0.0)) for row in order]
+
+
+def what_would_pay(rows: Sequence[TermRow], step_s: float) -> list[str]:
+    """Sentences on the terms that are furthest over what the planner expected, in milliseconds of a step."""
+    over = sorted(
+        (row for row in rows if row.measured_s - row.predicted_s > 0.02 * step_s),
+        key=lambda row: row.predicted_s - row.measured_s,
+    )
+    told = []
+    for row in over[:3]:
+        plan = (
+            f"the plan said {duration(row.predicted_s)}" if row.predicted_s else "the plan has nothing for it"
+        )
+        gain_s = row.measured_s - row.predicted_s
+        told.append(
+            f"{row.term}: {plan}, measured {duration(row.measured_s)}; as planned, a step would take {duration(step_s - gain_s)} "
+            f"instead of {duration(step_s)}"
+        )
+    return told

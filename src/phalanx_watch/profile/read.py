@@ -1,0 +1,376 @@
+"""Profiles of a run: requested from its ranks, listed, and read; with the summary and the trace made of their files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.observe.event_log import newest_event
+from phalanx.observe.events import IncidentKind, Message, Step
+from phalanx.observe.profile.recorded_step import (
+    ORDER_FILE,
+    ProfileFileError,
+    RankTrace,
+    rank_file,
+    read_rank_trace,
+)
+from phalanx.observe.profile.request import (
+    ProfileRequest,
+    is_profile_name,
+    new_name,
+    request_path,
+    write_request,
+)
+from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.plain_json import plain_json
+from phalanx.run.directory.regular_file import read_small
+from phalanx_watch.profile.chrome import packed
+from phalanx_watch.profile.operations import Prediction, predict
+from phalanx_watch.profile.summary import analyze
+from phalanx_watch.runs.probe import KernelLocks
+
+SUMMARY_FILE = "summary.json"
+TRACE_FILE = "trace.json.gz"
+_MOST_SUMMARY_BYTES = 32 << 20
+
+
+_MOST_NAMED = 8
+"""Profiles that an error names, the newest."""
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be read or made; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class ProfileSummary:
+    """A profile of a run."""
+
+    name: str
+    step: int
+    """The first step that was recorded."""
+    steps: int
+    ranks: tuple[int, ...]
+    step_s: float
+    verdict: str
+    table: Mapping[str, Any]
+    """Where a step of each rank went: ``columns``, and ``rows`` with ``rank``, ``step_s`` and ``seconds`` by column."""
+    asked_unix_s: float | None
+    trace_bytes: int
+    """The size of the merged trace."""
+
+
+def profiles(directory: RunDirectory) -> list[ProfileSummary]:
+    """The profiles of a run that have a summary, the newest last; those that cannot be read are left out."""
+    try:
+        names = sorted(path.name for path in directory.profiles.iterdir() if is_profile_name(path.name))
+    except OSError:
+        return []
+    found = []
+    for name in names:
+        try:
+            found.append(_listed(directory, name))
+        except (ProfileError, KeyError, TypeError, ValueError, OverflowError, OSError):
+            continue
+    return found
+
+
+def _listed(directory: RunDirectory, name: str) -> ProfileSummary:
+    summary = read_summary(directory, name)
+    asked = summary.get("asked_unix_s")
+    return ProfileSummary(
+        name,
+        int(summary["step"]),
+        len(summary["steps"]),
+        tuple(int(rank) for rank in summary["ranks"]),
+        float(summary["step_s"]),
+        str(summary["verdict"]),
+        dict(summary["table"]),
+        float(asked) if isinstance(asked, int | float) else None,
+        trace_path(directory, name).stat().st_size,
+    )
+
+
+def folder_of(directory: RunDirectory, name: str) -> Path:
+    """The folder of a profile. Raises ``ProfileError`` if that cannot be the name of one."""
+    if not is_profile_name(name):
+        raise ProfileError(
+            f"{name!r} cannot be the name of a profile; phalanx profile {directory.path} --show lists those that there are"
+        )
+    return directory.profiles / name
+
+
+def trace_path(directory: RunDirectory, name: str) -> Path:
+    """The file of the merged trace. Raises ``ProfileError``."""
+    return folder_of(directory, name) / TRACE_FILE
+
+
+def read_summary(directory: RunDirectory, name: str) -> dict[str, Any]:
+    """The summary of a profile. Raises ``ProfileError``."""
+    path = folder_of(directory, name) / SUMMARY_FILE
+    return _read_json(path, _MOST_SUMMARY_BYTES)
+
+
+def read_order(directory: RunDirectory, name: str) -> dict[str, Any]:
+    """What rank 0 ordered to be recorded. Raises ``ProfileError``."""
+    return _read_json(folder_of(directory, name) / ORDER_FILE, _MOST_SUMMARY_BYTES)
+
+
+def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
+    try:
+        found = plain_json(read_small(path, most_bytes))
+    except FileNotFoundError as error:
+        raise ProfileError(_missing(path)) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProfileError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ProfileError(f"{path} is no JSON object")
+    return found
+
+
+def _missing(path: Path) -> str:
+    """Why a profile's file is not there: the profile is not, or it is not done; and which are."""
+    folder, run = path.parent, path.parent.parent.parent
+    if folder.is_dir():
+        return f"profile {folder.name} of {run} has no {path.name}: it was not recorded to its end"
+    try:
+        known = sorted(one.name for one in folder.parent.iterdir() if is_profile_name(one.name))
+    except OSError:
+        known = []
+    recorded = (
+        f"there are {', '.join(known[-_MOST_NAMED:])}"
+        if known
+        else f"none was recorded: phalanx profile {run} does"
+    )
+    return f"{run} has no profile {folder.name}; {recorded}"
+
+
+def ordered_ranks(order: Mapping[str, Any]) -> list[int]:
+    """The ranks that an order names."""
+    ranks = order.get("ranks")
+    return sorted(int(rank) for rank in ranks if str(rank).isdigit()) if isinstance(ranks, dict) else []
+
+
+def missing_ranks(directory: RunDirectory, name: str, order: Mapping[str, Any]) -> list[int]:
+    """The ranks of an order that have not written their file."""
+    folder = folder_of(directory, name)
+    return [rank for rank in ordered_ranks(order) if not rank_file(folder, rank).exists()]
+
+
+def make_summary(directory: RunDirectory, name: str, cluster: str | None = None) -> dict[str, Any]:
+    """Analyzes what the ranks have written, and writes ``summary.json`` and ``trace.json.gz``.
+
+    Args:
+        directory: Of the run.
+        name: Of the profile.
+        cluster: What the planner is to expect; by default what ``phalanx calibrate`` measured, else a CPU or nothing.
+
+    Raises:
+        ProfileError: No rank has written anything that can be read.
+        OSError: The files cannot be written.
+    """
+    folder, order = folder_of(directory, name), read_order(directory, name)
+    traces, notes = _traces(directory, name, order)
+    if not traces:
+        raise ProfileError(
+            f"no rank has recorded profile {name}: {'; '.join(notes)}. If a fault ended the epoch meanwhile, ask again"
+        )
+    prediction, note = _prediction(directory, order, cluster)
+    try:
+        done = analyze(name, traces, order, prediction, [*notes, *([note] if note else [])])
+    except ValueError as error:
+        raise ProfileError(f"profile {name} shows nothing: {error}; ask for a new one") from error
+    write_atomically(folder / TRACE_FILE, packed(done.trace), durable=False)
+    write_atomically(
+        folder / SUMMARY_FILE, (json.dumps(done.summary, indent=1) + "\n").encode(), durable=False
+    )
+    return done.summary
+
+
+def _traces(
+    directory: RunDirectory, name: str, order: Mapping[str, Any]
+) -> tuple[list[RankTrace], list[str]]:
+    """The recordings that can be read, and what is to be said of the others."""
+    found, notes = [], []
+    missing = missing_ranks(directory, name, order)
+    if missing:
+        notes.append(
+            f"nothing came from ranks {', '.join(map(str, missing[:20]))}: they died, or could not write"
+        )
+    for rank in ordered_ranks(order):
+        if rank in missing:
+            continue
+        path = rank_file(folder_of(directory, name), rank)
+        try:
+            trace = read_rank_trace(path)
+            if trace.rank != rank:
+                raise ProfileFileError(f"{path} is the recording of rank {trace.rank}")
+            found.append(trace)
+        except (ProfileFileError, OSError) as error:
+            notes.append(str(error))
+    return found, notes
+
+
+def _prediction(
+    directory: RunDirectory, order: Mapping[str, Any], cluster: str | None
+) -> tuple[Prediction | None, str]:
+    """The planner's step, and why there is none if there is none."""
+    from phalanx.hardware.catalog import this_machine
+
+    name = cluster or ("this" if this_machine().is_file() else "cpu" if order.get("device") == "cpu" else "")
+    if not name:
+        return (
+            None,
+            "no plan to compare with: name the cluster (--cluster h100), or run phalanx calibrate here",
+        )
+    try:
+        return predict(read_resolved(directory), int(order.get("of_ranks", 1)), name), ""
+    except (ValueError, RunDirectoryError) as error:
+        return None, f"no plan to compare with: {error}"
+
+
+# A profile of a run that is training, requested through a file and awaited.
+
+
+_LOOK_EVERY_S = 0.2
+_LEAST_FOR_FILES_S = 60.0
+_GONE_S = 2.0
+"""After so long without an answer from a directory that no process holds, none will come."""
+_WRITES_S = 5.0
+"""Time that ranks may take over their files when the run has ended."""
+
+
+def ask(
+    directory: RunDirectory,
+    steps: int,
+    ranks: tuple[int, ...] | str,
+    wait_s: float,
+    tell: Callable[[str], None],
+) -> str:
+    """Has the next ``steps`` steps recorded; returns the profile's name once its ranks have written, or no more will.
+
+    Args:
+        directory: Of the run.
+        steps: How many.
+        ranks: As in ``ProfileRequest``.
+        wait_s: The time within which the run must hear the request.
+        tell: Takes a line on how far it is.
+
+    Raises:
+        ProfileError: The run does not hear, or refuses; the message says what to do.
+        OSError: The request cannot be written.
+    """
+    if directory.result.exists():
+        raise ProfileError(f"the run in {directory.path} is finished: --show lists what was recorded of it")
+    name, since_s = new_name(), time.time()
+    with _request(directory, ProfileRequest(name, steps, ranks, since_s + wait_s)) as asked:
+        tell(f"asked for {steps} steps; the run hears it within a second and a step")
+        _heard(directory, name, since_s, wait_s, asked)
+    order = read_order(directory, name)
+    count = len(ordered_ranks(order))
+    tell(f"recording {steps} steps on {count} of {order.get('of_ranks')} ranks")
+    _written(directory, name, steps, wait_s)
+    return name
+
+
+@contextmanager
+def _request(directory: RunDirectory, request: ProfileRequest) -> Iterator[int | None]:
+    """Leaves the request for the time inside, and takes it back if nobody has taken it. Gives its inode, if it was still there."""
+    write_request(directory, request)
+    path = request_path(directory)
+    asked = _inode(path)  # rank 0 may have taken it already
+    try:
+        yield asked
+    finally:
+        with suppress(OSError):
+            if asked is not None and _inode(path) == asked:
+                path.unlink()
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _heard(directory: RunDirectory, name: str, since_s: float, wait_s: float, asked: int | None) -> None:
+    path = folder_of(directory, name) / ORDER_FILE
+    while not path.exists():
+        now_s = time.time()
+        if now_s > since_s + wait_s:
+            raise ProfileError(_silence(directory, wait_s))
+        if now_s > since_s + _GONE_S and KernelLocks().holds(directory) is False:
+            raise ProfileError(_silence(directory, _GONE_S))
+        now = _inode(request_path(directory))
+        if now is not None and asked is not None and now != asked:
+            raise ProfileError(
+                "somebody else asked for a profile in the same second, and theirs is made: ask again"
+            )
+        if now is None:
+            # Taken: the answer follows within a step, or a warning in the event stream says why not.
+            said = _warning(directory, since_s)
+            if said is not None:
+                raise ProfileError(said)
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _warning(directory: RunDirectory, since_s: float) -> str | None:
+    """What the run said about the request, if it does not follow it."""
+    if not directory.events.exists():
+        return None
+    found = newest_event(
+        directory.events,
+        lambda event: isinstance(event.body, Message) and event.body.incident is IncidentKind.PROFILE_REFUSED,
+    )
+    if found is None or found.t < since_s or not isinstance(found.body, Message):
+        return None
+    return found.body.text
+
+
+def _silence(directory: RunDirectory, wait_s: float) -> str:
+    """Why nobody may have heard."""
+    newest = None
+    if directory.events.exists():
+        newest = newest_event(directory.events, lambda event: isinstance(event.body, Step))
+    if newest is None:
+        return f"nobody took the request within {wait_s:g} s, and no step has been logged: does the run in {directory.path} train?"
+    age_s = time.time() - newest.t
+    gone = KernelLocks().holds(directory) is False or age_s >= 10 * wait_s
+    remedy = "it seems not to run: start it first" if gone else "steps may take longer: raise --wait"
+    return (
+        f"nobody took the request within {wait_s:g} s; the newest step was logged {age_s:.0f} s ago; {remedy}"
+    )
+
+
+def _written(directory: RunDirectory, name: str, steps: int, wait_s: float) -> None:
+    """Waits for the files of all ranks; for no longer than they can take."""
+    began_s, ended_s = time.time(), None
+    patience_s = max(wait_s, _LEAST_FOR_FILES_S) + 3 * steps * _step_s(directory)
+    order = read_order(directory, name)
+    while missing_ranks(directory, name, order):
+        now_s = time.time()
+        if directory.result.exists() or _attempt(directory) != order.get("attempt"):
+            ended_s = ended_s or now_s  # also an epoch of a fleet that a fault has ended
+        if now_s > began_s + patience_s or (ended_s is not None and now_s > ended_s + _WRITES_S):
+            return  # what has come is analyzed, and the summary says what is missing
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _attempt(directory: RunDirectory) -> int | None:
+    """The newest attempt, or epoch, that has told anything."""
+    newest = newest_event(directory.events, lambda _: True) if directory.events.exists() else None
+    return None if newest is None else newest.attempt
+
+
+def _step_s(directory: RunDirectory) -> float:
+    if not directory.events.exists():
+        return 0.0
+    newest = newest_event(directory.events, lambda event: isinstance(event.body, Step))
+    return newest.body.step_s if newest is not None and isinstance(newest.body, Step) else 0.0

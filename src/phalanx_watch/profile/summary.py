@@ -1,0 +1,421 @@
+"""Analysis of a profile: one JSON object for the page, the terminal and programs, with sentences on what costs most, and the merged trace.
+
+Four things make a step longer than its computing, and each is measured apart from the others: a rank that comes late to what all do together (the
+others' waiting is charged to it, and what it spends more time on than its peers is why), bytes that move slowly although everybody is there, time in
+which no rank computes (the host's gaps, waiting for data, saving), and a pipeline with nothing to do. Their costs are in seconds of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from phalanx.observe.profile.recorded_step import RankTrace
+from phalanx.observe.throughput import format_bytes
+from phalanx_watch.profile.chrome import merged
+from phalanx_watch.profile.memory import memory_line
+from phalanx_watch.profile.operations import (
+    Prediction,
+    TermRow,
+    by_layer,
+    kinds,
+    measured,
+    term_rows,
+    what_would_pay,
+)
+from phalanx_watch.profile.partition import (
+    BETWEEN,
+    BUBBLE,
+    COMPUTE,
+    COPY,
+    DATA,
+    INSIDE,
+    LOG,
+    OPTIMIZER,
+    SAVE,
+    StepPieces,
+    axis_of,
+    duration,
+    in_order,
+    partition,
+)
+from phalanx_watch.profile.waits import (
+    ClockFit,
+    Passage,
+    Transfer,
+    Waits,
+    critical_path,
+    fit_clocks,
+    meet,
+    passages,
+    path_seconds,
+)
+
+# Findings, in sentences.
+
+
+_WORTH_A_WORD = 0.03
+"""Part of a step from which something is told."""
+_CULPRIT = 0.08
+"""Part of a step from which it is what the verdict is about."""
+_UNLIKE = 3.0
+"""Times as slow as the groups of its axis: a link is told apart."""
+_BOUND = {
+    COMPUTE: "computing",
+    COPY: "copies",
+    OPTIMIZER: "the update",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a step's time goes to."""
+
+    code: str
+    """``late rank``, ``slow link``, ``host gap``, ``data wait``, ``save``, ``bubble`` or ``computing``."""
+    cost_s: float
+    """Seconds of a step."""
+    text: str
+    ranks: tuple[int, ...] = ()
+    axis: str = ""
+
+
+def findings(cuts: Sequence[StepPieces], waits: Waits) -> list[Finding]:
+    """What was found, what costs most first; at least one."""
+    if not cuts:
+        return []
+    step_s = sum(cut.step_s for cut in cuts) / len(cuts)
+    seconds = {cut.rank: cut.seconds() for cut in cuts}
+    steps = max(len(cut.steps) for cut in cuts)
+    found = [
+        *_late(seconds, waits, steps, step_s),
+        *_links(waits, steps, step_s),
+        *_common(seconds, step_s),
+    ]
+    found = [one for one in found if one.cost_s > _WORTH_A_WORD * step_s]
+    found.sort(key=lambda one: -one.cost_s)
+    if not found or found[0].cost_s < _CULPRIT * step_s:
+        found.insert(0, _healthy(seconds, step_s))
+    return found
+
+
+def _late(
+    seconds: Mapping[int, Mapping[str, float]], waits: Waits, steps: int, step_s: float
+) -> list[Finding]:
+    found = []
+    for late, waiting in waits.charged.items():
+        # Ranks of other groups waited less or not at all; what counts is what those wait that are held up most.
+        cost_s = sum(waiting.values()) / max(len(waiting), 1) / steps
+        others = [_without_waits(rank, seconds, waits, steps) for rank in seconds if rank != late]
+        found_why = _why(late, _without_waits(late, seconds, waits, steps), others)
+        if found_why is None:  # its collectives are slow: that is told of their link
+            continue
+        why, more_s = found_why
+        # What others waited for it, less what it waited for them: of ranks that are late in turn, nobody is to blame. But one
+        # that has more to do than its peers is, as far as they waited, whatever held these up at other times.
+        returned_s = sum(waits.charged[other].get(late, 0.0) for other in waiting if other in waits.charged)
+        net_s = max(cost_s - returned_s / max(len(waiting), 1) / steps, min(cost_s, more_s))
+        if net_s <= 0:
+            continue
+        others_are = "the others wait" if len(seconds) > 2 else f"rank {next(iter(waiting))} waits"
+        text = f"{why}: {others_are} {duration(cost_s)} of each {duration(step_s)} step for it"
+        found.append(Finding("late rank", net_s, text, (late,)))
+    return found
+
+
+def _without_waits(
+    rank: int, seconds: Mapping[int, Mapping[str, float]], waits: Waits, steps: int
+) -> dict[str, float]:
+    """A rank's seconds of a step by category, without waiting for later ranks."""
+    return {
+        word: value - (waits.waited.get((rank, axis), 0.0) / steps if (axis := axis_of(word)) else 0.0)
+        for word, value in seconds[rank].items()
+        if word != BUBBLE
+    }
+
+
+def _why(
+    late: int, mine: Mapping[str, float], others: Sequence[Mapping[str, float]]
+) -> tuple[str, float] | None:
+    """What a late rank spends more time on than its peers, and how many seconds of a step; ``None`` if that is moving bytes."""
+    words = {word for one in (mine, *others) for word in one}
+    usual = {word: median(one.get(word, 0.0) for one in others) for word in words}
+    more = {word: mine.get(word, 0.0) - usual[word] for word in words}
+    computing = [word for word in (COMPUTE, COPY, OPTIMIZER) if word in words]
+    extra_s = sum(more[word] for word in computing)
+    idle = {word: more[word] for word in words if word not in computing}
+    most = max(idle, key=lambda word: idle[word], default=None)
+    if most is None or extra_s >= idle[most]:
+        base_s = sum(usual[word] for word in computing)
+        if extra_s <= 0:
+            return f"rank {late} comes last", 0.0
+        times = (base_s + extra_s) / base_s if base_s else float("inf")
+        figures = f"{duration(base_s + extra_s)} against {duration(base_s)}"
+        return f"rank {late} computes {times:.2g}x as long as its peers ({figures})", extra_s
+    if axis_of(most) is not None:
+        return None
+    doing = {
+        BETWEEN: "stands still between steps",
+        INSIDE: "stands still between operations (its host is behind, or sleeps)",
+        LOG: "writes its log",
+        DATA: "waits for data",
+        SAVE: "saves",
+    }.get(most, f"spends on {most}")
+    return f"rank {late} {doing} {duration(idle[most])} longer than its peers", idle[most]
+
+
+def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
+    """Collectives that take long although everybody is there."""
+    by_axis: dict[str, dict[str, Transfer]] = {}
+    for (axis, group), transfer in waits.moved.items():
+        by_axis.setdefault(axis, {})[group] = transfer
+    found = []
+    for axis, groups in by_axis.items():
+        worst = max(groups, key=lambda group: groups[group].typical_s * groups[group].calls)
+        transfer = groups[worst]
+        cost_s = transfer.seconds / steps
+        others = [call_s for name, one in groups.items() if name != worst for call_s in one.each_s]
+        times = transfer.typical_s / median(others) if others and median(others) else 0.0
+        ranks = next(
+            tuple(passage.rank for passage in meeting.passages)
+            for meeting in waits.meetings
+            if meeting.passages[0].key[0] == worst and meeting.passages[0].axis == axis
+        )
+        each = f"{transfer.calls // steps} calls, {format_bytes(transfer.bytes / steps)} at {format_bytes(transfer.bytes_per_s)}/s"
+        unlike = times > _UNLIKE
+        who = (
+            f"the link among ranks {_list(ranks)} (axis {axis})"
+            if unlike
+            else f"the collectives of axis {axis}"
+        )
+        but = f", {times:.1f}x as long a call as in the other groups" if unlike else ""
+        text = f"{who} take{'s' if unlike else ''} {duration(cost_s)} of each {duration(step_s)} step with everybody there ({each}){but}"
+        found.append(Finding("slow link", cost_s, text, ranks, axis))
+    return found
+
+
+def _common(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> list[Finding]:
+    """What every rank spends time on that is no computing: the least of all ranks, since more than that is one rank's lateness."""
+    said = {
+        BETWEEN: ("host gap", "between steps no rank computes"),
+        INSIDE: ("host gap", "between operations no rank computes, the host is behind"),
+        LOG: ("host gap", "writing the log"),
+        DATA: ("data wait", "all ranks wait for data"),
+        SAVE: ("save", "all ranks wait for a save or snapshot"),
+    }
+    found = []
+    for word, (code, text) in said.items():
+        cost_s = min(one.get(word, 0.0) for one in seconds.values())
+        if cost_s:
+            found.append(Finding(code, cost_s, f"{text}: {duration(cost_s)} of each {duration(step_s)} step"))
+    bubble_s = sum(one.get(BUBBLE, 0.0) for one in seconds.values()) / len(seconds)
+    if bubble_s:
+        text = f"stages have nothing to compute for {duration(bubble_s)} of each {duration(step_s)} step, on average over ranks"
+        found.append(Finding("bubble", bubble_s, text))
+    return found
+
+
+def _healthy(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> Finding:
+    shares = {word: sum(one.get(word, 0.0) for one in seconds.values()) / len(seconds) for word in _BOUND}
+    total = sum(shares.values())
+    most = max(shares, key=lambda word: shares[word])
+    text = (
+        f"nothing holds the step up: {total / step_s:.0%} of {duration(step_s)} is computing, most of it {_BOUND[most]}"
+        if step_s
+        else "nothing was recorded"
+    )
+    return Finding("computing", 0.0, text)
+
+
+def _list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6]))
+    return f"{shown}, ..." if len(ranks) > 6 else shown
+
+
+# The analysis.
+
+
+VERSION = 1
+"""The version of the summary's fields."""
+_MOST_PAIRS = 200
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What came out of a profile."""
+
+    summary: dict[str, Any]
+    trace: dict[str, Any]
+    """The merged trace, in Chrome's format."""
+
+
+def analyze(
+    name: str,
+    traces: Sequence[RankTrace],
+    order: Mapping[str, Any],
+    prediction: Prediction | None,
+    notes: Sequence[str] = (),
+) -> Analysis:
+    """Analyzes the recordings of at least one rank.
+
+    Args:
+        name: Of the profile.
+        traces: By rank.
+        order: What rank 0 had ordered: the layout, the peak, the ranks with their reasons.
+        prediction: The planner's step, if there is one.
+        notes: What a reader must know besides: ranks that are missing, why there is no plan.
+
+    Raises ``ValueError`` if no step was recorded.
+    """
+    cuts = [partition(trace) for trace in traces]
+    if not any(len(cut.pieces) for cut in cuts):
+        raise ValueError("no rank recorded a whole step")
+    kept = [(trace, cut) for trace, cut in zip(traces, cuts, strict=True) if len(cut.pieces)]
+    traces, cuts = [trace for trace, _ in kept], [cut for _, cut in kept]
+    clocks = fit_clocks(traces)
+    ways = {trace.rank: passages(trace, clocks[trace.rank], cut.steps) for trace, cut in kept}
+    waits = meet(ways)
+    memory = [line for trace, cut in kept if (line := memory_line(trace, cut))]
+    peak, copy_rate = _peaks(traces, order)
+    operations = kinds(traces, cuts, peak, copy_rate)
+    found = findings(cuts, waits)
+    steps = max(len(cut.steps) for cut in cuts)
+    step_s = sum(cut.step_s for cut in cuts) / len(cuts)
+    error_ns = max(clock.error_ns for clock in clocks.values())
+    summary = {
+        "version": VERSION,
+        "name": name,
+        "asked_unix_s": order.get("asked_unix_s"),
+        "step": cuts[0].steps[0][0],
+        "steps": [number for number, _, _ in cuts[0].steps],
+        "step_s": step_s,
+        "ranks": [cut.rank for cut in cuts],
+        "why_ranks": order.get("ranks", {}),
+        "of_ranks": order.get("of_ranks"),
+        "layout": order.get("layout", {}),
+        "device": order.get("device"),
+        "verdict": found[0].text,
+        "findings": [asdict(one) for one in found],
+        "clock_error_s": error_ns / 1e9 if math.isfinite(error_ns) else None,
+        "table": _table(cuts, waits.waited, steps),
+        "waits": _pairs(waits.charged, steps),
+        "transfers": _transfers(waits, steps),
+        "critical_path": _critical_path(kept, clocks, ways, waits, steps),
+        "peaks": {
+            "flops_per_s": peak,
+            "flops_source": order.get("peak_source"),
+            "copy_bytes_per_s": copy_rate,
+        },
+        "operations": [
+            {**asdict(row), "flops_per_s": row.flops_per_s, "bytes_per_s": row.bytes_per_s}
+            for row in operations
+        ],
+        "layers": [asdict(row) for row in by_layer(cuts)],
+        "plan": _plan(prediction, term_rows(prediction, measured(cuts, operations, waits, ways)), step_s),
+        "memory": [asdict(line) for line in memory],
+        "recording": [_recording(trace) for trace in traces],
+        "notes": list(notes),
+    }
+    about = {"profile": name, "clock_error_us": error_ns / 1e3 if math.isfinite(error_ns) else None}
+    return Analysis(summary, merged(traces, clocks, waits, memory, about=about))
+
+
+def _transfers(waits: Waits, steps: int) -> list[dict[str, Any]]:
+    """What each group of ranks moved in a step, the longest transfers first."""
+    longest = sorted(waits.moved.items(), key=lambda pair: -pair[1].seconds)[:_MOST_PAIRS]
+    return [
+        {
+            "axis": axis,
+            "group": group,
+            "calls": one.calls / steps,
+            "bytes": one.bytes / steps,
+            "seconds": one.seconds / steps,
+            "bytes_per_s": one.bytes_per_s,
+        }
+        for (axis, group), one in longest
+    ]
+
+
+def _critical_path(
+    kept: Sequence[tuple[RankTrace, StepPieces]],
+    clocks: Mapping[int, ClockFit],
+    ways: Mapping[int, Sequence[Passage]],
+    waits: Waits,
+    steps: int,
+) -> dict[str, dict[str, float]]:
+    """Seconds of a step that hold up all others, by rank and what they were spent on."""
+    bases = {trace.rank: int(trace.meta.get("base_unix_ns", 0)) for trace, _ in kept}
+    by_rank = {cut.rank: cut for _, cut in kept}
+
+    def common_ns(cut: StepPieces, field: str, place: int) -> int:
+        return int(clocks[cut.rank].to_common(cut.pieces[field][[place]] + bases[cut.rank]).item())
+
+    windows = {
+        rank: (common_ns(cut, "begin_ns", 0), common_ns(cut, "end_ns", -1)) for rank, cut in by_rank.items()
+    }
+    path = critical_path(waits, ways, windows)
+    return {
+        str(rank): {word: seconds / steps for word, seconds in words.items()}
+        for rank, words in sorted(path_seconds(path, by_rank, clocks, bases).items())
+    }
+
+
+def _plan(prediction: Prediction | None, rows: Sequence[TermRow], step_s: float) -> dict[str, Any]:
+    """The planner's step beside the measured one, term by term."""
+    return {
+        "cluster": None if prediction is None else prediction.cluster,
+        "step_s": None if prediction is None else prediction.step_s,
+        "terms": [
+            {
+                "term": row.term,
+                "predicted_s": None if math.isnan(row.predicted_s) else row.predicted_s,
+                "measured_s": row.measured_s,
+            }
+            for row in rows
+        ],
+        "would_pay": [] if prediction is None else what_would_pay(rows, step_s),
+    }
+
+
+def _table(cuts: Sequence[StepPieces], waited: Mapping[tuple[int, str], float], steps: int) -> dict[str, Any]:
+    """Where a step of each rank went; each row sums to that rank's step."""
+    seconds = {cut.rank: cut.seconds() for cut in cuts}
+    words = in_order({word for one in seconds.values() for word in one})
+    return {
+        "columns": words,
+        "rows": [
+            {
+                "rank": cut.rank,
+                "step_s": cut.step_s,
+                "seconds": [seconds[cut.rank].get(word, 0.0) for word in words],
+                "waited_s": sum(value for (rank, _), value in waited.items() if rank == cut.rank) / steps,
+            }
+            for cut in cuts
+        ],
+    }
+
+
+def _pairs(charged: Mapping[int, Mapping[int, float]], steps: int) -> list[dict[str, Any]]:
+    pairs = [
+        {"late": late, "waiting": waiting, "seconds": seconds / steps}
+        for late, others in charged.items()
+        for waiting, seconds in others.items()
+    ]
+    return sorted(pairs, key=lambda pair: -float(pair["seconds"]))[:_MOST_PAIRS]
+
+
+def _peaks(traces: Sequence[RankTrace], order: Mapping[str, Any]) -> tuple[float, float]:
+    flops = order.get("peak_flops_per_s")
+    peak = float(flops) if isinstance(flops, int | float) and flops > 0 else math.inf
+    rates = [float(trace.meta.get("copy_bytes_per_s", 0)) for trace in traces]
+    best = max(rates, default=0.0)
+    return peak, best if best > 0 else math.inf
+
+
+def _recording(trace: RankTrace) -> dict[str, Any]:
+    """What recording cost this rank, and what was left out."""
+    known = {key: trace.meta.get(key) for key in ("start_s", "stop_s", "left_out", "copy_bytes_per_s")}
+    return {"rank": trace.rank, "events": len(trace.events), "allocations": len(trace.allocations), **known}

@@ -1,0 +1,180 @@
+"""A run trained again: in the environment of the first, in a directory of its own, by its own resolved run file.
+
+The packages come from where pip gets them here, so that a version with a local part (``torch==2.13.0+cpu``) needs the index that has it; give it by
+``PIP_EXTRA_INDEX_URL``. The code comes from the repository that this process runs from, if that knows the commit.
+
+What belongs to the fleet is made fit for this machine: no nodes, no engine, no trackers, and no object store, which is the first run's. None of
+that changes a bit. To repeat only the first steps, the new run is stopped once it has logged them: a smaller ``train.steps`` would be another run,
+whose learning rate falls sooner.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import tomli_w
+
+import phalanx
+from phalanx.observe.record.records import git
+from phalanx.process.child import Child
+from phalanx.run.data_folders import found_again
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.identity import identity
+from phalanx.run.read import to_table
+from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
+from phalanx_watch.runs.probe import read_tail
+from phalanx_watch.runs.recorded import Recorded
+from phalanx_watch.runs.then_and_now import requirements
+
+# The environment.
+
+
+def make_environment(found: Recorded, folder: Path, tell: Callable[[str], None]) -> Path:
+    """Makes a virtual environment in ``folder`` and returns its Python. Raises ``RunDirectoryError`` that says which step failed."""
+    if not found.packages:
+        raise RunDirectoryError(
+            f"{found.row.path} has no list of installed packages: it is of an older version"
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise RunDirectoryError(f"{folder} is not empty; give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = folder / "requirements.txt"
+    wanted.write_text(requirements(Path(found.packages).read_text()))
+    python = _python(str(_table(found.environment.get("packages")).get("python", "")), tell)
+    _run([python, "-m", "venv", str(folder / "venv")], tell)
+    made = folder / "venv" / "bin" / "python"
+    _run([str(made), "-m", "pip", "install", "--quiet", "-r", str(wanted)], tell)
+    source = _code(found, folder, tell)
+    if source is not None:
+        _run([str(made), "-m", "pip", "install", "--quiet", "setuptools>=77"], tell)
+        _run(
+            [str(made), "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", str(source)],
+            tell,
+        )
+    return made
+
+
+def _code(found: Recorded, folder: Path, tell: Callable[[str], None]) -> Path | None:
+    code = _table(found.environment.get("code"))
+    commit = code.get("git_commit")
+    package = Path(phalanx.__file__).resolve().parent
+    if not commit:
+        tell(f"install phalanx-train {code.get('version')} there by hand: the run's code was a wheel")
+        return None
+    if git(package, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        tell(f"install phalanx there by hand: no repository with the commit {commit} is here")
+        return None
+    root = (git(package, "rev-parse", "--show-toplevel") or "").strip()
+    target = folder / "code"
+    _run(["git", "clone", "--quiet", "--shared", "--no-checkout", root, str(target)], tell)
+    _run(["git", "-C", str(target), "checkout", "--quiet", "--detach", str(commit)], tell)
+    if found.patch:
+        _run(["git", "-C", str(target), "apply", str(Path(found.patch).resolve())], tell)
+    if code.get("untracked"):
+        tell(f"not there, since they were never in the repository: {code['untracked']}")
+    return target
+
+
+def _python(version: str, tell: Callable[[str], None]) -> str:
+    """An interpreter of the recorded version, else this one."""
+    here = ".".join(map(str, sys.version_info[:3]))
+    minor = ".".join(version.split(".")[:2])
+    if not version or version == here:
+        return sys.executable
+    other = shutil.which(f"python{minor}")
+    if other is None or minor == ".".join(here.split(".")[:2]):
+        other = sys.executable
+    tell(f"the run had Python {version}; the environment is made with {other}")
+    return other
+
+
+def _run(words: list[str], tell: Callable[[str], None]) -> None:
+    tell(f"$ {' '.join(words)}")
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        end = "\n".join(line for line in done.stdout.splitlines()[-8:])
+        raise RunDirectoryError(f"{words[0]} failed with exit code {done.returncode}:\n{end}")
+
+
+def _table(value: object) -> dict[str, object]:
+    return dict(value) if isinstance(value, dict) else {}
+
+
+# The run.
+
+
+_POLL_S = 0.5
+_STOPPED = 75
+
+
+def free_directory(run_dir: Path) -> Path:
+    """A directory beside a run for its reproduction, which is not there yet."""
+    number = 1
+    while (place := run_dir.with_name(f"{run_dir.name}-again{f'-{number}' if number > 1 else ''}")).exists():
+        number += 1
+    return place
+
+
+def again(spec: RunSpec, directory: RunDirectory, into: Path, ranks: int) -> RunSpec:
+    """The run as it is to be trained again on this machine. Its identity is the same."""
+    data = found_again(spec.data, directory.read_record())
+    made = replace(
+        spec,
+        run_dir=str(into),
+        data=data,
+        parallel=replace(spec.parallel, ranks=ranks),
+        checkpoint=replace(spec.checkpoint, store=""),
+        observe=replace(spec.observe, sinks=()),
+        fleet=FleetSpec(),
+        launch=LaunchSpec(),
+    )
+    assert identity(made) == identity(spec)
+    return made
+
+
+def write_run_file(spec: RunSpec, into: Path) -> Path:
+    """Writes the run file beside the directory that is to be made. Raises ``RunDirectoryError`` if there is one."""
+    if into.exists() and any(into.iterdir()):
+        raise RunDirectoryError(f"{into} is not empty; give another --into")
+    into.parent.mkdir(parents=True, exist_ok=True)
+    table = to_table(spec)
+    table["model"] = {**table["model"], "preset": ""}  # its fields are all there
+    file = into.with_name(f"{into.name}.toml")
+    file.write_bytes(tomli_w.dumps(table).encode())
+    return file
+
+
+def train_again(
+    run_file: Path,
+    into: RunDirectory,
+    steps: int | None,
+    on_step: Callable[[int], None] = lambda _step: None,
+    command: Sequence[str] = (sys.executable, "-m", "phalanx", "train"),
+) -> int:
+    """Trains until the end, or until ``steps`` are logged and it has stopped; returns the exit code of the training.
+
+    What it prints goes to stderr. If this process is interrupted, so is the training, which saves: the same command goes on with it.
+    """
+    training, stopped = Child.start([*command, str(run_file)]), False
+    try:
+        while training.wait(_POLL_S) is None:
+            step = read_tail(into.events).step
+            on_step(step.step if step else 0)
+            if steps is not None and step is not None and step.step >= steps and not stopped:
+                stopped = True
+                training.signal(signal.SIGTERM)
+    except BaseException:
+        if not stopped:  # a second request would end it without saving
+            training.signal(signal.SIGTERM)
+        training.wait(math.inf)
+        raise
+    finally:
+        code = training.end()
+    return 0 if code == _STOPPED and steps is not None else code

@@ -1,0 +1,233 @@
+"""Differences between the time when a run was trained and now, here: code, packages, machine, data, and the bits of its kernels.
+
+The record of the run's newest start says what was then. Each difference is weighed: *bits* (its numbers will be others), *perhaps* (they may be:
+another library, another processor) or *no* (they cannot be, by what this project promises; the speed may). What settles it are the probes: small
+computations of the run's own shapes, whose bits were recorded. They are computed again here, where PyTorch is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.data.errors import DataError
+from phalanx.data.reading.places import open_places
+from phalanx.data.reading.sources import index_of_places
+from phalanx.observe.record.code_patch import code_patch
+from phalanx.observe.record.machines import this_machine
+from phalanx.observe.record.records import code_version, package_versions, variables
+from phalanx.run.data_folders import found_again
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import RunSpec
+from phalanx.store.errors import StoreError
+from phalanx_watch.runs.recorded import Recorded
+
+Weight = Literal["bits", "perhaps", "no"]
+_MOST_PACKAGES = 12
+_CORE = frozenset(package_versions()) | {"torch", "numpy", "triton"}
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Something that is not as it was."""
+
+    what: str
+    then: str
+    now: str
+    weight: Weight
+    """Whether it changes the bits of the weights."""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a run's numbers come from, besides its run file."""
+
+    code: Mapping[str, object]
+    packages: Mapping[str, str]
+    """All installed distributions where they are known, else those that matter most."""
+    processor: str
+    accelerators: tuple[str, ...]
+    driver: str
+    variables: Mapping[str, str]
+    data_fingerprint: str
+    """The fingerprint of the data, or in words why they cannot be had."""
+    probes: Mapping[str, str]
+
+
+def then(found: Recorded, packages: str) -> Surroundings:
+    """What was recorded of a run; ``packages`` is the list of all that was installed, empty if it is not known."""
+    environment = found.environment
+    machine = found.machines[0] if found.machines else None
+    host = environment.get("host")
+    processor = str(host.get("cpu_model", "")) if isinstance(host, dict) else ""
+    return Surroundings(
+        code=_table(environment.get("code")),
+        packages={**_texts(environment.get("packages")), **parse_packages(packages)},
+        processor=machine.cpu_model if machine else processor,
+        accelerators=machine.accelerators if machine else (),
+        driver=machine.driver if machine else "",
+        variables=_texts(environment.get("variables")),
+        data_fingerprint=found.row.data_fingerprint,
+        probes=_texts(environment.get("numerics")),
+    )
+
+
+def now(spec: RunSpec, directory: RunDirectory, probes: Mapping[str, str]) -> Surroundings:
+    """What is here; ``probes`` are those of this machine, empty if they were not computed."""
+    machine, packages = this_machine("", 0)
+    patch = code_patch()
+    return Surroundings(
+        code={**code_version(), **(patch.facts() if patch else {})},
+        packages={**package_versions(), **parse_packages(packages)},
+        processor=machine.cpu_model,
+        accelerators=machine.accelerators,
+        driver=machine.driver,
+        variables=variables(),
+        data_fingerprint=_data_now(spec, directory),
+        probes=probes,
+    )
+
+
+def _data_now(spec: RunSpec, directory: RunDirectory) -> str:
+    data = found_again(spec.data, directory.read_record())
+    try:
+        return index_of_places(open_places(data)).fingerprint
+    except (DataError, StoreError, OSError) as error:
+        return f"not to be had: {error}"
+
+
+def changes(was: Surroundings, here: Surroundings) -> list[Changed]:
+    """What is not as it was; what surely changes bits first."""
+    found = [
+        *_data(was, here),
+        *_probes(was, here),
+        *_code(was, here),
+        *_packages(was.packages, here.packages),
+        *_machine(was, here),
+        *_variables(was.variables, here.variables),
+    ]
+    order = ("bits", "perhaps", "no")
+    return sorted(found, key=lambda one: order.index(one.weight))
+
+
+def _data(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
+    if was.data_fingerprint != here.data_fingerprint:
+        remedy = "put the dataset back where it was, or name a copy of it: --set data.path=PATH"
+        yield Changed("data", was.data_fingerprint, here.data_fingerprint, "bits", remedy)
+
+
+def _probes(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
+    if not was.probes or not here.probes:
+        return
+    names = [name for name, value in was.probes.items() if here.probes.get(name, value) != value]
+    if names:
+        text = ", ".join(names)
+        yield Changed(
+            "kernels",
+            "bits of its probes",
+            f"other bits in {text}",
+            "bits",
+            "use a machine and libraries like those of then",
+        )
+
+
+def _code(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
+    weights: Mapping[str, tuple[str, Weight]] = {
+        "version": ("version of phalanx", "perhaps"),
+        "git_commit": ("commit", "perhaps"),
+        "wheel_record_sha256": ("wheel", "perhaps"),
+        "patch_sha256": ("changes against the commit", "perhaps"),
+        "untracked": ("untracked files", "no"),
+    }
+    commit = was.code.get("git_commit")
+    for key, (title, weight) in weights.items():
+        before, after = was.code.get(key), here.code.get(key)
+        if before != after:
+            remedy = {
+                "git_commit": f"git checkout {commit}" if commit else "",
+                "patch_sha256": f"git apply RUN_DIR/code/{str(before)[:12]}.patch"
+                if before
+                else "put the changes away: git stash",
+            }.get(key, "")
+            yield Changed(title, _text(before), _text(after), weight, remedy)
+    if was.code.get("git_dirty") and "patch_sha256" not in was.code and "untracked" not in was.code:
+        yield Changed(
+            "changes against the commit", "there were some, which were not kept", "unknown", "perhaps"
+        )
+
+
+def _packages(was: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Changed]:
+    names = [name for name in was if was[name] != here.get(name) and name != "phalanx-train"]
+    core = [name for name in names if name in _CORE or name.startswith("nvidia-")]
+    for name in core:
+        yield Changed(
+            name,
+            was[name],
+            here.get(name, "not installed"),
+            "perhaps",
+            "phalanx reproduce RUN_DIR --make-env DIR",
+        )
+    others = [name for name in names if name not in core]
+    if others:
+        shown = others[:_MOST_PACKAGES]
+        more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
+        yield Changed(
+            "other packages",
+            ", ".join(f"{name} {was[name]}" for name in shown) + more,
+            ", ".join(f"{name} {here.get(name, 'not installed')}" for name in shown) + more,
+            "no",
+        )
+
+
+def _machine(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
+    facts = (
+        ("processor", was.processor, here.processor),
+        ("accelerators", _kinds(was.accelerators), _kinds(here.accelerators)),
+        ("driver", was.driver, here.driver),
+    )
+    # Equal probes have shown that another machine computes with the same bits, as far as probes go.
+    settled = bool(was.probes) and was.probes == here.probes
+    for title, before, after in facts:
+        if before != after:
+            yield Changed(title, before or "none", after or "none", "no" if settled else "perhaps")
+
+
+def _variables(was: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Changed]:
+    """Variables that were set then and are others now; those that only processes of a run have are no news."""
+    for name in was:
+        if name in here and was[name] != here[name]:
+            yield Changed(name, was[name], here[name], "no")
+
+
+def parse_packages(listed: str) -> dict[str, str]:
+    """Packages by name of a list of requirements, as ``machines.installed_packages`` writes it."""
+    pairs = (line.partition("==") for line in listed.splitlines())
+    return {name: version for name, separator, version in pairs if separator}
+
+
+def requirements(listed: str) -> str:
+    """The list without this project itself and the tools that every environment has of its own."""
+    left_out = ("phalanx-train", "pip", "setuptools", "wheel")
+    return "".join(
+        f"{name}=={version}\n" for name, version in parse_packages(listed).items() if name not in left_out
+    )
+
+
+def _kinds(names: tuple[str, ...]) -> str:
+    return ", ".join(sorted(set(names)))
+
+
+def _table(value: object) -> dict[str, object]:
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def _texts(value: object) -> dict[str, str]:
+    return {str(key): str(item) for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value[:_MOST_PACKAGES])) or "none"
+    return "none" if value in (None, "") else str(value)

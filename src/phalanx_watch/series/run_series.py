@@ -1,0 +1,426 @@
+"""Numbers of one run, followed as its event file grows: logged steps in a table, and events in lists that are bounded.
+
+A refresh reads what was appended since the last one, for a given time at most: a file of gigabytes is read over several requests, each
+of which answers with what is known so far. Nothing here writes, locks or waits, so a run never notices.
+
+A step's event carries the ledger up to it, so of many steps in a row the last one tells what they all took, unless a checkpoint, a
+restart or a step that was skipped divides them. The steps next to such a place are kept, and read again from the file at their offsets:
+``phalanx.observe.ledger.goodput`` then gives exactly what it gives of all events (a test holds it to that).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.observe.events import (
+    FROM_OUTSIDE,
+    CheckpointCopied,
+    CheckpointFailed,
+    CheckpointSaved,
+    EpochLeft,
+    Evaluated,
+    Event,
+    Finished,
+    IncidentKind,
+    MemoryMeasured,
+    Message,
+    NonFinite,
+    RanksChanged,
+    Restored,
+    RunStarted,
+    Step,
+    Stopped,
+    Unknown,
+    decode,
+)
+from phalanx.observe.lines.step_index import MOST_STEP, Row, index_beside, row_of
+from phalanx.observe.lines.tail import FileTail, Position, read_lines_at
+from phalanx.observe.throughput import format_bytes, format_duration
+from phalanx.run.directory.paths import RunDirectory
+from phalanx_watch.series.indexed import CHUNK_RECORDS, Chunk, StepIndex, columns_of
+from phalanx_watch.series.table import NAMES, Integers, StepTable, step_row
+
+# Marks on a curve: what happened to the run at a step, in a line each.
+
+
+LONGEST_TEXT = 500
+_SPIKE = "LossSpike"
+_SLOW = (IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened: at which step, when, of what kind."""
+
+    step: int
+    t: float
+    kind: str
+    """ "checkpoint", "recovery", "left" (a fleet ended an epoch), "straggler", "nonfinite", "spike", "evaluation" or "message"."""
+    text: str
+
+
+def mark_of(event: Event, step: int) -> Mark | None:
+    """The mark of an event, or ``None``; ``step`` is the last one that was logged before it."""
+    found = _mark(event, step)
+    if found is None:
+        return None
+    at, kind, text = found
+    return Mark(at, event.t, kind, text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ...")
+
+
+def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
+    body = event.body
+    if type(body).__name__ == _SPIKE or (isinstance(body, Unknown) and body.kind == _SPIKE):
+        fields = body.fields if isinstance(body, Unknown) else vars(body)
+        at = fields.get("step")
+        return (at if isinstance(at, int) else step), "spike", _spike(fields)
+    match body:
+        case CheckpointSaved(step=at, size_bytes=size):
+            return at, "checkpoint", f"checkpoint of step {at:,} is durable ({format_bytes(size)})"
+        case CheckpointCopied(step=at, url=url):
+            return at, "checkpoint", f"the checkpoint of step {at:,} was copied to {url}"
+        case CheckpointFailed(step=at, reason=reason):
+            return at, "message", f"the checkpoint of step {at:,} failed: {reason}"
+        case Restored(step=at, source=source, seconds=seconds, reason=reason):
+            after = f" ({reason})" if reason else ""
+            took = format_duration(seconds)
+            return at, "recovery", f"goes on from step {at:,}, restored from {source} in {took}{after}"
+        case NonFinite(step=at, what=what, skipped=skipped):
+            outcome = "skipped" if skipped else "the run ends before it"
+            return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {what}"
+        case Evaluated(step=at, loss=loss):
+            return at, "evaluation", f"held-out loss {loss:.4f} after step {at:,}"
+        case RanksChanged(step=at, ranks=ranks, reason=reason):
+            return (
+                at,
+                "message",
+                f"{ranks:,} ranks from step {at + 1:,} on" + (f": {reason}" if reason else ""),
+            )
+        case EpochLeft(text=text, incident=incident):
+            return step, "straggler" if incident in _SLOW else "left", text
+        case Message(level=level, text=text, incident=incident):
+            return step, "straggler" if incident in _SLOW else "message", f"{level}: {text}"
+        case Stopped(step=at, reason=reason):
+            return at, "message", f"stopped after step {at:,}: {reason}"
+        case Step():
+            return None
+    return None
+
+
+def _spike(fields: dict[str, object]) -> str:
+    loss, usual, action = fields.get("loss"), fields.get("typical_loss"), fields.get("action")
+    return f"the loss jumped to {loss} from about {usual}" + (f": {action}" if action else "")
+
+
+# The series.
+
+
+MOST_MARKS = 20_000
+MOST_STARTS = 10_000
+MOST_EVALUATIONS = 5_000
+MOST_OTHERS = 200_000
+"""Lines that are no steps, of which it is remembered where they are."""
+MOST_MEMORY_KINDS = 16
+USUAL_BUDGET_S = 1.5
+_NEWEST = 256
+_ENDINGS = (Stopped, Finished)
+_UNREADABLE = (ValueError, RecursionError, OverflowError)
+
+
+@dataclass(frozen=True)
+class SeriesState:
+    """What a series has read, without what follows from the lines at ``others``."""
+
+    position: Position
+    rows: int
+    columns: dict[str, bytes]
+    others: list[tuple[int, int]]
+    torn_lines: int
+    last_t: float | None
+
+
+class RunSeries:
+    """What is known of one run's events. Several threads may use one: each holds ``lock`` while it reads what is here."""
+
+    def __init__(self, path: Path, *, chunk_records: int = CHUNK_RECORDS) -> None:
+        """``chunk_records``: Records of the index of steps that are read at once."""
+        self.directory = RunDirectory(path)
+        self.lock = threading.RLock()
+        self._tail = FileTail(self.directory.events)
+        self._index = StepIndex(index_beside(self.directory.events), chunk_records=chunk_records)
+        self._more = False
+        self.restarts = 0
+        """How often the file turned out to be another one than before."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.table = StepTable()
+        self.marks: deque[Mark] = deque(maxlen=MOST_MARKS)
+        self.starts: deque[Event] = deque(maxlen=MOST_STARTS)
+        """The events of kind ``RunStarted``."""
+        self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
+        """For every event that is no step, the number of rows before it and the offset of its line."""
+        self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
+        self.torn_lines = 0
+        self.parsed_bytes = 0
+        """So much of the file was read as text."""
+        self.last_t: float | None = None
+        """When the newest event was written."""
+        self.ending: Event | None = None
+        """The newest event of the ranks, if it ended an attempt."""
+        self.problem = ""
+
+    def _restart(self) -> None:
+        self._begin()
+        self._index.over = True  # of the file that was there before
+        self.restarts += 1
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes whenever something was read."""
+        return self.restarts, self._tail.read_bytes
+
+    @property
+    def unread(self) -> tuple[int, int] | None:
+        """Bytes that were read and bytes that there are, while a refresh has not reached the end of the file."""
+        return (self._tail.read_bytes, self._tail.size_bytes) if self._more else None
+
+    @property
+    def dropped_lines(self) -> int:
+        """Lines that were longer than any event."""
+        return self._tail.dropped_lines
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this takes, about."""
+        return self.table.nbytes + 400 * len(self.marks) + 100 * len(self.others) + 4000 * len(self.starts)
+
+    def refresh(self, budget_s: float = USUAL_BUDGET_S) -> None:
+        """Reads what was appended, for about so long; ``unread`` tells whether more is there. Raises nothing: see ``problem``."""
+        with self.lock:
+            until_s = time.monotonic() + budget_s
+            try:
+                self.problem, self._more = "", True
+                if self._take_index(until_s):
+                    return
+                while self._more:
+                    batch = self._tail.next_batch()
+                    if batch.restarted:
+                        self._restart()
+                    self._take(batch.lines)
+                    self.parsed_bytes += sum(len(line) for _, line in batch.lines)
+                    self._more = batch.more
+                    if time.monotonic() > until_s:
+                        break
+            except OSError as error:
+                self._more = False
+                self.problem = f"cannot read {self._tail.path}: {error.strerror}"
+
+    def _take_index(self, until_s: float) -> bool:
+        """Takes what the index beside the file knows, and the lines between, for as long as there is time; returns False if it took all."""
+        while not self._index.over and self._tail.read_bytes == self._index.read_bytes:
+            chunk = self._index.next_chunk(self._tail.path)
+            if chunk.stretches:  # else there may be no stream yet
+                self.table.reserve(self.table.rows + self._index.rows_ahead)
+                self._take_chunk(chunk)
+                self._tail.skip_to(self._index.read_bytes)
+            if time.monotonic() > until_s:
+                return True
+        return False
+
+    def _take_chunk(self, chunk: Chunk) -> None:
+        """Takes stretches in their order; all their steps at once where no line between them can be one."""
+        at_once = not any(stretch.may_hold_a_step for stretch in chunk.stretches)
+        before = self.table.rows
+        if at_once:
+            self.table.append_columns(columns_of(chunk.records), len(chunk.records))
+        for stretch in chunk.stretches:
+            if at_once:
+                for offset, line in stretch.lines:
+                    self._take_other(line, offset, before)
+            else:
+                self._take(stretch.lines)
+                self.table.append_columns(columns_of(stretch.records), len(stretch.records))
+            self.parsed_bytes += sum(len(line) for _, line in stretch.lines)
+            before += len(stretch.records)
+            self.ending = None
+        self.last_t = float(self.table.column("t")[-1])
+
+    def state(self) -> SeriesState:
+        """What was read so far, to go on from in another process."""
+        with self.lock:
+            return SeriesState(
+                position=self._tail.position(),
+                rows=self.table.rows,
+                columns=self.table.to_bytes(),
+                others=list(self.others),
+                torn_lines=self.torn_lines,
+                last_t=self.last_t,
+            )
+
+    def resume(self, state: SeriesState) -> None:
+        """Goes on from ``state``, if the file is still the one that it was read from. Raises ``OSError``, ``ValueError``."""
+        with self.lock:
+            if not self._tail.resume(state.position):
+                return
+            lines = read_lines_at(self._tail.path, [offset for _, offset in state.others])
+            table = StepTable.from_bytes(state.rows, state.columns)
+            self._begin()
+            self.table = table
+            for (rows, offset), line in zip(state.others, lines, strict=True):
+                self._take_other(line, offset, rows)
+            self.torn_lines, self.last_t = state.torn_lines, state.last_t
+            if state.others and state.others[-1][0] < state.rows:
+                self.ending = None  # a step came after it
+
+    def _take(self, lines: tuple[tuple[int, bytes], ...]) -> None:
+        rows: list[Row] = []
+        for offset, line in lines:
+            row = step_row(line, offset)
+            if row is None:
+                self._flush(rows)
+                self._take_other(line, offset, self.table.rows)
+            else:
+                rows.append(row)
+        self._flush(rows)
+
+    def _flush(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        try:
+            self.table.append(rows)
+        except (ValueError, OverflowError):  # a word that is no number: one row of all
+            for row in rows:
+                self._append_alone(row)
+        rows.clear()
+        self.last_t = float(self.table.column("t")[-1]) if self.table.rows else self.last_t
+        self.ending = None
+
+    def _append_alone(self, row: Row) -> None:
+        try:
+            self.table.append([row])
+        except (ValueError, OverflowError):
+            self.torn_lines += 1
+
+    def _take_other(self, line: bytes, offset: int, before: int) -> None:
+        """Takes a line that the quick way does not understand, written after so many rows; the table may have later ones already."""
+        try:
+            event = decode(line)
+        except _UNREADABLE:
+            self.torn_lines += 1
+            return
+        body = event.body
+        self.last_t = event.t
+        if isinstance(body, Step):
+            row = row_of(body, event.t, event.attempt, offset, bool(body.ledger))
+            if row is None:
+                self.torn_lines += 1
+            else:
+                self._flush([row])
+            return
+        self.others.append((before, offset))
+        if not isinstance(body, FROM_OUTSIDE):
+            self.ending = event if isinstance(body, _ENDINGS) else None
+        if isinstance(body, RunStarted):
+            self.starts.append(event)
+        elif isinstance(body, Evaluated):
+            self.evaluations.append((event, body))
+            self._note(body.step, "eval_loss", body.loss, before)
+            self._note(body.step, "eval_bits_per_byte", body.bits_per_byte, before)
+        elif isinstance(body, MemoryMeasured):
+            for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
+                self._note(body.step, f"memory.{kind}", size, before)
+        mark = mark_of(event, self._step_before(before))
+        if mark is not None and 0 <= mark.step <= MOST_STEP:
+            self.marks.append(mark)
+
+    def _note(self, step: int, name: str, value: float | None, before: int) -> None:
+        if value is None or abs(value) > 1e300 or math.isnan(value):
+            return
+        if (
+            name.startswith("memory.")
+            and name not in self.table.sparse
+            and len(self.table.sparse) >= MOST_MEMORY_KINDS
+        ):
+            return
+        self.table.set_at(step, name, float(value), before)
+
+    @property
+    def last_step(self) -> int:
+        """The step that was logged last; 0 before the first."""
+        return self._step_before(self.table.rows)
+
+    def _step_before(self, rows: int) -> int:
+        """The step of the last of the first ``rows`` rows; 0 if there are none."""
+        return int(self.table.column("step")[rows - 1]) if rows else 0
+
+    def curve_names(self) -> list[str]:
+        """The names of the curves that have a value anywhere."""
+        with self.lock:
+            known = [name for name in NAMES if _has_value(self.table.column(name))]
+            return [*known, *sorted(self.table.sparse)]
+
+
+def _has_value(column: NDArray[np.generic]) -> bool:
+    """True if a number of the column is finite: one of the newest, as a rule, so that the others need not be looked at."""
+    return any(bool(np.isfinite(part.astype(np.float64)).any()) for part in (column[-_NEWEST:], column))
+
+
+# The few events on which goodput depends.
+
+
+_MOST_WITHOUT_LEDGER = 20_000
+
+
+def thinned_events(run: RunSeries) -> list[Event]:
+    """The events of a run, in the order written, without steps that change nothing in its accounts. Raises ``OSError``."""
+    with run.lock:
+        others = list(run.others)
+        offsets = run.table.column("offset").astype(np.int64)
+        told = _read(run, [offset for _, offset in others])
+        rows = _rows(run, [row for row, _ in others], list(told.values()))
+    steps = _read(run, offsets[rows].tolist())
+    return [event for _, event in sorted((told | steps).items())]
+
+
+def _read(run: RunSeries, offsets: list[int]) -> dict[int, Event]:
+    """The events at the offsets; one that is no longer there is left out."""
+    found = {}
+    for offset, line in zip(offsets, read_lines_at(run.directory.events, offsets), strict=True):
+        try:
+            found[offset] = decode(line)
+        except _UNREADABLE:
+            continue
+    return found
+
+
+def _rows(run: RunSeries, places: list[int], told: list[Event]) -> Integers:
+    """The rows that are kept: at the ends of each attempt, beside each event that is no step, and beside each step at which the
+    accounts may be divided."""
+    count = run.table.rows
+    if not count:
+        return np.zeros(0, np.int64)
+    steps = run.table.column("step").astype(np.int64)
+    attempts, times = run.table.column("attempt").astype(np.int64), run.table.column("t").astype(np.float64)
+    kept = np.zeros(count, np.bool_)
+    kept[np.flatnonzero(~run.table.column("has_ledger").astype(np.bool_))[-_MOST_WITHOUT_LEDGER:]] = True
+    at = np.array(places, np.int64)
+    kept[np.clip(np.concatenate((at - 1, at)), 0, count - 1)] = True
+    broken = np.flatnonzero((steps[1:] <= steps[:-1]) | (attempts[1:] != attempts[:-1])) + 1
+    firsts = np.concatenate(([0], broken))
+    lasts = np.concatenate((broken, [count])) - 1
+    cuts = [event.body.step for event in told if isinstance(event.body, CheckpointSaved | Restored)]
+    divisions = np.unique(np.concatenate((np.array(cuts, np.int64), steps[firsts] - 1)))
+    for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
+        kept[[first, last, first + int(np.argmax(times[first : last + 1]))]] = True
+        near = first + np.searchsorted(steps[first : last + 1], divisions)
+        kept[np.clip(np.concatenate((near - 1, near, near + 1)), first, last)] = True
+    return np.flatnonzero(kept)

@@ -1,0 +1,285 @@
+"""The fleet: slow ranks, lost nodes, spares that are used up, a coordinator that is gone, hardware that reports errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from phalanx.fleet.control.fleet_file import FleetFile, Happening
+from phalanx.fleet.core.resize import GIVEN_BACK
+from phalanx.fleet.core.state import FleetPhase
+from phalanx.observe.events import EpochLeft, IncidentKind
+from phalanx.observe.throughput import format_duration
+from phalanx_watch.why.observed import (
+    COORDINATOR_SILENT_S,
+    FLEET_PATIENCE_S,
+    RECOVERING_S,
+    SLOW_RANK,
+    Observed,
+    Reason,
+)
+
+_AWAY = ("lost", "quarantined")
+_GOING = ("leaving", "drained", GIVEN_BACK)
+
+
+def _live(seen: Observed) -> FleetFile | None:
+    """The fleet of a run that goes on."""
+    return seen.fleet if seen.fleet is not None and seen.running and not seen.fleet.over else None
+
+
+def straggler(seen: Observed) -> Iterator[Reason]:
+    """A rank computes longer than its peers, and all wait for it."""
+    if not seen.running:
+        return
+    for slow in [one for one in seen.slow_ranks if max(one.slowdown, one.late_share) >= SLOW_RANK][:5]:
+        node = f" on {slow.node}" if slow.node else ""
+        is_steady = slow.slowdown >= SLOW_RANK
+        yield Reason(
+            code="straggler",
+            severity="warning",
+            title=f"Rank {slow.rank} is {slow.slowdown:.0%} slower than its peers, and all wait for it"
+            if is_steady
+            else f"Rank {slow.rank} is late in bursts: its peers have waited {slow.late_share:.0%} of their time for it",
+            where=f"rank {slow.rank}{node}",
+            since=slow.since,
+            evidence=(
+                f"its own computing takes {slow.compute_s:.3g} s a step, that of its peers {slow.compute_s / (1 + slow.slowdown):.3g} s",
+                f"slower in {slow.slower} of the newest {slow.windows} windows",
+            ),
+            doing="a fleet with a spare replaces it"
+            if seen.fleet
+            else "nothing: a run without a fleet has no spares",
+            next=f"phalanx ranks {seen.run}; "
+            + (
+                f"phalanx fleet drain {seen.run} NODE, if no spare is free"
+                if seen.fleet
+                else "look at that machine: other processes, clocks, heat"
+            ),
+        )
+    fleet = _live(seen)
+    for node, told in _by_node(
+        fleet.happenings if fleet else (), IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE
+    ).items():
+        if seen.now - told[-1].unix_s > RECOVERING_S:
+            continue
+        replaced = told[-1].kind is IncidentKind.STRAGGLER
+        yield Reason(
+            code="straggler",
+            severity="info" if replaced else "warning",
+            title=f"Node {node} was slower than its peers"
+            if replaced
+            else f"Node {node} is slower than its peers, and no spare is free",
+            where=f"node {node}",
+            since=told[0].unix_s,
+            evidence=tuple(one.what for one in told[-2:]),
+            doing="it was quarantined, and a spare took its place"
+            if replaced
+            else "training goes on at its pace",
+            next=f"look at that machine; when it is well: phalanx fleet add {seen.run} {node}; where machines have neighbors: "
+            "fleet.straggler_window_steps = 0"
+            if replaced
+            else f"add a node (phalanx agent), then: phalanx fleet drain {seen.run} {node}",
+        )
+
+
+def hardware(seen: Observed) -> Iterator[Reason]:
+    """A node's accelerator or memory reports errors, or its clocks are throttled."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    away = {
+        one.name: one for one in fleet.members if one.role in _AWAY and one.fault is IncidentKind.HARDWARE
+    }
+    told = _by_node(fleet.happenings, IncidentKind.HARDWARE)
+    for name, member in away.items():
+        first = told.get(name, [])
+        yield Reason(
+            code="hardware",
+            severity="warning",
+            title=f"Node {name} is unfit: {member.why[:120]}",
+            where=f"node {name} ({member.host})",
+            since=first[0].unix_s if first else None,
+            evidence=(member.why,),
+            doing="it is quarantined and holds no ranks",
+            next=f"repair it, check it there with phalanx health, then: phalanx fleet add {seen.run} {name}",
+        )
+
+
+def not_finite_nodes(seen: Observed) -> Iterator[Reason]:
+    """Nodes were put aside because a step was not finite on them: that, and not their absence, is the first cause."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    incidents = _by_node(fleet.happenings, IncidentKind.NOT_FINITE)
+    for member in fleet.members:
+        if member.role not in _AWAY or member.fault is not IncidentKind.NOT_FINITE:
+            continue
+        first = incidents.get(member.name, [])
+        step = f"Step {first[0].step:,}" if first else "A step"
+        yield Reason(
+            code="not-finite",
+            severity="warning",
+            title=f"{step} was NaN or infinite on node {member.name}",
+            where=f"node {member.name} ({member.host})",
+            since=first[0].unix_s if first else None,
+            evidence=tuple(dict.fromkeys((*(one.what for one in first[:1]), member.why))),
+            doing="it is quarantined, and the other nodes compute the step again: the bits stay the same",
+            next=f"check that machine (there: phalanx health); when it is well: phalanx fleet add {seen.run} {member.name}",
+        )
+
+
+def lost_nodes(seen: Observed) -> Iterator[Reason]:
+    """Nodes were lost or put aside, and nobody has brought them back."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    explained = (IncidentKind.HARDWARE, IncidentKind.NOT_FINITE)
+    away = [one for one in fleet.members if one.role in _AWAY and one.fault not in explained]
+    if not away:
+        return
+    names = {one.name for one in away}
+    when = [one.unix_s for one in fleet.happenings if one.node in names]
+    seated = sum(one.role == "member" for one in fleet.members)
+    spares = sum(one.role in ("spare", "warming") for one in fleet.members)
+    wanted = seen.spec.fleet.nodes if seen.spec else 0
+    short = bool(wanted) and seated < wanted
+    yield Reason(
+        code="lost-node",
+        severity="warning",
+        title=f"{len(away)} node{'s are' if len(away) > 1 else ' is'} lost or put aside: {', '.join(sorted(names)[:5])}",
+        where=", ".join(f"node {one.name} ({one.host})" for one in away[:5]),
+        since=min(when, default=None),
+        evidence=(
+            *(f"{one.name}: {one.role}{f', {one.why}' if one.why else ''}" for one in away[:5]),
+            f"{seated} nodes train" + (f" of {wanted}" if wanted else "") + f", {spares} spare",
+            f"{fleet.recoveries} {'recovery' if fleet.recoveries == 1 else 'recoveries'} so far"
+            + (
+                f"; {fleet.ranks} ranks in epoch {fleet.epoch}"
+                if fleet.phase is FleetPhase.RUNNING
+                else f"; the fleet is {fleet.phase}"
+            ),
+        ),
+        doing="the fleet comes together again"
+        if fleet.phase is not FleetPhase.RUNNING
+        else "training goes on with fewer ranks: the bits stay the same"
+        if short
+        else "a spare has taken its place"
+        if fleet.recoveries or fleet.regroups
+        else "training goes on: it held no ranks",
+        next=f"see what became of them (phalanx status {seen.run}); a node that is well again: phalanx fleet add {seen.run} NODE, "
+        "a new one: phalanx agent there",
+    )
+
+
+def nodes_back(seen: Observed) -> Iterator[Reason]:
+    """Nodes were lost minutes ago and have come back: nothing to do, and what has interrupted training."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    there = {one.name: one for one in fleet.members if one.role not in (*_AWAY, *_GOING)}
+    for name, told in _by_node(fleet.happenings, IncidentKind.LOST).items():
+        if name not in there or seen.now - told[-1].unix_s > RECOVERING_S:
+            continue
+        yield Reason(
+            code="lost-node",
+            severity="info",
+            title=f"Node {name} was lost and is back",
+            where=f"node {name} ({there[name].host})",
+            since=told[-1].unix_s,
+            evidence=(told[-1].what, f"it is {there[name].role} now"),
+            doing="it was started again, or has come back by itself",
+            next=f"if it happens again, look at that machine: phalanx logs {seen.run} --node {name}",
+        )
+
+
+def no_spares(seen: Observed) -> Iterator[Reason]:
+    """All spares are used up: the next lost node makes the fleet smaller."""
+    fleet = _live(seen)
+    if (
+        fleet is None
+        or seen.spec is None
+        or not seen.spec.fleet.spares
+        or fleet.phase is not FleetPhase.RUNNING
+    ):
+        return
+    roles = [one.role for one in fleet.members]
+    if any(role in ("spare", "warming") for role in roles) or "member" not in roles:
+        return
+    away = [one.unix_s for one in fleet.happenings if one.node]
+    if not any(role in _AWAY for role in roles) and seen.now - max(away, default=0.0) < FLEET_PATIENCE_S:
+        return  # one that was killed is being started again
+    asked = seen.spec.fleet.spares
+    yield Reason(
+        code="no-spares",
+        severity="warning",
+        title="No spare node is left",
+        where="the fleet",
+        since=max(away, default=None),
+        evidence=(
+            f"{asked} spare{'s' if asked > 1 else ''} asked for, none there; {roles.count('member')} nodes train",
+            *(f"{one.name}: {one.role}, {one.why}" for one in fleet.members if one.role in _AWAY),
+        ),
+        doing="training goes on; the next lost node makes the fleet smaller",
+        next=f"start an agent on another node (phalanx agent), or put one back: phalanx fleet add {seen.run} NODE",
+    )
+
+
+def fewer_ranks(seen: Observed) -> Iterator[Reason]:
+    """Enough nodes are there, and fewer ranks train than were asked for: the reasons of the newest epochs' ends are named."""
+    fleet, spec = _live(seen), seen.spec
+    if fleet is None or spec is None or fleet.phase is not FleetPhase.RUNNING or not fleet.ranks:
+        return
+    there = [member for member in fleet.members if member.role in ("member", "spare", "warming")]
+    asked = spec.fleet.nodes * spec.fleet.workers_per_node
+    ends = [(event.t, event.body) for event in seen.events if isinstance(event.body, EpochLeft)]
+    if len(there) < spec.fleet.nodes or fleet.ranks >= asked or not ends:
+        return
+    counts = Counter(end.reason for _, end in ends)
+    reason, often = counts.most_common(1)[0]
+    yield Reason(
+        code="fewer-ranks",
+        severity="warning",
+        title=f"{fleet.ranks} of {asked} ranks train, and {len(there)} nodes are there",
+        where="the fleet",
+        since=ends[-1][0],
+        evidence=(
+            f"{len(ends)} epochs were left, {often} of them for one reason: {reason[:300]}"
+            if often > 1
+            else f"the newest epoch was left because: {ends[-1][1].reason[:300]}",
+        ),
+        doing="training goes on with fewer ranks: the bits stay the same; the others are tried again",
+        next=f"see whether the nodes reach each other at the addresses that they announce: phalanx status {seen.run}, phalanx logs {seen.run}",
+    )
+
+
+def no_coordinator(seen: Observed) -> Iterator[Reason]:
+    """Nothing is heard of the fleet's coordinator."""
+    fleet = _live(seen)
+    if fleet is None:
+        return
+    silent_s = seen.now - fleet.written_unix_s
+    if silent_s <= COORDINATOR_SILENT_S:
+        return
+    lease = seen.spec.fleet.coordinator_lease_s if seen.spec else 1800.0
+    succession = seen.spec.fleet.succession_s if seen.spec else 0.0
+    yield Reason(
+        code="no-coordinator",
+        severity="critical",
+        title=f"The fleet's coordinator has been silent for {format_duration(silent_s)}",
+        where=f"{fleet.leader or 'process'} {fleet.coordinator_pid} at {fleet.coordinator}",
+        since=fleet.written_unix_s,
+        evidence=(
+            f"fleet.json was written {format_duration(silent_s)} ago; it is written every second or two",
+        ),
+        doing=f"the workers train on; a launcher starts it again, or another node leads after {succession:g} s; agents give up after {lease:g} s",
+        next=f"phalanx status {seen.run}; if it stays so: end the fleet's processes and phalanx train {seen.run}",
+    )
+
+
+def _by_node(happenings: tuple[Happening, ...], *kinds: IncidentKind) -> dict[str, list[Happening]]:
+    found: dict[str, list[Happening]] = {}
+    for one in happenings:
+        if one.node and one.kind in kinds:
+            found.setdefault(one.node, []).append(one)
+    return found

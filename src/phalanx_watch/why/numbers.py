@@ -1,0 +1,239 @@
+"""Numbers of training: losses that jump or are not finite, and experts that are not used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+from phalanx.observe.events import Event, LossSpike, NonFinite, Step
+from phalanx_watch.why.observed import (
+    BACK,
+    IMBALANCE,
+    IMBALANCE_AFTER_STEPS,
+    NEWS_S,
+    RECENT_STEPS,
+    RISEN,
+    SPIKE_WINDOWS,
+    Observed,
+    Reason,
+)
+
+_USUAL_WINDOW = 128
+
+
+def spike(seen: Observed) -> Iterator[Reason]:
+    """The loss or the gradient norm has jumped, not long ago, or has not come back."""
+    if seen.finished or seen.last_step is None:
+        return
+    window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
+    reached = seen.last_step[1].step
+    found = [event for event in seen.events if isinstance(event.body, LossSpike)]
+    fresh = {
+        _spike(event).step: event
+        for event in found
+        if _spike(event).step + SPIKE_WINDOWS * window > reached or seen.now - event.t < NEWS_S
+    }
+    if not fresh:
+        return
+    event = max(fresh.values(), key=lambda one: _spike(one).deviations)
+    worst, count = _spike(event), len(fresh)
+    back = _is_back(seen, worst)
+    before = [step for step, _ in seen.checkpoints if step < min(fresh)]
+    slot = f", slot {worst.slot}" if worst.slot is not None else ""
+    evidence = [
+        f"step {worst.step:,}: loss {worst.loss:.4g} (usual {worst.typical_loss:.4g}), gradient norm {worst.grad_norm:.4g} (usual "
+        f"{worst.typical_grad_norm:.4g}): the {worst.what} is {worst.deviations:.3g} deviations above what is usual",
+        f"its batch: samples {worst.first_sample:,} to {worst.first_sample + worst.samples - 1:,}"
+        + (
+            f"; the largest loss is slot {worst.slot}'s, {worst.slot_loss:.4g}"
+            if worst.slot_loss is not None
+            else ""
+        ),
+    ]
+    if count > 1:
+        evidence.append(f"{count} steps since step {min(fresh):,} were spikes")
+    if back is not None:
+        evidence.append("the loss is back where it was" if back else "the loss has not come back since")
+    yield Reason(
+        code="loss-spike",
+        severity="critical" if worst.action == "stop" or back is False else "warning",
+        title=f"Loss spike in step {worst.step:,}"
+        if worst.what == "loss"
+        else f"Spike of the gradient norm in step {worst.step:,}",
+        where=f"step {worst.step:,}{slot}",
+        since=event.t,
+        evidence=tuple(evidence),
+        doing={
+            "continue": seen.doing(
+                f"training goes on; the checkpoint before it is kept (step {before[-1]:,})"
+                if before
+                else "training goes on"
+            ),
+            "skip": "its samples were left out: the step changed no weight",
+            "stop": "the run ended before it, saved",
+        }[worst.action],
+        next=_way_back(seen, worst, before, back),
+    )
+
+
+def diverged(seen: Observed) -> Iterator[Reason]:
+    """The loss is above that of an untrained model, or far above the run's own past for a window of steps."""
+    losses = [(t, step) for t, step in seen.settled if math.isfinite(step.loss)]
+    if len(losses) < RECENT_STEPS or any(reason.severity == "critical" for reason in spike(seen)):
+        return  # a spike that has not come back names the step and its batch
+    window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
+    untrained = _untrained_loss(seen)
+    best = _best_loss(seen)
+    now = median(step.loss for _, step in losses[-RECENT_STEPS:])
+    above = now > (1 + BACK) * untrained
+    limit = (1 + BACK) * untrained if above else (1 + RISEN) * best
+    reached = losses[-1][1].step
+    # The steps since the loss was below the limit last, on which the rule rests.
+    below = max((step.step for _, step in losses if step.loss <= limit), default=0)
+    risen = [(t, step) for t, step in losses if step.step > below]
+    if not above and (now <= limit or not risen or reached - risen[0][1].step < window):
+        return
+    since, first = next(((t, step) for t, step in losses if step.loss > limit), losses[-1])
+    before = [step for step, _ in seen.checkpoints if step < first.step]
+    back = f"phalanx train {seen.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
+    yield Reason(
+        code="diverged",
+        severity="critical",
+        title=f"The loss has diverged: {now:.4g}",
+        where=f"step {first.step:,} and after",
+        since=since,
+        evidence=(
+            f"the median loss of the newest {RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}",
+            *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
+            *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
+        ),
+        doing=seen.doing("training goes on; its older checkpoints are kept as checkpoint.keep_last says"),
+        next=f"lower optimizer.lr or lengthen schedule.warmup_steps, {'from before it' if before else 'in a run of its own'}: {back} --set optimizer.lr=...",
+    )
+
+
+def _untrained_loss(seen: Observed) -> float:
+    """The loss of a model that gives every token the same chance, or of the run's first step if that is larger; infinite if neither is known."""
+    vocabulary = seen.spec.model.vocab_size if seen.spec else 0
+    first = next((event.body for event in (*seen.past, *seen.events) if isinstance(event.body, Step)), None)
+    losses = [math.log(vocabulary)] if vocabulary > 1 else []
+    if first is not None and math.isfinite(first.loss):
+        losses.append(first.loss)
+    return max(losses, default=math.inf)
+
+
+def _best_loss(seen: Observed) -> float:
+    """The least median loss of a stretch of the run's steps; infinite if there are too few."""
+    losses = [
+        event.body.loss
+        for event in (*seen.past, *seen.events)
+        if isinstance(event.body, Step) and math.isfinite(event.body.loss)
+    ]
+    stretches = range(0, len(losses) - RECENT_STEPS + 1, RECENT_STEPS)
+    return min((median(losses[first : first + RECENT_STEPS]) for first in stretches), default=math.inf)
+
+
+def _spike(event: Event) -> LossSpike:
+    assert isinstance(event.body, LossSpike)
+    return event.body
+
+
+def _way_back(seen: Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
+    slot = f" --slot {worst.slot}" if worst.slot is not None else ""
+    look = f"phalanx data show {seen.run} --step {worst.step}{slot}"
+    if worst.action == "stop":
+        return f"{look}; then leave it out: phalanx train {seen.run} --from {worst.step - 1} --set train.on_spike=skip"
+    if worst.action == "continue" and back is False and before:
+        return f"{look}; to go back and leave it out: phalanx train {seen.run} --from {before[-1]} --set train.on_spike=skip"
+    return look
+
+
+def _is_back(seen: Observed, worst: LossSpike) -> bool | None:
+    """True if the loss of the newest steps is what it was before; ``None`` if there are too few since."""
+    since = [step.loss for _, step in seen.steps if step.step > worst.step and math.isfinite(step.loss)]
+    if len(since) < RECENT_STEPS // 2:
+        return None
+    return median(since[-RECENT_STEPS:]) <= (1 + BACK) * worst.typical_loss
+
+
+def not_finite(seen: Observed) -> Iterator[Reason]:
+    """A loss or gradient was infinite or not a number, and the run has not trained for a while since."""
+    found = {event.body.step: event for event in seen.events if isinstance(event.body, NonFinite)}
+    if not found or seen.finished:
+        return
+    event = found[max(found)]
+    last = event.body
+    assert isinstance(last, NonFinite)
+    reached = seen.last_step[1].step if seen.last_step else 0
+    window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
+    if last.skipped and reached >= last.step + window and seen.now - event.t >= NEWS_S:
+        return
+    if not last.skipped and any(
+        isinstance(one.body, Step) and one.t > event.t and one.body.step >= last.step for one in seen.events
+    ):
+        return  # it was started again, and has passed the step
+    places = [
+        f"step {last.step:,}",
+        *(f"slot {slot}" for slot in last.slots[:1]),
+        *(f"gradient of {name}" for name in last.parameters[:1]),
+        *(
+            [f"rank{'s' if len(last.ranks) > 1 else ''} {', '.join(map(str, last.ranks[:8]))}"]
+            if last.ranks
+            else []
+        ),
+    ]
+    batch = (
+        (f"its batch: samples {last.first_sample:,} to {last.first_sample + last.samples - 1:,}",)
+        if last.samples
+        else ()
+    )
+    often = (f"{len(found)} steps since step {min(found):,} were not finite",) if len(found) > 1 else ()
+    shown = f" --slot {last.slots[0]}" if last.slots else ""
+    yield Reason(
+        code="not-finite",
+        severity="warning" if last.skipped else "critical",
+        title=f"Step {last.step:,} is not finite: NaN or infinity",
+        where=", ".join(places),
+        since=event.t,
+        evidence=(last.what, *batch, *often),
+        doing="the step was skipped, and changed no weight (train.on_nonfinite)"
+        if last.skipped
+        else "the run ended before it, with the weights of the step before saved (train.on_nonfinite)",
+        next=f"phalanx data show {seen.run} --step {last.step}{shown}; then lower optimizer.lr, lengthen schedule.warmup_steps"
+        + (
+            ""
+            if last.skipped
+            else f", or skip such steps: phalanx train {seen.run} --set train.on_nonfinite=skip"
+        ),
+    )
+
+
+def imbalance(seen: Observed) -> Iterator[Reason]:
+    """Nearly all tokens go to the same few experts, long after the router should have learned."""
+    moe = seen.spec.model.moe if seen.spec else None
+    if not seen.running or moe is None or len(seen.recent) < RECENT_STEPS // 2:
+        return
+    found = [step.balance for _, step in seen.recent if step.balance is not None]
+    if not found or seen.recent[-1][1].step < IMBALANCE_AFTER_STEPS:
+        return
+    now, most = median(found), moe.experts / moe.per_token
+    limit = 1 + IMBALANCE * (most - 1)
+    if now < limit:
+        return
+    late = [t for t, step in seen.settled if step.balance is not None and step.balance >= limit]
+    yield Reason(
+        code="expert-imbalance",
+        severity="warning",
+        title="A few experts get nearly all tokens",
+        where="the worst layer's router",
+        since=late[0] if late else None,
+        evidence=(
+            f"the busiest expert has {now:.3g} times the mean load in the newest {len(found)} logged steps; {most:.3g} would be all tokens",
+        ),
+        doing="the balance bias moves by model.moe.bias_speed a step"
+        if moe.balance_bias
+        else "nothing but the auxiliary loss",
+        next="balance more: model.moe.balance_bias = true, or a larger model.moe.aux_loss, in a child run: "
+        f"phalanx new explains them; go back with phalanx train {seen.run} --from STEP",
+    )

@@ -1,0 +1,463 @@
+"""Rules on progress: the run has ended before its last step, makes no step, or makes steps more slowly than it could.
+
+A run that makes no step is an alarm after a while. A standstill that has an explanation, such as a save, is none before its time. A run that
+goes on is slow if samples come late, if steps take longer than before, or if much of its time is no training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from phalanx.fleet.core.state import FleetPhase
+from phalanx.observe.events import CheckpointSaved, Evaluated, Evaluating, IncidentKind, Message, Step
+from phalanx.observe.spread import usual_deviation
+from phalanx.observe.throughput import format_duration
+from phalanx_watch.why.observed import (
+    DATA_SHARE,
+    FLEET_PATIENCE_S,
+    GOODPUT,
+    GOODPUT_AFTER_S,
+    NEW_STEPS,
+    PAST_STEPS,
+    RECENT_STEPS,
+    SILENT_ELSEWHERE_S,
+    SLOWER,
+    SLOWER_DEVIATIONS,
+    STALL_LEAST_S,
+    STALL_STEPS,
+    START_PATIENCE_S,
+    WORK_PATIENCE_S,
+    WORK_TIMES,
+    Code,
+    FirstFailureSeen,
+    Observed,
+    ProcessSeen,
+    Reason,
+)
+
+# Ended: with a reason, or without a word.
+
+
+_BURST_S = 60.0
+"""From the first failure of a start until its last event: ranks that wait for a lost one log nothing more."""
+
+
+def failed(seen: Observed) -> Iterator[Reason]:
+    """A process has left word of why it failed, and training has not gone on since; or the fleet has given up."""
+    if seen.finished or seen.held or (seen.job is not None and seen.job.is_waiting):
+        return
+    after = seen.last_t - 1.0
+    left = [failure for failure in seen.failures if failure.at >= after]
+    given_up = seen.fleet is not None and seen.fleet.phase is FleetPhase.FAILED
+    logged = _logged(seen)
+    if not left and not given_up and (logged is None or seen.over):
+        return
+    first = left[0] if left else None
+    evidence = [f"{failure.who}: {failure.kind}: {failure.message}" for failure in left[:3]]
+    if given_up and seen.fleet is not None:
+        evidence.append(f"the fleet has given up: {seen.fleet.reason}")
+    if logged is not None:
+        evidence.append(f"failed first: {logged.who}: {logged.text}")
+    if first:
+        failure = first.kind
+    elif given_up or logged is None:
+        failure = "the fleet has given up"
+    else:
+        failure = f"{logged.who}: {logged.text}"
+    remedy = (
+        f"{first.remedy}; then"
+        if first and first.remedy
+        else f"see phalanx logs {seen.run}, and the kernel's log (dmesg) if a process was killed; then"
+    )
+    yield Reason(
+        code="failed",
+        severity="critical",
+        title=f"The run has failed: {failure}",
+        where=first.who if first else logged.who if logged else "the fleet",
+        since=first.at if first else logged.at if logged else seen.last_t or None,
+        evidence=tuple(evidence),
+        doing=seen.after_end,
+        next=f"{remedy} phalanx train {seen.run}",
+    )
+
+
+def _logged(seen: Observed) -> FirstFailureSeen | None:
+    """The first failure by the logs, if the newest start has ended of it: later steps would show that it was recovered from."""
+    failure = seen.first_failure
+    return failure if failure is not None and failure.at >= seen.last_t - _BURST_S else None
+
+
+def gone(seen: Observed) -> Iterator[Reason]:
+    """The processes of the run are gone and have not said why; or, from another machine, nothing is heard of them."""
+    if seen.over or (seen.job is not None and seen.job.is_waiting) or any(failed(seen)):
+        return
+    silent_s = max(0.0, seen.now - seen.last_t)
+    if not seen.events:
+        yield from _gone_at_start(seen)
+    elif seen.held is False:
+        yield Reason(
+            code="gone",
+            severity="critical",
+            title="The run's processes are gone, without a word",
+            where="the whole run",
+            since=seen.last_t,
+            evidence=(
+                "no process holds the run directory (its file lock)",
+                f"the newest event is {format_duration(silent_s)} old and tells no end: killed, out of memory, or the machine was switched off",
+            ),
+            doing=seen.after_end,
+            next=f"phalanx train {seen.run} (see {seen.run}/logs and the kernel's log, dmesg, for what killed it)",
+        )
+    elif seen.held is None and silent_s > max(SILENT_ELSEWHERE_S, STALL_STEPS * seen.step_s):
+        yield Reason(
+            code="silent",
+            severity="warning",
+            title=f"Nothing is heard of the run for {format_duration(silent_s)}",
+            where="the machine that it runs on",
+            since=seen.last_t,
+            evidence=(
+                f"the newest event is {format_duration(silent_s)} old and tells no end",
+                "it runs, or ran, on another machine: whether its processes are there cannot be told from this one",
+            ),
+            doing="not known",
+            next=f"look on that machine (its name stands in {seen.run}/lock); if it is gone: phalanx train {seen.run}",
+        )
+
+
+def _gone_at_start(seen: Observed) -> Iterator[Reason]:
+    """The processes of a start are gone, and it has written no event."""
+    if seen.held is not False or not seen.starts or seen.job is not None:
+        return
+    yield Reason(
+        code="gone",
+        severity="critical",
+        title="The run's processes are gone, and it has not begun",
+        where="the whole run",
+        since=None,
+        evidence=(
+            "no process holds the run directory (its file lock), and there is no event",
+            f"the last line of its logs: {seen.last_line or 'there is none'}",
+        ),
+        doing=seen.after_end,
+        next=f"phalanx train {seen.run} (see the kernel's log, dmesg, if a process was killed)",
+    )
+
+
+def never_began(seen: Observed) -> Iterator[Reason]:
+    """The job of the run has ended before its first event, and no process has logged why."""
+    job = seen.job
+    if job is None or not job.has_ended or seen.events or seen.finished or any(failed(seen)):
+        return
+    yield Reason(
+        code="failed",
+        severity="critical",
+        title=f"{job.title} has ended before the run's first event",
+        where=job.title,
+        since=None,
+        evidence=(job.doing,),
+        doing="nothing: it has ended, and nothing was trained",
+        next=f"read that log, then give the same phalanx submit again (phalanx status {seen.run})",
+    )
+
+
+def queued(seen: Observed) -> Iterator[Reason]:
+    """The run's job is held, or waits in a queue."""
+    job = seen.job
+    if job is None or not job.is_waiting or seen.finished:
+        return
+    yield Reason(
+        code="job-held" if job.is_held else "job-waiting",
+        severity="warning" if job.is_held else "info",
+        title=f"{job.title} is held: nothing starts it" if job.is_held else f"{job.title} waits to start",
+        where=job.title,
+        since=None,
+        evidence=(job.doing,),
+        doing="nothing, until it is released" if job.is_held else "the scheduler starts it",
+        next="scontrol release JOB, or ask who holds it" if job.is_held else f"phalanx status {seen.run}",
+    )
+
+
+# Standstill.
+
+
+_HALTED = {
+    "T": "is stopped (state T)",
+    "t": "is held by a debugger (state t)",
+    "D": "waits for a disk (state D)",
+}
+_STOPPED = ("T",)
+
+
+@dataclass(frozen=True)
+class _Doing:
+    """What the run does instead of stepping, and how long that may take."""
+
+    what: str
+    patience_s: float
+    code: Code = "stalled"
+    next: str = ""
+
+
+def standstill(seen: Observed) -> Iterator[Reason]:
+    """The run has not finished a step for longer than what it does can take."""
+    if not seen.running or not seen.last_t:
+        return
+    since = seen.steps[-1][0] if seen.steps else seen.began_at or seen.last_t
+    silent_s = max(0.0, seen.now - max(since, seen.last_t))
+    doing = _doing(seen)
+    if silent_s <= doing.patience_s:
+        return
+    last = seen.last_step
+    if (ahead := _ahead(seen)) is not None:
+        yield ahead
+        return
+    evidence = [
+        f"the newest step is {last[1].step:,} of {last[1].steps:,}, {format_duration(seen.now - last[0])} ago"
+        if last
+        else "no step is done yet",
+        f"the newest event is {format_duration(seen.now - seen.last_t)} old; a logged step usually takes {format_duration(seen.step_s)}"
+        if seen.step_s
+        else f"the newest event is {format_duration(seen.now - seen.last_t)} old",
+        f"it should be {doing.what}, for which {format_duration(doing.patience_s)} are enough",
+    ]
+    halted = [process for process in seen.processes if process.state in _HALTED]
+    evidence += [f"{_called(process)} {_HALTED[process.state]}" for process in halted[:4]]
+    stopped = [str(process.pid) for process in halted if process.state in _STOPPED]
+    fleet = seen.fleet is not None
+    stall_s = seen.spec.fleet.stall_s if seen.spec else 120.0
+    yield Reason(
+        code=doing.code,
+        severity="critical",
+        title=f"No step for {format_duration(silent_s)}, while {doing.what}",
+        where=", ".join(map(_called, halted[:4])) or "the whole run",
+        since=since,
+        evidence=tuple(evidence),
+        doing=f"the fleet diagnoses a hang after {stall_s:g} s and replaces who hangs"
+        if fleet
+        else "nothing: plain ranks wait for each other",
+        next=f"let it go on: kill -CONT {' '.join(stopped)}"
+        if stopped
+        else doing.next
+        or (
+            f"phalanx status {seen.run} (the fleet's view); phalanx logs {seen.run}"
+            if fleet
+            else f"look at {seen.run}/logs; then end its process (kill) and start again: phalanx train {seen.run}"
+        ),
+    )
+
+
+def _called(process: ProcessSeen) -> str:
+    return (
+        f"process {process.pid}" if process.rank is None else f"rank {process.rank} (process {process.pid})"
+    )
+
+
+def _ahead(seen: Observed) -> Reason | None:
+    """Training goes on, by the heartbeats of the fleet's nodes, and the event stream does not tell of it."""
+    fleet, last = seen.fleet, seen.last_step
+    if fleet is None or last is None or fleet.phase is not FleetPhase.RUNNING or fleet.step <= last[1].step:
+        return None
+    silent_s = seen.now - seen.last_t
+    return Reason(
+        code="events-unwritten",
+        severity="critical",
+        title=f"Steps are trained and not written down, since step {last[1].step:,}",
+        where=f"{seen.run}/events.jsonl",
+        since=seen.last_t,
+        evidence=(
+            f"the fleet has reached step {fleet.step:,}; the newest event is step {last[1].step:,}, and {format_duration(silent_s)} old",
+            f"{fleet.unsaved_steps:,} completed steps are on no disk",
+        ),
+        doing="training goes on in memory; each write is tried again",
+        next=f"the disk is full, or the first rank may not write there (df -h {seen.run}; phalanx logs {seen.run} --level warning): make room. "
+        "Steps that are on no disk are lost when the run ends",
+    )
+
+
+def _doing(seen: Observed) -> _Doing:
+    stepping_s = max(STALL_LEAST_S, STALL_STEPS * seen.step_s)
+    if seen.fleet is not None and seen.fleet.phase is not FleetPhase.RUNNING:
+        return _of_fleet(seen, stepping_s)
+    if not seen.steps:
+        return _Doing("starting (restoring, compiling, reading data)", START_PATIENCE_S)
+    if (waiting := _data(seen)) is not None:
+        return waiting
+    _, step = seen.steps[-1]
+    if step.step >= step.steps:
+        return _Doing("ending (saving, evaluating and hashing the weights)", WORK_PATIENCE_S)
+    spec = seen.spec
+    if spec is not None and spec.evaluation.every_steps and step.step % spec.evaluation.every_steps == 0:
+        usual = seen.newest(Evaluated)
+        known = usual is not None and usual[1].step != step.step
+        if usual is None or known:
+            patience = WORK_TIMES * usual[1].seconds + stepping_s if usual else WORK_PATIENCE_S
+            return _Doing("evaluating", patience)
+    if isinstance(seen.mine[-1].body, Evaluating):
+        return _Doing("evaluating", WORK_PATIENCE_S)
+    if spec is not None and spec.checkpoint.every_steps and step.step % spec.checkpoint.every_steps == 0:
+        saved = seen.newest(CheckpointSaved)
+        patience = WORK_TIMES * saved[1].seconds + stepping_s if saved else spec.checkpoint.timeout_s
+        return _Doing("saving a checkpoint", patience)
+    return _Doing("computing a step", stepping_s)
+
+
+def _of_fleet(seen: Observed, stepping_s: float) -> _Doing:
+    assert seen.fleet is not None
+    fleet = seen.fleet
+    if fleet.phase is FleetPhase.WAITING:
+        return _Doing(
+            f"waiting for nodes ({fleet.reason})" if fleet.reason else "waiting for nodes",
+            FLEET_PATIENCE_S,
+            "waiting-for-nodes",
+            f"start nodes that join (phalanx agent), or allow a smaller fleet (fleet.min_nodes): phalanx status {seen.run}",
+        )
+    if fleet.phase is FleetPhase.SAVING:
+        return _Doing("saving what only its nodes' memory holds", WORK_PATIENCE_S)
+    patience = START_PATIENCE_S if not seen.steps else FLEET_PATIENCE_S + stepping_s
+    return _Doing(f"coming together (the fleet is {fleet.phase})", patience)
+
+
+def _data(seen: Observed) -> _Doing | None:
+    """Waiting for an object store, if that is what somebody said last."""
+    texts = [
+        event.body.text
+        for event in seen.events
+        if isinstance(event.body, Message)
+        and event.body.incident is IncidentKind.DATA_WAIT
+        and event.t >= seen.steps[-1][0]
+    ]
+    if not texts:
+        return None
+    timeout = seen.spec.data.timeout_s if seen.spec else WORK_PATIENCE_S
+    wait = f"see whether the object store answers (phalanx data show URL); training goes on by itself when it does, within data.timeout_s = {timeout:g} s"
+    return _Doing(f"waiting for samples ({texts[-1][:160]})", STALL_LEAST_S, "waiting-for-data", wait)
+
+
+# Steps that come more slowly than they could.
+
+
+def slow_data(seen: Observed) -> Iterator[Reason]:
+    """Steps wait for their samples."""
+    if not seen.running or len(seen.recent) < RECENT_STEPS // 2:
+        return
+    took = sum(step.logged_s for _, step in seen.recent)
+    waited = sum(step.data_wait_s for _, step in seen.recent)
+    if not took or waited < DATA_SHARE * took:
+        return
+    late = [t for t, step in seen.settled if step.data_wait_s >= DATA_SHARE * step.logged_s]
+    last = seen.recent[-1][1]
+    evidence = [
+        f"{waited / took:.0%} of the time of steps {seen.recent[0][1].step:,} to {last.step:,} was waiting for samples: "
+        f"{format_duration(waited)} of {format_duration(took)} (first rank)"
+    ]
+    if last.data_store:
+        asked, fetched = last.data_store.get("asked_bytes", 0), last.data_store.get("fetched_bytes", 0)
+        evidence.append(f"of {asked:,} bytes asked for, {fetched:,} had to be fetched from the object store")
+    remedy = (
+        "more data.read_ahead_mib helps against slow answers; a copy nearby against a slow store: phalanx data copy"
+        if last.data_store
+        else "put the dataset on a faster disk (phalanx data copy), and look at what else reads from this one"
+    )
+    yield Reason(
+        code="slow-data",
+        severity="warning",
+        title=f"Training waits for its data: {waited / took:.0%} of the time",
+        where="the samples of the first rank",
+        since=late[0] if late else seen.recent[0][0],
+        evidence=tuple(evidence),
+        doing="samples are fetched ahead, as far as data.read_ahead_mib goes",
+        next=remedy,
+    )
+
+
+def slower_than_before(seen: Observed) -> Iterator[Reason]:
+    """Throughput has fallen against the run's own past, on as many ranks."""
+    if not seen.running or len(seen.recent) < RECENT_STEPS:
+        return
+    ranks = seen.started.ranks if seen.started else 0
+    sampled = [
+        event.body for event in seen.past if isinstance(event.body, Step) and event.attempt == seen.attempt
+    ]
+    before = [*sampled[NEW_STEPS:], *(step for _, step in seen.settled[: -len(seen.recent)])]
+    if len(before) < PAST_STEPS:
+        return
+    usual, limit = _usual_speed([step.tokens_per_s for step in before])
+    now = median(step.tokens_per_s for _, step in seen.recent)
+    if now >= limit:
+        return
+    slow = [t for t, step in seen.settled if step.tokens_per_s < limit]
+    yield Reason(
+        code="slower",
+        severity="warning",
+        title=f"Throughput is {1 - now / usual:.0%} below the run's own past",
+        where="the whole run",
+        since=slow[0] if slow else seen.recent[0][0],
+        evidence=(
+            f"{now:,.0f} tokens/s in the newest {len(seen.recent)} logged steps, {usual:,.0f} before, in the same attempt"
+            + (f" on {ranks:,} ranks" if ranks else ""),
+            *_grown(before, [step for _, step in seen.recent]),
+        ),
+        doing="nothing by itself; a fleet replaces a rank that is slower than its peers",
+        next=f"phalanx goodput {seen.run} (where the time goes); phalanx ranks {seen.run} (which rank is slow)",
+    )
+
+
+def _usual_speed(speeds: list[float]) -> tuple[float, float]:
+    """The usual throughput, and below which it has fallen: by ``SLOWER``, and by more than it has varied before.
+
+    What varies is taken from the medians of stretches: on a machine with neighbors whole minutes are slow.
+    """
+    stretches = [
+        median(speeds[first : first + RECENT_STEPS])
+        for first in range(0, len(speeds) - RECENT_STEPS + 1, RECENT_STEPS)
+    ]
+    usual = median(stretches)
+    deviation = usual_deviation(stretches, usual)
+    return usual, usual - max(SLOWER * usual, SLOWER_DEVIATIONS * deviation)
+
+
+def _grown(before: list[Step], now: list[Step]) -> tuple[str, ...]:
+    """The bucket of a step that has grown most, from the ledgers at the two ends of a stretch."""
+
+    def shares(steps: list[Step]) -> dict[str, float]:
+        first, last = steps[0].ledger, steps[-1].ledger
+        spent = {name: last[name] - first.get(name, 0.0) for name in last if name.startswith("step.")}
+        count = max(1, steps[-1].step - steps[0].step)
+        return {name: seconds / count for name, seconds in spent.items()}
+
+    old, new = shares(before), shares(now)
+    if not old or not new:
+        return ()
+    name = max(new, key=lambda one: new[one] - old.get(one, 0.0))
+    if new[name] <= old.get(name, 0.0):
+        return ()
+    return (
+        f"what has grown most is {name}: {old.get(name, 0.0):.3g} s a step before, {new[name]:.3g} s now",
+    )
+
+
+def low_goodput(seen: Observed) -> Iterator[Reason]:
+    """Little of the time that the run holds its machines is training; the largest other cause is named."""
+    if not seen.running or not seen.steps:
+        return
+    t, step = seen.steps[-1]
+    held = sum(step.ledger.values())
+    if held < GOODPUT_AFTER_S or step.goodput is None or step.goodput >= GOODPUT:
+        return
+    other = {name: seconds for name, seconds in step.ledger.items() if not name.startswith("step.")}
+    cause = max(other, key=lambda name: other[name])
+    yield Reason(
+        code="low-goodput",
+        severity="warning",
+        title=f"Only {step.goodput:.0%} of the time is training",
+        where=cause,
+        since=t - held,
+        evidence=(
+            f"{step.goodput:.1%} of {format_duration(held)} in this attempt went into steps",
+            f"the largest other part is {cause}: {format_duration(other[cause])}, {other[cause] / held:.1%}",
+        ),
+        doing="nothing",
+        next=f"phalanx goodput {seen.run}",
+    )

@@ -1,0 +1,425 @@
+"""``phalanx why``: the observation of a run, read from its directory in bounded time, and the reasons that the rules find in it.
+
+Of the event stream the end is read, and a few samples of the rest. What is missing or damaged is left out: a rule that needs it gives no
+reason then. A run to which nothing is wrong has none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from textwrap import shorten
+from typing import BinaryIO
+
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.format.index import decode_index
+from phalanx.data.errors import DataError
+from phalanx.data.reading.sources import read_data_index
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
+from phalanx.launch.engines.standing import JobStanding
+from phalanx.observe.event_log import EventLogError
+from phalanx.observe.events import Event, decode
+from phalanx.observe.logs.first_failure import what_happened, who
+from phalanx.observe.logs.read_lines import first_failure, read_lines
+from phalanx.observe.rank_stream import RankStream, RankStreamError
+from phalanx.observe.record.machines import machine_differences, newest_machines
+from phalanx.observe.throttling import read_throttling
+from phalanx.run.data_folders import addresses, found_again
+from phalanx.run.directory.paths import (
+    CHECKPOINT_INDEX,
+    RunDirectory,
+    RunDirectoryError,
+    read_resolved,
+    read_small_json,
+    step_folder,
+)
+from phalanx.run.directory.regular_file import open_regular, read_small
+from phalanx.run.spec import RunSpec
+from phalanx.store.errors import StoreError
+from phalanx.store.open_store import is_url
+from phalanx.train.lifecycle.ending import read_failure
+from phalanx_watch.ranks import (
+    RankLateness,
+    layout_of_attempt,
+    newest_windows,
+    nodes_of_ranks,
+    slowest,
+    values_of,
+)
+from phalanx_watch.runs.probe import KernelLocks, holder_of
+from phalanx_watch.why.fleet import (
+    fewer_ranks,
+    hardware,
+    lost_nodes,
+    no_coordinator,
+    no_spares,
+    nodes_back,
+    not_finite_nodes,
+    straggler,
+)
+from phalanx_watch.why.numbers import diverged, imbalance, not_finite, spike
+from phalanx_watch.why.observed import (
+    BURST_ALONE,
+    BURST_WINDOWS,
+    SLOW_RANK,
+    DiskSeen,
+    FailureSeen,
+    FirstFailureSeen,
+    Observed,
+    ProcessSeen,
+    Reason,
+    SlowRankSeen,
+)
+from phalanx_watch.why.progress import (
+    failed,
+    gone,
+    low_goodput,
+    never_began,
+    queued,
+    slow_data,
+    slower_than_before,
+    standstill,
+)
+from phalanx_watch.why.surroundings import (
+    clock_skew,
+    failed_checkpoints,
+    full_disk,
+    old_checkpoint,
+    other_data,
+    other_libraries,
+    throttled,
+)
+
+Rule = Callable[[Observed], Iterator[Reason]]
+RULES: tuple[Rule, ...] = (
+    *(failed, gone, never_began, queued, standstill),
+    *(not_finite, spike, diverged, other_data, no_coordinator),
+    *(failed_checkpoints, full_disk, old_checkpoint),
+    *(not_finite_nodes, lost_nodes, nodes_back, fewer_ranks, no_spares, hardware, throttled, straggler),
+    *(slow_data, slower_than_before, low_goodput, imbalance),
+    *(other_libraries, clock_skew),
+)
+"""In the order in which those of equal weight are named."""
+_ORDER = ("critical", "warning", "info")
+
+
+def judge(seen: Observed) -> list[Reason]:
+    """All reasons, worst first."""
+    found = [reason for rule in RULES for reason in rule(seen)]
+    return sorted(found, key=lambda one: (_ORDER.index(one.severity), one.since or math.inf))
+
+
+# The observation.
+
+
+# What other readers of a run directory find: ranks that are slower than their peers, machines that differ, the failure that came first.
+#
+# Each is asked as the command of its own is (``phalanx ranks``, ``phalanx runs show``, ``phalanx logs``). One that cannot answer says nothing here.
+
+_WINDOWS = 20
+_LEAST_WINDOWS = 5
+"""Fewer say more about the start of a run than about a rank."""
+_MOST_NEIGHBORS = 5
+_MOST_LOOKED_AT = 256
+_CUT = 300
+
+
+def slow_ranks(directory: RunDirectory, attempt: int) -> list[SlowRankSeen]:
+    """The ranks of ``attempt`` that were slower than their peers in its newest windows; none of an earlier attempt."""
+    with (
+        suppress(RankStreamError, RunDirectoryError, EventLogError, OSError, IndexError, ValueError),
+        RankStream(directory.ranks) as stream,
+    ):
+        windows = newest_windows(stream, _WINDOWS)
+        if len(windows) < _LEAST_WINDOWS or stream.head(windows[-1]).attempt != attempt:
+            return []
+        ranks = stream.head(windows[-1]).ranks
+        values = values_of(stream, "compute_s", windows)
+        layout = layout_of_attempt(directory, attempt, ranks)
+        found = slowest("compute_s", values, layout, _MOST_LOOKED_AT)
+        worst = max(found, key=lambda rank: rank.late_share, default=None)
+        nodes = nodes_of_ranks(directory, ranks)
+        return [
+            SlowRankSeen(
+                one.rank,
+                one.slowdown,
+                one.value,
+                one.windows,
+                one.slower,
+                stream.head(windows[0]).t,
+                nodes.get(one.rank, ""),
+                one.late_share,
+            )
+            for one in found
+            if one.slow or (one is worst and _is_late_alone(one, found))
+        ][:_MOST_NEIGHBORS]
+    return []
+
+
+def _is_late_alone(worst: RankLateness, ranks: Sequence[RankLateness]) -> bool:
+    """True if a rank is late in bursts: often, by much in all, and far more than any other; on a busy machine every rank is late at times."""
+    others = max((rank.late_share for rank in ranks if rank is not worst), default=0.0)
+    often = worst.slower >= BURST_WINDOWS * worst.windows
+    return often and worst.late_share >= SLOW_RANK and worst.late_share >= BURST_ALONE * others
+
+
+def unlike_machines(directory: RunDirectory) -> list[str]:
+    """A sentence on each fact in which the nodes of the newest start differ."""
+    with suppress(OSError):
+        return [one.sentence for one in machine_differences(newest_machines(directory))]
+    return []
+
+
+def last_line(directory: RunDirectory) -> str:
+    """The newest line of the logs of all processes, shortened; empty if there is none."""
+    with suppress(OSError, ValueError):
+        for line in read_lines(directory, last=1):
+            return f"{who(line)}: {shorten(what_happened(line.text), _CUT, placeholder=' ...')}"
+    return ""
+
+
+def failed_first(directory: RunDirectory) -> FirstFailureSeen | None:
+    """The first failure by the logs of the newest start; ``None`` if nothing failed."""
+    with suppress(OSError, ValueError):
+        line = first_failure(directory)
+        if line is not None:
+            text = shorten(what_happened(line.text), _CUT, placeholder=" ...")
+            return FirstFailureSeen(who(line), text, line.t)
+    return None
+
+
+# The processes of a run that this machine holds, with their states: which of them is stopped, or waits for a disk.
+
+_MOST = 4096
+_RANK = (b"PHALANX_RANK", b"RANK", b"SLURM_PROCID")
+"""Variables that hold the rank: of our own launcher, of torchrun, and of srun."""
+
+
+def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterator[ProcessSeen]:
+    """Yield the process that holds the run directory, its siblings that write there, and the descendants of them all.
+
+    The siblings are the ranks that torchrun or srun has started beside rank 0. Processes that this user may not read are left out.
+    """
+    holder = holder_of(directory)
+    if holder is None:
+        return
+    stat = _stat(proc / str(holder))
+    siblings = _children(proc / stat[1]) if stat else []
+    ranks = [pid for pid in siblings if pid != holder and _writes_in(directory, proc / str(pid))]
+    waiting = [*ranks, holder]
+    for _ in range(_MOST):
+        if not waiting:
+            return
+        pid = waiting.pop()
+        if stat := _stat(proc / str(pid)):
+            yield ProcessSeen(pid, stat[0], _rank(proc / str(pid)))
+        waiting += _children(proc / str(pid))
+
+
+def _stat(process: Path) -> list[str]:
+    """Return the process's state, the id of its parent and what follows in its file ``stat``; empty if that cannot be read."""
+    with suppress(OSError):
+        # The name of the program, in parentheses, may hold spaces.
+        return (process / "stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _children(process: Path) -> list[int]:
+    pids: list[int] = []
+    for children in (process / "task").glob("*/children"):
+        with suppress(OSError, ValueError):
+            pids += map(int, children.read_text().split())
+    return pids
+
+
+def _writes_in(directory: RunDirectory, process: Path) -> bool:
+    """Return True if the process has a log of the run open."""
+    logs = directory.logs.resolve()
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):
+                if Path(os.readlink(descriptor)).parent == logs:
+                    return True
+    return False
+
+
+def _rank(process: Path) -> int | None:
+    variables: dict[bytes, bytes] = {}
+    with suppress(OSError):
+        for variable in (process / "environ").read_bytes().split(b"\0"):
+            name, _, value = variable.partition(b"=")
+            variables[name] = value
+    for name in _RANK:
+        if (value := variables.get(name, b"")).isdigit():
+            return int(value)
+    return None
+
+
+_TAIL_BYTES = 4 << 20
+"""Bytes of the newest events that are read: some thousand logged steps."""
+_HEAD_BYTES = 256 << 10
+_SAMPLES, _SAMPLE_BYTES = 8, 32 << 10
+_MOST_FAILURES = 64
+_FAILURE = re.compile(r"attempt-(\d+)-(.+)\.failure\.json")
+
+
+def observe(directory: RunDirectory, now: float, job: JobStanding | None = None) -> Observed:
+    """Return all facts of the run in ``directory`` at ``now``; ``job``: what its engine shows of it, if known."""
+    past, events = read_ends(directory.events)
+    spec = _spec(directory)
+    record = read_small_json(directory.record)
+    fingerprint = record.get("data_fingerprint")
+    data_now, data_error = _data_now(spec, record)
+    failures = _failures(directory)
+    is_held = KernelLocks().holds(directory)
+    seen = Observed(
+        run=str(directory.path),
+        now=now,
+        spec=spec,
+        events=tuple(events),
+        past=tuple(past),
+        held=is_held,
+        starts=starts if isinstance(starts := record.get("attempts"), int) else 0,
+        last_line="" if events or is_held is not False else last_line(directory),
+        finished=directory.result.exists(),
+        fleet=_fleet(directory),
+        failures=tuple(failures),
+        first_failure=failed_first(directory) if failures or is_held is False else None,
+        processes=tuple(processes_of(directory)) if is_held else (),
+        job=job,
+        checkpoint_bytes=_checkpoint_bytes(directory),
+        checkpoints=tuple(_checkpoints(directory)),
+        disk=_disk(directory),
+        machines=tuple(unlike_machines(directory)),
+        throttled=tuple(read_throttling(directory, now)),
+        data_fingerprint=fingerprint if isinstance(fingerprint, str) else "",
+        data_now=data_now,
+        data_error=data_error,
+    )
+    return replace(seen, slow_ranks=tuple(slow_ranks(directory, seen.attempt)))
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
+    """Samples of the stream, its beginning first, and its newest events. Both are empty if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            tail = max(0, size - _TAIL_BYTES)
+            starts = [(0, min(_HEAD_BYTES, tail))] if tail else []
+            starts += [(at, _SAMPLE_BYTES) for at in range(tail // _SAMPLES, tail, max(1, tail // _SAMPLES))]
+            past = [
+                event
+                for start, length in starts
+                for event in _between(file, start, min(start + length, tail))
+            ]
+            return past, list(_between(file, tail, size))
+    except OSError:
+        return [], []
+
+
+def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
+    """The events whose lines lie between two offsets; the first and last of what is cut there are left out."""
+    file.seek(start)
+    lines = file.read(end - start).split(b"\n")
+    for line in lines[1:] if start else lines:
+        with suppress(ValueError, RecursionError):
+            yield decode(line)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def _failures(directory: RunDirectory) -> list[FailureSeen]:
+    """What the processes of the newest start have left of why they failed, in the order of time."""
+    found: list[tuple[int, FailureSeen]] = []
+    with suppress(OSError):
+        names = [
+            (int(match[1]), match)
+            for name in os.listdir(directory.logs)
+            if (match := _FAILURE.fullmatch(name))
+        ]
+        newest = max((attempt for attempt, _ in names), default=0)
+        for attempt, match in [one for one in names if one[0] == newest][:_MOST_FAILURES]:
+            path = directory.logs / match[0]
+            failure = read_failure(path.with_name(match[0].removesuffix(".failure.json") + ".log"))
+            if failure is not None:
+                seen = FailureSeen(
+                    match[2], failure.kind, failure.message, failure.remedy, path.stat().st_mtime
+                )
+                found.append((attempt, seen))
+    return sorted((failure for _, failure in found), key=lambda one: one.at)
+
+
+def _fleet(directory: RunDirectory) -> FleetFile | None:
+    if not path_in(directory.path).exists():
+        return None
+    with suppress(FleetFileError):
+        return read_fleet_file(directory.path)
+    return None
+
+
+# --- disk and data --------------------------------------------------------------------------------
+
+
+def _spec(directory: RunDirectory) -> RunSpec | None:
+    with suppress(RunDirectoryError, RecursionError):
+        return read_resolved(directory)
+    return None
+
+
+def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
+    found = []
+    with suppress(OSError):
+        for step in directory.committed_steps():
+            with suppress(OSError):
+                found.append(
+                    (step, (directory.checkpoints / f"step-{step:08d}" / "checkpoint.json").stat().st_mtime)
+                )
+    return found
+
+
+def _checkpoint_bytes(directory: RunDirectory) -> int:
+    with suppress(OSError, CheckpointError):
+        steps = directory.committed_steps()
+        if steps:
+            path = step_folder(directory.checkpoints, max(steps)) / CHECKPOINT_INDEX
+            return sum(ref.data_bytes for ref in decode_index(read_small(path), str(path)).catalogs)
+    return 0
+
+
+def _disk(directory: RunDirectory) -> DiskSeen | None:
+    place = directory.checkpoints if directory.checkpoints.is_dir() else directory.path
+    with suppress(OSError):
+        usage = shutil.disk_usage(place)
+        return DiskSeen(usage.free, usage.total)
+    return None
+
+
+def _data_now(spec: RunSpec | None, record: dict[str, object]) -> tuple[str, str]:
+    """The fingerprint of the data as they are now, or why they cannot be opened. Object stores are not asked: that may take long."""
+    if spec is None:
+        return "", ""
+    try:
+        data = found_again(spec.data, record, same_end=False)
+        if any(is_url(address) for address in addresses(data).values()):
+            return "", ""
+        return read_data_index(data).fingerprint, ""
+    except (DataError, RunDirectoryError, StoreError, OSError) as error:
+        return "", str(error)
+
+
+def reasons(directory: RunDirectory, now: float, job: JobStanding | None = None) -> list[Reason]:
+    """Return everything that is wrong with the run in ``directory`` at ``now`` (Unix seconds), worst first.
+
+    ``job`` is what the engine that the run was submitted to shows of it, if known.
+    """
+    return judge(observe(directory, now, job))

@@ -1,0 +1,283 @@
+"""Rules on what a run needs beside its fleet: room for checkpoints, its data and libraries, equal machines, and clocks that agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from statistics import median
+
+from phalanx.observe.events import CheckpointCopied, CheckpointFailed, CheckpointSaved, Message, RunStarted
+from phalanx.observe.throughput import format_duration
+from phalanx_watch.why.observed import (
+    CHECKPOINT_INTERVALS,
+    CHECKPOINT_LEAST_S,
+    DISK_CHECKPOINTS,
+    DISK_NEXT,
+    DISK_SHARE,
+    SKEW_S,
+    Observed,
+    Reason,
+)
+
+# Checkpoints: they fail, they are too old, or the disk that they go to is nearly full.
+
+
+_URL = "://"
+
+
+def failed_checkpoints(seen: Observed) -> Iterator[Reason]:
+    """The newest checkpoints could not be written."""
+    if seen.finished:
+        return
+    saved = seen.newest(CheckpointSaved)
+    good = saved[0] if saved else 0.0
+    failures = [
+        (event.t, event.body)
+        for event in seen.events
+        if isinstance(event.body, CheckpointFailed) and event.t > good
+    ]
+    if not failures:
+        return
+    (since, _), (_, last) = failures[0], failures[-1]
+    store = _URL in last.path
+    yield Reason(
+        code="checkpoint-failed",
+        severity="critical" if not store and (len(failures) > 1 or not seen.saved_step) else "warning",
+        title=f"{'Copies of checkpoints' if store else 'Checkpoints'} fail: {len(failures)} since the last good one",
+        where=last.path,
+        since=since,
+        evidence=(
+            f"step {last.step:,}: {last.reason}",
+            f"the newest good checkpoint is step {seen.saved_step:,}"
+            if seen.saved_step
+            else "there is no good checkpoint",
+        ),
+        doing=seen.doing(
+            "training goes on, and the next checkpoint is tried when it is due; older ones are kept"
+        ),
+        next=f"make room or mend {last.path} (df -h; phalanx checkpoint list {seen.run})",
+    )
+
+
+def old_checkpoint(seen: Observed) -> Iterator[Reason]:
+    """A crash now would cost more than the run's own interval says."""
+    if not seen.running or not seen.steps or seen.spec is None:
+        return
+    every_s = _interval_s(seen)
+    saved_at = max([t for _, t in seen.checkpoints] + [seen.steps[0][0]])
+    age_s = seen.now - saved_at
+    if every_s is None or age_s <= max(CHECKPOINT_LEAST_S, CHECKPOINT_INTERVALS * every_s):
+        return
+    step = seen.steps[-1][1].step
+    every = seen.spec.checkpoint.every_steps
+    if every and step - max(seen.saved_step, seen.steps[0][1].step - 1) <= CHECKPOINT_INTERVALS * every:
+        return
+    yield Reason(
+        code="checkpoint-old",
+        severity="warning",
+        title=f"The newest checkpoint is {format_duration(age_s)} old",
+        where=f"{seen.run}/checkpoints",
+        since=saved_at + every_s,
+        evidence=(
+            f"training is at step {step:,}, the newest checkpoint is step {seen.saved_step:,}",
+            f"one is due every {format_duration(every_s)}"
+            + (f" (checkpoint.every_steps = {every})" if every else ""),
+        ),
+        doing="training goes on; a crash now would cost the steps since",
+        next=f"phalanx checkpoint list {seen.run}; is one being written for long, or did the disk get slow?",
+    )
+
+
+def _interval_s(seen: Observed) -> float | None:
+    """Seconds between two checkpoints as they should be; ``None`` if that is not known."""
+    assert seen.spec is not None
+    every = seen.spec.checkpoint.every_steps
+    if every:
+        one = seen.steps[-1][1].step_s
+        return every * one if one else None
+    times = [event.t for event in seen.events if isinstance(event.body, CheckpointSaved)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return median(gaps) if len(gaps) > 1 else None
+
+
+def full_disk(seen: Observed) -> Iterator[Reason]:
+    """The disk has no room for the next checkpoint, or will soon have none."""
+    if seen.disk is None or not seen.running:
+        return
+    saved = seen.newest(CheckpointSaved)
+    size = seen.checkpoint_bytes or (saved[1].size_bytes if saved else 0)
+    free, total = seen.disk.free, seen.disk.total
+    none_left = free < DISK_NEXT * size or not free
+    filling = free < DISK_SHARE * total and free < DISK_CHECKPOINTS * max(size, 1 << 30)
+    if not none_left and not filling:
+        return
+    yield Reason(
+        code="disk-full" if none_left else "disk-filling",
+        severity="critical" if none_left else "warning",
+        title="The disk has no room for the next checkpoint" if none_left else "The disk fills up",
+        where=seen.run,
+        since=None,
+        evidence=(
+            f"{free:,} bytes of {total:,} are free ({free / total if total else 0:.1%})",
+            *(
+                (f"a checkpoint takes {size:,} bytes, and is written before the oldest one is deleted",)
+                if size
+                else ()
+            ),
+        ),
+        doing="a save that fails costs nothing but itself: training goes on, and older checkpoints are kept",
+        next=f"make room (df -h {seen.run}; du -sh {seen.run}/*), or keep fewer: checkpoint.keep_last, checkpoint.keep_every",
+    )
+
+
+# Conditions of the bits beside the run file.
+
+
+_NAMED = 8
+
+
+def other_data(seen: Observed) -> Iterator[Reason]:
+    """The data are not those that the run was started with."""
+    if seen.finished or not seen.data_fingerprint:
+        return
+    if seen.data_error:
+        yield Reason(
+            code="data-gone",
+            severity="warning",
+            title="The run's data cannot be opened",
+            where=_data_path(seen),
+            since=None,
+            evidence=(seen.data_error,),
+            doing="ranks that have them open may go on; a start would be refused",
+            next="put the dataset back, or a copy of it (phalanx data copy), and name it: data.path",
+        )
+        return
+    if not seen.data_now or seen.data_now == seen.data_fingerprint:
+        return
+    yield Reason(
+        code="other-data",
+        severity="critical",
+        title="The data are another version than those that the run was started with",
+        where=_data_path(seen),
+        since=None,
+        evidence=(
+            f"fingerprint at the start {seen.data_fingerprint[:16]}, now {seen.data_now[:16]}",
+            "the order of samples and the tokens differ: the weights would be those of neither",
+        ),
+        doing="a start of the run is refused; ranks that run read the files that they have opened",
+        next=f"put the version of {seen.data_fingerprint[:12]} back (phalanx data show {_data_path(seen)} says which is there), "
+        "or train on the new one as a run of its own",
+    )
+
+
+def _data_path(seen: Observed) -> str:
+    if seen.spec is None:
+        return "its dataset"
+    return seen.spec.data.path or ", ".join(source.path for source in seen.spec.data.sources[:3])
+
+
+def other_libraries(seen: Observed) -> Iterator[Reason]:
+    """The nodes differ in libraries, drivers or hardware, or the run was begun with others."""
+    if seen.finished:
+        return
+    if seen.machines:
+        yield Reason(
+            code="mixed-machines",
+            severity="warning",
+            title="The nodes of the run are not alike",
+            where=seen.machines[0].split(":")[0],
+            since=seen.began_at,
+            evidence=seen.machines[:_NAMED],
+            doing="probes of the arithmetic refuse ranks whose kernels round differently (runtime.mixed_machines)",
+            next="install the same on all nodes (uv sync --frozen, or one image), then start the odd node's agent again: phalanx agent",
+        )
+    first, now = seen.first_started, seen.started
+    if first is None or now is None or first is now:
+        return
+    before, after = _packages(first), _packages(now)
+    changed = [
+        f"{name}: {before[name]} before, {after[name]} now"
+        for name in before
+        if after.get(name, before[name]) != before[name]
+    ]
+    if changed:
+        yield Reason(
+            code="changed-libraries",
+            severity="warning",
+            title="The run goes on with other libraries than it was begun with",
+            where=", ".join(line.split(":")[0] for line in changed[:_NAMED]),
+            since=seen.began_at,
+            evidence=tuple(changed[:_NAMED]),
+            doing="nothing: from here on the bits are those of this history of libraries",
+            next=f"if the bits shall be those of the first: install these versions and go back: phalanx train {seen.run} --from STEP",
+        )
+
+
+def _packages(started: RunStarted) -> Mapping[str, str]:
+    packages = started.environment.get("packages")
+    return (
+        {str(name): str(version) for name, version in packages.items()} if isinstance(packages, dict) else {}
+    )
+
+
+def throttled(seen: Observed) -> Iterator[Reason]:
+    """Processors of a node are slowed down by heat or power while the run trains."""
+    if seen.finished:
+        return
+    in_fleet = seen.fleet is not None
+    for one in seen.throttled:
+        slow = [rank for rank in seen.slow_ranks if rank.node == one.node]
+        yield Reason(
+            code="throttled",
+            severity="warning",
+            title=f"Node {one.node} is slowed down: {one.what[0]}",
+            where=f"node {one.node}",
+            since=one.since_s,
+            evidence=(
+                *one.what[:_NAMED],
+                f"seen in {one.looks} look{'s' * (one.looks != 1)} since then",
+                *(
+                    f"its rank {rank.rank} computes {rank.slowdown:.0%} longer than its peers"
+                    for rank in slow
+                ),
+            ),
+            doing="training goes on; all ranks wait for the slowest"
+            + ("; if it becomes a straggler, a spare takes its place" if in_fleet else ""),
+            next=f"look at its cooling and power; to do without it: phalanx fleet drain {seen.run} {one.node}"
+            if in_fleet
+            else "look at the cooling and power of that machine",
+        )
+
+
+def clock_skew(seen: Observed) -> Iterator[Reason]:
+    """Clocks that wrote the stream, or this one, differ by seconds."""
+    if seen.finished:
+        return
+    ahead = max((event.t for event in seen.events), default=0.0) - seen.now
+    back = 0.0
+    since = None
+    for earlier, later in pairwise(seen.events):
+        # A copy to a store is told when its process gets to it; everything else is written as it happens.
+        if earlier.t - later.t > back and not isinstance(later.body, CheckpointCopied):
+            back, since = earlier.t - later.t, later.t
+    worst = max(ahead, back)
+    if worst <= SKEW_S:
+        return
+    by_fleet = any(isinstance(event.body, Message) for event in seen.events) and seen.fleet is not None
+    yield Reason(
+        code="clock-skew",
+        severity="warning",
+        title=f"Clocks differ by {worst:.3g} s",
+        where="the machines that write the events"
+        if back >= ahead
+        else "this machine's clock against that of the run",
+        since=since,
+        evidence=(
+            f"the newest event is {ahead:.3g} s in the future of this machine"
+            if ahead >= back
+            else f"of two events in the order of the file the later is stamped {back:.3g} s earlier",
+        ),
+        doing="nothing depends on it but times that are shown"
+        + ("; leases are counted by each machine's own clock" if by_fleet else ""),
+        next="let all machines keep time: chronyc tracking (or timedatectl) on each",
+    )

@@ -1,0 +1,98 @@
+"""Services in which everything fails: no token is lost, doubled or changed, and a planted defect of the router is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx_serve.simulate.world import Load, run_seed
+from phalanx_serve.traffic import audit, dispatch, journal
+from phalanx_serve.traffic.invariants import BrokenInvariant
+
+
+def test_no_token_is_lost_doubled_or_changed_whatever_fails() -> None:
+    outcomes = [run_seed(seed) for seed in range(60)]
+    assert sum(outcome.tokens for outcome in outcomes) > 10_000
+    assert sum(outcome.counts.get("moved", 0) for outcome in outcomes) > 100
+
+
+@pytest.mark.slow
+def test_thousands_of_worlds_hold() -> None:
+    run_all(range(3000))
+
+
+def test_a_world_is_a_function_of_its_seed() -> None:
+    assert run_seed(5) == run_seed(5)
+
+
+def test_hundreds_of_workers_serve_under_faults() -> None:
+    outcome = run_seed(1, Load(workers=200, rate=20.0, faults_per_s=2.0))
+    assert outcome.requests > 200
+
+
+def test_arrivals_may_come_from_a_trace() -> None:
+    assert run_seed(2, Load(arrivals_s=(0.5, 0.5, 9.0))).requests == 3
+
+
+def forget_told(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rest(entry: journal.Entry) -> Any:
+        request = original(entry)
+        return replace(request, told=request.told[:-1])
+
+    return rest
+
+
+def forget_seen(original: Callable[..., Any]) -> Callable[..., Any]:
+    def open_entry(request: Any, _: int, *, audited: bool) -> Any:
+        return original(request, 0, audited=audited)
+
+    return open_entry
+
+
+def tell_again(original: Callable[..., Any]) -> Callable[..., Any]:
+    def take(entry: journal.Entry, told: Any, worker: int) -> Any:
+        return original(entry, told, worker) or [replace(told, request=entry.request.id)]
+
+    return take
+
+
+def keep_jobs_of_the_late(_: Callable[..., Any]) -> Callable[..., Any]:
+    def move(*_: Any, **__: Any) -> None:
+        return None
+
+    return move
+
+
+def accuse_the_scorer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def judge(one: audit.Audit, others: frozenset[int]) -> Any:
+        if one.asked or all(score == one.served for score in one.scores.values()):
+            return original(one, others)
+        return audit.Verdict(frozenset(one.scores), difference=True)
+
+    return judge
+
+
+MUTANTS = [
+    (dispatch.journal, "rest", forget_told),
+    (dispatch.journal, "open_entry", forget_seen),
+    (dispatch.journal, "take", tell_again),
+    (dispatch, "_move", keep_jobs_of_the_late),
+    (dispatch, "judge", accuse_the_scorer),
+]
+
+
+def run_all(seeds: range) -> None:
+    for seed in seeds:
+        run_seed(seed)
+
+
+@pytest.mark.parametrize(("where", "name", "plant"), MUTANTS, ids=[name for _, name, _ in MUTANTS])
+def test_a_planted_defect_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, plant: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(where, name, plant(getattr(where, name)))
+    with pytest.raises(BrokenInvariant, match="phalanx simulate traffic --seeds"):
+        run_all(range(400))
