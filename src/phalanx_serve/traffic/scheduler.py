@@ -77,7 +77,10 @@ def schedule(
             counts[request.id] = counts.get(request.id, 0) + count
         remaining -= count
     by_id = {request.id: request for request in requests}
-    return SchedulerOutput(tuple(_scheduled(by_id[name], count) for name, count in counts.items()))
+    assert len(by_id) == len(requests), "a request is listed once"
+    output = SchedulerOutput(tuple(_scheduled(by_id[name], count) for name, count in counts.items()))
+    assert output.rows == rows - remaining <= rows
+    return output
 
 
 def _scheduled(request: RequestProgress, count: int) -> ScheduledRows:

@@ -92,6 +92,8 @@ def plan_restore(needed: Sequence[Box], held: Sequence[Held], *, reader: int = 0
         uncovered += left
     if uncovered:
         raise NotCoveredError(_describe_uncovered(uncovered), sorted({box.name for box in uncovered}))
+    # Parts are cut out of what is left of a box, so they are disjoint: equal counts mean that each element is read once.
+    assert sum(read.part.numel for _, read in reads) == sum(box.numel for box in needed)
     reads.sort(key=lambda entry: (entry[0], entry[1].part.offset))
     return tuple(read for _, read in reads)
 
@@ -179,6 +181,7 @@ def share_of(boxes: Sequence[Box], replica: int, replicas: int) -> list[Box]:
         if box.nbytes:
             rows = box.shape[0] if box.shape else 1
             first, last = (_nearest_row(cut - start, box.nbytes, rows) for cut in (low, high))
+            assert 0 <= first <= last <= rows, "cuts lie in the box and in order"
             if (first, last) == (0, rows):
                 share.append(box)
             elif last > first:
