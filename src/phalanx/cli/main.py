@@ -74,6 +74,9 @@ _COMMANDS = {
     "spec": ("phalanx.cli.train", "Every field of a run file, with its default and meaning."),
 }
 
+_LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
+"""Libraries that packages beside the core need and the core does not."""
+
 
 class _Lazy(click.Group):
     """A group whose commands are imported on use."""
@@ -165,7 +168,7 @@ def _exit_code(words: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except ModuleNotFoundError as error:
-        extra = _extra_of(words)
+        extra = _extra_of(words, (error.name or "").partition(".")[0])
         if not extra:
             raise
         click.echo(f"Error: {error}: pip install 'phalanx-train[{extra}]'", err=True)
@@ -185,10 +188,11 @@ def _exit_code(words: Sequence[str]) -> int:
         return 1
 
 
-def _extra_of(words: Sequence[str]) -> str:
-    """The extra that brings what a command imports, of the packages beside the core; empty for the core's own commands."""
+def _extra_of(words: Sequence[str], missing: str) -> str:
+    """The extra that brings a missing module of a command beside the core; empty if no extra does."""
     package, _ = _COMMANDS.get(next(iter(words), ""), ("", ""))
-    return package.partition(".")[0].removeprefix("phalanx").removeprefix("_")
+    own = package.partition(".")[0]
+    return own.removeprefix("phalanx_") if missing in (own, *_LIBRARIES) and own != "phalanx" else ""
 
 
 def _output_fails() -> bool:
