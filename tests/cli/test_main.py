@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
-from phalanx.cli.main import exit_code
+from phalanx.cli.main import exit_code, phalanx_command
 from phalanx.model.facts.presets import PRESETS
 
 
@@ -77,3 +79,9 @@ def test_no_name_of_a_model_is_cut_off_on_a_narrow_terminal(
     assert exit_code(["models"]) == 0
     names = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.split()}
     assert PRESETS.keys() <= names
+
+
+def test_every_command_is_listed_under_one_task(capsys: pytest.CaptureFixture[str]) -> None:
+    exit_code(["--help"])
+    listed = re.findall(r"^  ([a-z]+) {2,}", capsys.readouterr().out.partition("\nTrain:\n")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(phalanx_command.list_commands(click.Context(phalanx_command)))

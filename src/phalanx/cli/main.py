@@ -74,6 +74,29 @@ _COMMANDS = {
     "spec": ("phalanx.cli.train", "Every field of a run file, with its default and meaning."),
 }
 
+_TASKS = {
+    "Train": ("new", "train", "spec", "show"),
+    "Data": ("data",),
+    "Weights": ("checkpoint", "hash", "export", "import", "pack"),
+    "Watch": (
+        "status",
+        "watch",
+        "ui",
+        "why",
+        "logs",
+        "ranks",
+        "profile",
+        "goodput",
+        "runs",
+        "diff",
+        "reproduce",
+        "sinks",
+    ),
+    "Fleet": ("submit", "cancel", "fleet", "agent", "pod", "health", "place"),
+    "Plan": ("plan", "models", "hardware", "calibrate", "simulate"),
+    "Serve": ("generate", "serve", "score"),
+}
+"""The commands by what a user wants to do, as ``phalanx --help`` lists them."""
 _LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 """Libraries that packages beside the core need and the core does not."""
 
@@ -102,8 +125,10 @@ class _Lazy(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+        width = max(map(len, _COMMANDS))
+        for task, names in _TASKS.items():
+            with formatter.section(task):
+                formatter.write_dl([(f"{name:<{width}}", _COMMANDS[name][1]) for name in names])
 
 
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
