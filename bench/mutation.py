@@ -42,7 +42,7 @@ CORE = tuple(
     f"tests/fleet/core/test_{name}.py"
     for name in ("decide", "reports", "epochs", "epoch_plan", "resync", "properties")
 )
-WORLDS = ("tests/simulate/hostile",)
+WORLDS = ("tests/plan/simulate/hostile",)
 # Module -> its own tests, quickest first, and the wider ones that judge what these let live.
 TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "parallel/mesh/slots.py": ((SLOTS,), ()),
