@@ -11,8 +11,7 @@ from torch import Tensor
 
 from phalanx.hardware.kernels import layer_kernel
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
-from phalanx.hardware.kernels.layer_kernel import REFERENCE, HostLayerKernels, layer_kernels, same_bits
-from phalanx.hardware.kernels.team import Team
+from phalanx.hardware.kernels.layer_kernel import REFERENCE, HostLayerKernels, Team, layer_kernels, same_bits
 from phalanx.model.layers.attention.rotary import rotate
 from phalanx.model.layers.norm import RMSNorm
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.hardware.profiles import profile_of
+from phalanx.hardware.profile import profile_of
 from phalanx.launch.planner import PlannerError
 from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Literal
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.hardware.profiles import Profile
+from phalanx.hardware.profile import Profile
 from phalanx.model.facts.counts import Counts, count
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import parameters

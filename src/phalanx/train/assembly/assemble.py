@@ -25,9 +25,8 @@ from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.origin import open_origin
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
-from phalanx.hardware.local.device import device_name, on_gpu
-from phalanx.hardware.local.device_peak import accelerator_named
-from phalanx.hardware.local.matmul_peak import measure_matmul_flops
+from phalanx.hardware.local.detect import accelerator_named
+from phalanx.hardware.local.device import device_name, measure_matmul_flops, on_gpu
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.hardware.portable.operations import end as end_portable
 from phalanx.observe.events import IncidentKind

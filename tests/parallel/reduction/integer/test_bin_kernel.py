@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.bin_kernel import BinKernel
+from phalanx.hardware.kernels.choose import BinKernel
 from phalanx.parallel.reduction.integer import bins as binning
 from phalanx.parallel.reduction.integer.bins import BinFormat, Bins
 from phalanx.parallel.reduction.integer.spans import SpanLayout, share_layout

@@ -29,7 +29,7 @@ the wire to agree upon, for a bound in the element's own terms. ``bench.train.in
 this one and the fp32 tree.
 
 Everything here but the maximum and the sums themselves is exact in floating point (scaling by powers of two, rounding to an integer,
-subtracting what was rounded), so a fused kernel cannot give other bits; on a CPU there is one (``phalanx.hardware.kernels.bin_kernel``). An element that is not finite in any slot makes its sum NaN:
+subtracting what was rounded), so a fused kernel cannot give other bits; on a CPU there is one (``phalanx.hardware.kernels.choose``). An element that is not finite in any slot makes its sum NaN:
 the words of its span then count, for each element, the slots in which it was not finite.
 """
 
@@ -44,7 +44,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.bin_kernel import BinKernel, SpanRun
+from phalanx.hardware.kernels.choose import BinKernel, SpanRun
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.parallel.reduction.integer.spans import SpanLayout, share_layout, word_bytes
 
