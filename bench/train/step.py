@@ -42,9 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.running import record, require_memory, run_bench
 from phalanx.hardware.local.device import keep_freed_memory, measure_matmul_flops, wait_for_device
-from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import parameters
+from phalanx.model.facts.shape import count, parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger.ledger import Ledger

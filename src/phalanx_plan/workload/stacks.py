@@ -18,9 +18,8 @@ from typing import Literal
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profile import Profile
-from phalanx.model.facts.counts import Counts, count
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
-from phalanx.model.facts.shape import parameters
+from phalanx.model.facts.shape import Counts, count, parameters
 from phalanx.parallel.reduction.integer.spans import LONGEST_SPAN, word_bytes
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.resolve import compute_format, device_of

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from model.initialized import initialized
-from phalanx.model.layers.attention.documents import Documents
-from phalanx.model.layers.attention.soft_cap import Score
+from phalanx.model.layers.attention.attend import Score
+from phalanx.model.layers.attention.attention import Documents
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.apply import apply_context
 from phalanx.parallel.context.gather import GatherMethod

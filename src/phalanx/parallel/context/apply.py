@@ -17,9 +17,8 @@ from __future__ import annotations
 
 from typing import cast
 
-from phalanx.model.block import Block
 from phalanx.model.layers.attention.attention import CausalCore
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.context.fixed.apply import apply_tiles, rotation_of_sequence
 from phalanx.parallel.context.fixed.ranks import rank_tiles
 from phalanx.parallel.context.gather import GatherMethod

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.model.layers.attention.soft_cap import Score
+from phalanx.model.layers.attention.attend import Score
 from phalanx.parallel.context.head_tail import in_order, own_pieces, pack, unpack
 from phalanx.parallel.context.tiles import SavedAttention, Sight, Tile, attend_tiles, differentiate_tiles
 from phalanx.parallel.mesh.comm_clock import CommClock

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.model.random_bits import random_words, stream_key
+from phalanx.model.init import random_words, stream_key
 
 _COLUMNS = 1 << 12
 _ROWS_AT_ONCE = {"cpu": 1 << 6, "cuda": 1 << 12}

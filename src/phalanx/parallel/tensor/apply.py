@@ -22,13 +22,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.block import Block
 from phalanx.model.facts.shape import parameters
+from phalanx.model.layers.dense import Linear, note_derived_weights
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.model.layers.experts.router import routers
-from phalanx.model.layers.linear import Linear, note_derived_weights
-from phalanx.model.mtp import PredictionAhead
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import Block, PredictionAhead, Transformer
 from phalanx.parallel.context.fixed.ranks import RankTiles
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from phalanx.model.alignment import aligned
 from phalanx.model.autograd import apply_function, apply_function_of_many
+from phalanx.model.layers.dense import aligned
 
 
 def sum_in_tree(summands: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from phalanx.model.custom import Chain, blocks_of
-from phalanx.model.layers.experts.independent_rows import make_rows_independent
+from phalanx.model.layers.experts.moe import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger.ledger import Bucket
 from phalanx.parallel.context.apply import apply_context

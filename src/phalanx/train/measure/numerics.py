@@ -22,9 +22,9 @@ from torch import Tensor
 
 from phalanx.hardware.portable import operations
 from phalanx.model.facts.shape import numbered_parameters
-from phalanx.model.layers.attention.absorbed import AbsorbedUp, latents_as_keys
 from phalanx.model.layers.attention.attention import CausalCore
-from phalanx.model.layers.norm import RMSNorm
+from phalanx.model.layers.attention.mla import AbsorbedUp, latents_as_keys
+from phalanx.model.layers.dense import RMSNorm
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.directory.durable import create_once
 from phalanx.run.directory.paths import RunDirectory

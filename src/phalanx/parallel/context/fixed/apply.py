@@ -30,14 +30,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.block import Block
 from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.rotary import rotation
+from phalanx.model.layers.dense import FeedForward, RMSNorm
 from phalanx.model.layers.experts.moe import Experts, MoE
-from phalanx.model.layers.feed_forward import FeedForward
-from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.mtp import PredictionAhead
-from phalanx.model.transformer import Rotation, Transformer
+from phalanx.model.transformer import Block, PredictionAhead, Rotation, Transformer
 from phalanx.parallel.context.fixed.attention import TiledAttention
 from phalanx.parallel.context.fixed.core import TiledCore
 from phalanx.parallel.context.fixed.ranks import RankTiles

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.attention.attention import Attention
-from phalanx.model.layers.attention.cache import Cache
-from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.attention import Attention, Cache, Documents
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.parallel.context.fixed.core import TiledCore
 from phalanx.parallel.tensor.lanes.layers import in_tiles

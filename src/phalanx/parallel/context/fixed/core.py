@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.model.autograd import FunctionContext, apply_function_of_many, uncompiled
-from phalanx.model.layers.attention.attend import sink_gradient, with_sinks
-from phalanx.model.layers.attention.documents import Documents
-from phalanx.model.layers.attention.soft_cap import Score
+from phalanx.model.layers.attention.attend import Score, sink_gradient, with_sinks
+from phalanx.model.layers.attention.attention import Documents
 from phalanx.parallel.context.fixed.ranks import RankTiles, by_position, by_tile
 from phalanx.parallel.context.gather import head_tail_sight, tiles
 from phalanx.parallel.context.head_tail import pack, unpack

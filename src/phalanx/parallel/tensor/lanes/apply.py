@@ -31,16 +31,12 @@ from typing import cast
 
 from torch import nn
 
-from phalanx.model.block import Block
 from phalanx.model.layers.attention.attention import Attention, CausalCore
 from phalanx.model.layers.attention.mla import MlaAttention
+from phalanx.model.layers.dense import FeedForward, Linear, RMSNorm
 from phalanx.model.layers.experts.moe import Experts, MoE
 from phalanx.model.layers.experts.router import Router
-from phalanx.model.layers.feed_forward import FeedForward
-from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.mtp import PredictionAhead
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import Block, PredictionAhead, Transformer
 from phalanx.parallel.context.fixed.attention import TiledHeads
 from phalanx.parallel.context.fixed.core import TiledCore
 from phalanx.parallel.context.fixed.ranks import RankTiles

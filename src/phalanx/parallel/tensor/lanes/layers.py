@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.alignment import aligned
 from phalanx.model.autograd import FunctionContext, apply_function, apply_function_of_many
-from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.dense import Linear, aligned
 from phalanx.parallel.tensor.lanes.pieces import InPieces
 from phalanx.parallel.tensor.lanes.rows import LaneRows, WholeGradient
 from phalanx.parallel.tensor.lanes.shares import Owners, SharedParameter, in_place_of

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.autograd import FunctionContext, apply_function_of_many
-from phalanx.model.layers.linear import note_derived_weights
+from phalanx.model.layers.dense import note_derived_weights
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.parallel.tensor.tree_sums import add_in_tree
 
