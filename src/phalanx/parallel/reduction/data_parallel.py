@@ -37,7 +37,7 @@ from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.mesh.torch_compat import finish_backward, give_gradient, measure_waits
-from phalanx.parallel.reduction.integer.summation import IntegerSummation
+from phalanx.parallel.reduction.integer_summation import IntegerSummation
 from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
 from phalanx.parallel.reduction.summation import FastSummation, Summation, TreeSummation
 from phalanx.run.spec import RunSpec

@@ -33,8 +33,7 @@ from phalanx.observe.events import IncidentKind
 from phalanx.observe.ledger.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.place import Place
-from phalanx.parallel.mesh.machines import BOOT_ID, count_machine_ranks
-from phalanx.parallel.mesh.mesh import Mesh, build_mesh
+from phalanx.parallel.mesh.mesh import BOOT_ID, Mesh, build_mesh, count_machine_ranks
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage

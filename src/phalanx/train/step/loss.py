@@ -30,9 +30,9 @@ from torch import Tensor
 
 from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.layers.dense import Affine, aligned
-from phalanx.parallel.context.fixed.ranks import RankTiles
+from phalanx.parallel.context.rank_tiles import RankTiles
 from phalanx.parallel.tensor.apply import VocabularyPiece
-from phalanx.parallel.tensor.tree_sums import add_in_tree
+from phalanx.parallel.tensor.sequence_comm import add_in_tree
 
 IGNORE = -100
 """A target that takes no part in the loss, as in ``torch.nn.functional.cross_entropy``."""

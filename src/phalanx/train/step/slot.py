@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from phalanx.hardware.local.device import brought
 from phalanx.model.layers.attention.attention import Documents, document_ids
 from phalanx.model.transformer import targets_ahead, tokens_ahead, training_loss
-from phalanx.parallel.context.fixed.ranks import RankTiles, tiled_positions
-from phalanx.parallel.context.head_tail import context_positions
+from phalanx.parallel.context.exchange import context_positions
+from phalanx.parallel.context.rank_tiles import RankTiles, tiled_positions
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.pipeline.runner import Accumulation, Pipeline

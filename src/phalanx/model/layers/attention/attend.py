@@ -10,7 +10,7 @@ The kernels are private operators of PyTorch with stable schemas, which ``torch.
 - GPU: flash attention for bf16 without a mask, grouped heads; memory-efficient attention for everything else.
 
 Each wants queries, keys and values of one width, a multiple of 8 on a GPU; narrower ones are filled up with zeros, which
-change no score and no gradient. None has a soft cap: capped scores are computed without a kernel, below.
+change no score and no gradient. None has a soft cap: capped scores are computed by ``capped_attend``.
 
 Shapes: ``b`` batch, ``h`` query heads, ``k`` key/value heads, ``q`` queries, ``n`` keys, ``e`` head width, ``v`` width of a
 value.

@@ -1,41 +1,114 @@
-"""Expert all-to-all: sends copies of tokens to the ranks that hold their experts, and the results back.
+"""The expert axis: the routed experts of each layer dealt over a few ranks, and the all-to-all that brings tokens to them.
 
-Expert parallelism (GShard, arXiv 2006.16668, section 3) without capacity: nothing is dropped and nothing padded, as in
-MegaBlocks (arXiv 2211.15841). Each rank sorts the copies of its tokens by expert, and so by the rank that holds the expert.
-The ranks tell each other how many copies are coming, then an all-to-all with uneven pieces sends exactly those. Results come
-back by the transposed all-to-all; they are weighted and added where the token is at home, in fp32.
-
-On a GPU the sizes of the pieces are needed on the host, so it waits for the device once per layer and forward pass (when
-activations are computed again, once more). Backward has the sizes already and does not wait.
-
-The ranks may belong to a team that computes several slots at once (``phalanx.run.layout``). What is computed for a slot must
-not depend on the others: the rows of one expert and one slot are a *group* (``phalanx.model.layers.experts.expert_groups``), in the order of
-source rank, then token. The rows of a hand are put in the order of expert, slot, position by one permutation, and go through the
-experts as one set of grouped products, so on a GPU the number of launches does not grow with the team.
+A layer's experts lie on ``layout.expert`` ranks, folded over the inner axes of the mesh (``phalanx.run.layout``): the ranks
+along tensor and context, which share a slot's tokens anyhow, and as many neighboring data-parallel ranks as are needed
+beyond these. Each holds the same number of experts, whole, or with ``layout.expert_tensor`` some of their inner elements.
+The tokens travel by all-to-all. Routers and shared experts are not dealt; the tensor axis cares for
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from phalanx.hardware.local.device import on_gpu
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
 from phalanx.model.layers.experts.expert_groups import groups_of_slots
 from phalanx.model.layers.experts.moe import (
     Exchange,
     Experts,
+    LocalExchange,
+    MoE,
     combine,
     copies_by_expert,
     order_by_expert,
     permute,
 )
 from phalanx.model.layers.experts.router import Routing
+from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.mesh import DimSplit, Mesh, Partition
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
+from phalanx.run.spec import RunSpec
+
+_DIVIDED = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": 1}
+"""The dimension that ranks divide: that of an expert's inner elements. Of ``down_bias`` each adds a part to its share of the sum."""
+
+
+def apply_experts(
+    module: Transformer,
+    mesh: Mesh,
+    spec: RunSpec,  # noqa: ARG001  all axes are applied by the same call
+    clock: CommClock,
+) -> dict[str, Partition]:
+    """Deals the experts of ``module``, on the meta device and not yet sharded, over the expert axes of ``mesh``.
+
+    Afterwards their parameters are this rank's parts, and each mixture takes the tokens that this rank has, whatever the
+    other axes made of them.
+
+    Returns:
+        Where the part of each of the experts' parameters lies, also if it is the whole.
+    """
+    exchange = _exchange(mesh, clock)
+    partitions = {}
+    for name, part in module.named_modules():
+        if isinstance(part, MoE):
+            part.exchange = exchange
+            partitions.update(_cut(part.experts, f"{name}.experts", mesh))
+    return partitions
+
+
+def _exchange(mesh: Mesh, clock: CommClock) -> Exchange:
+    layout = mesh.layout
+    dealt: Exchange = LocalExchange()
+    if layout.expert > 1:
+        dealt = ExpertExchange(mesh.expert_group, layout.team, clock, apart=not on_gpu(mesh.device))
+    if layout.expert_tensor == 1:
+        return dealt
+    return DividedExperts(SequenceComm(mesh.expert_tensor_group, clock), dealt)
+
+
+def _cut(experts: Experts, prefix: str, mesh: Mesh) -> dict[str, Partition]:
+    """Replaces the parameters of ``experts`` by this rank's parts."""
+    partitions = {}
+    for name, whole in list(experts.named_parameters()):
+        partition = Partition(tuple(whole.shape), tuple(_splits(_DIVIDED[name], mesh)))
+        setattr(experts, name, nn.Parameter(whole.new_empty(partition.part[1]), whole.requires_grad))
+        partitions[f"{prefix}.{name}"] = partition
+        if name == "down_bias":
+            experts.result_start = partition.part[0][1]
+    return partitions
+
+
+def _splits(inner: int, mesh: Mesh) -> Iterator[DimSplit]:
+    layout = mesh.layout
+    if layout.expert > 1:
+        yield DimSplit(0, mesh.expert_rank, layout.expert, mesh.expert_group)
+    if layout.expert_tensor > 1:
+        index = mesh.expert_mesh.get_local_rank("expert_tensor")
+        yield DimSplit(inner, index, layout.expert_tensor, mesh.expert_tensor_group)
+
+
+# The expert all-to-all: sends copies of tokens to the ranks of their experts, and the results back.
+#
+# Expert parallelism (GShard, arXiv 2006.16668, section 3) without capacity: nothing is dropped and nothing padded, as in
+# MegaBlocks (arXiv 2211.15841). Each rank sorts the copies of its tokens by expert, and so by the rank that holds the expert.
+# The ranks tell each other how many copies are coming, then an all-to-all with uneven pieces sends exactly those. Results come
+# back by the transposed all-to-all; they are weighted and added where the token is at home, in fp32.
+#
+# On a GPU the sizes of the pieces are needed on the host, so it waits for the device once per layer and forward pass (when
+# activations are computed again, once more). Backward has the sizes already and does not wait.
+#
+# The ranks may belong to a team that computes several slots at once (``phalanx.run.layout``). What is computed for a slot must
+# not depend on the others: the rows of one expert and one slot are a *group* (``phalanx.model.layers.experts.expert_groups``), in the order of
+# source rank, then token. The rows of a hand are put in the order of expert, slot, position by one permutation, and go through the
+# experts as one set of grouped products, so on a GPU the number of launches does not grow with the team.
 
 
 @dataclass(frozen=True)
@@ -75,8 +148,8 @@ class ExpertExchange:
         # Dispatch: copies of tokens (sent, d), sorted by expert, to the experts' ranks: (received, d). Combine: the way back.
         order = order_by_expert(routing.experts, ranks * len(experts.up))
         route = self._route(order.counts.view(ranks, -1))
-        copies = _exchange(copies_by_expert(tokens, order), route, self)
-        results = _exchange(self._through(copies, route, experts), route.back, self)
+        copies = _exchanged(copies_by_expert(tokens, order), route, self)
+        results = _exchanged(self._through(copies, route, experts), route.back, self)
         return combine(results, order, routing.weights)
 
     def _route(self, sending: Tensor) -> Route:
@@ -155,7 +228,7 @@ class _Exchange(torch.autograd.Function):
         return _sent(upstream[0], ctx.back, ctx.exchange), None, None
 
 
-def _exchange(rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:
+def _exchanged(rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:
     """All-to-all of everybody's ``rows`` ``(sent, d)``: those sent here, ``(received, d)``; both in the order of ranks."""
     return apply_function(_Exchange, rows, route, exchange)
 

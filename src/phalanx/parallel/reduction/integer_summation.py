@@ -23,9 +23,8 @@ from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Deal, Round
 from phalanx.parallel.mesh.torch_compat import ReduceScatter, group_shapes, reduce_scatter_single
-from phalanx.parallel.reduction.buckets import in_buckets
-from phalanx.parallel.reduction.integer.bins import BinFormat, Bins
-from phalanx.parallel.reduction.integer.spans import SpanLayout, share_layout
+from phalanx.parallel.reduction.bins import BinFormat, Bins
+from phalanx.parallel.reduction.buckets import SpanLayout, in_buckets, share_layout
 from phalanx.parallel.reduction.reduce_scatter import PlainBuffers
 from phalanx.parallel.reduction.slot_tree import Leaves
 from phalanx.parallel.reduction.summation import Summation, leaves_of, weakly

@@ -12,14 +12,13 @@ from torch import Tensor
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.torch_compat import exchange_along
-from phalanx.parallel.tensor.sequence_comm import SequenceComm
-from phalanx.parallel.tensor.tree_sums import sum_in_tree
+from phalanx.parallel.tensor.sequence_comm import SequenceComm, sum_in_tree
 from phalanx.run.spec import RunSpec
 
 # The tokens of a context tile, and the order of tiles: whatever the context degree, a rank holds a run of neighbors.
 #
 # Of ``2 t`` equal pieces of a sequence, tile ``k`` of ``t`` is piece ``k`` from the head and piece ``2 t - 1 - k`` from the tail. So all
-# tiles see equally much under a causal mask (``phalanx.parallel.context.head_tail``), and rank ``r`` of ``c``, whose head and tail are
+# tiles see equally much under a causal mask (``phalanx.parallel.context.exchange``), and rank ``r`` of ``c``, whose head and tail are
 # pieces ``r`` and ``2 c - 1 - r`` of ``2 c``, holds the tiles from ``r t / c`` on: the leaves of a subtree. A rank keeps its tokens in
 # the order of tiles.
 

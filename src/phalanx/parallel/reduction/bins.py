@@ -46,7 +46,7 @@ from torch import Tensor
 
 from phalanx.hardware.kernels.choose import BinKernel, SpanRun
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
-from phalanx.parallel.reduction.integer.spans import SpanLayout, share_layout, word_bytes
+from phalanx.parallel.reduction.buckets import SpanLayout, share_layout, word_bytes
 
 _log = logging.getLogger(__name__)
 _EMPTY, _NOT_FINITE = -128, 127
