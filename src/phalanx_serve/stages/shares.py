@@ -34,11 +34,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.checkpoint.committed.digest import TensorDigest, tensor_digest
-from phalanx.checkpoint.committed.restore_weights import Rows
-from phalanx.checkpoint.format.index import encode_index
+from phalanx.checkpoint.committed.restore import Rows
+from phalanx.checkpoint.format.manifest import encode_index
 from phalanx.checkpoint.format.shards import dtype_name
-from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
-from phalanx.checkpoint.interop.huggingface.stored.stand_in import weights_tier
+from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier, weights_tier
 from phalanx.model.facts.shape import balance, parameters
 from phalanx.model.layers.attention.attention import Attention
 from phalanx.model.layers.dense import Affine, FeedForward, Linear

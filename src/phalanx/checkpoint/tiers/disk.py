@@ -34,20 +34,19 @@ from phalanx.checkpoint.format.blocks import (
 )
 from phalanx.checkpoint.format.box_table import encode_table, table_of
 from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.format.catalog import catalog_of
 from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray, Image, ImageEntry, RawArray
-from phalanx.checkpoint.format.index import Index, decode_index, encode_index
-from phalanx.checkpoint.format.manifest import Manifest
+from phalanx.checkpoint.format.manifest import Index, Manifest, catalog_of, decode_index, encode_index
 from phalanx.checkpoint.format.restore_plan import DISK, Held, PlannedRead
-from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through
-from phalanx.checkpoint.tiers.collect import (
+from phalanx.checkpoint.tiers.catalogued import (
     CATALOG_RANKS,
     DELETING,
+    CatalogReader,
     Collector,
     Patience,
     leave_failure,
     leave_manifest,
+    look_through,
     require_size,
     write_record,
     wrong_size,

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.committed.retention import Retention
 from phalanx.checkpoint.format.errors import NoSuchStepError
 from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.save.interval import Retention
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.save.store_uploader import CopyRules, CopyShare, RankCopies
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.origin import open_origin
+from phalanx.checkpoint.tiers.object_tier import ObjectTier, open_origin
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
 from phalanx.hardware.local.detect import accelerator_named

@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.committed.restore_weights import Rows, restore_weights
-from phalanx.checkpoint.interop.huggingface.stored.stand_in import weights_tier
+from phalanx.checkpoint.committed.restore import Rows, restore_weights
+from phalanx.checkpoint.interop.huggingface.stored_folder import weights_tier
 from phalanx.hardware.local.device import brought, fetched, on_gpu
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain

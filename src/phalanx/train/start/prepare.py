@@ -11,7 +11,7 @@ from glob import has_magic
 from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.tiers.origin import pinned_in_store
+from phalanx.checkpoint.tiers.object_tier import pinned_in_store
 from phalanx.data.errors import DataError
 from phalanx.data.formats.document import Document, ReadOptions
 from phalanx.data.preparing.corpus import named_corpus

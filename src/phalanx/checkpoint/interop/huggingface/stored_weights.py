@@ -23,6 +23,7 @@ from phalanx.checkpoint.interop.huggingface.config import (
     HuggingFaceError,
     Storage,
     family_of,
+    import_notes,
     spec_of,
     storage_of,
 )
@@ -35,7 +36,6 @@ from phalanx.checkpoint.interop.huggingface.folders import (
     read_json,
 )
 from phalanx.checkpoint.interop.huggingface.names import Published, hf_name, published, shared_copies
-from phalanx.checkpoint.interop.huggingface.notes import import_notes
 from phalanx.run.directory.regular_file import file_of_download
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
