@@ -9,8 +9,7 @@ from typing import Any, cast
 
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.data.reading.places import open_places, tokenizer_folder
-from phalanx.data.reading.sources import index_of_places
+from phalanx.data.reading.sources import index_of_places, open_places, tokenizer_folder
 from phalanx.run.spec import (
     CheckpointSpec,
     DataSpec,

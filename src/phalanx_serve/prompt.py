@@ -16,8 +16,8 @@ from pathlib import Path
 
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, keeps_tokenizer, read_json
 from phalanx.checkpoint.interop.huggingface.stored_folder import published_folder
+from phalanx.data.chat.encode import turn_ends
 from phalanx.data.chat.environment import syntax_error
-from phalanx.data.chat.kept import turn_ends
 from phalanx.data.chat.messages import Message
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError

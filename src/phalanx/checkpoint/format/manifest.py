@@ -1,6 +1,6 @@
 """The descriptions of a checkpoint: the manifest of a rank's image, the index that commits all of them, and catalogs of many manifests.
 
-On disk the manifests of many ranks stand together in a catalog (``catalog.py``). As JSON, one stands in the record of each snapshot in
+On disk the manifests of many ranks stand together in a catalog (below). As JSON, one stands in the record of each snapshot in
 memory, and one beside each rank's file in checkpoints of format 1, which are still read.
 """
 

@@ -10,7 +10,7 @@
     <root>/.deleting-.../                              on its way out
 
 Ranks meet only here: each writes its file and manifest durably into the draft, the first of every 256 joins the manifests of its
-group, rank 0 waits for all groups (``collect.py``), writes the index and renames the folder. A folder named ``step-...`` with an
+group, rank 0 waits for all groups (``catalogued.py``), writes the index and renames the folder. A folder named ``step-...`` with an
 index is therefore complete, whatever crashed when, and nothing in it is ever rewritten. Whatever is removed is first renamed, so
 that it stops existing at once even where removing takes long.
 """

@@ -38,7 +38,7 @@ from phalanx.checkpoint.interop.huggingface.folders import (
 )
 from phalanx.checkpoint.interop.huggingface.names import Published, published, shared_copies
 from phalanx.checkpoint.tiers.tier import Tier
-from phalanx.data.chat.kept import kept_template, save_template, turn_ends
+from phalanx.data.chat.encode import kept_template, save_template, turn_ends
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.section_reader import JsonObject

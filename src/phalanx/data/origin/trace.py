@@ -17,7 +17,7 @@ import msgspec
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY
 from phalanx.data.portions.tasks import Workplace
-from phalanx.data.portions.work.write_portion import origin_key
+from phalanx.data.portions.write_portion import origin_key
 from phalanx.data.preparing.packing import packed
 from phalanx.data.stored.index import DatasetIndex
 

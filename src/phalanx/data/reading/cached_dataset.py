@@ -2,7 +2,7 @@
 
 The index is read from the store each time, the other small files once; the folder is named by a digest of the index, so that all runs and
 ranks of a machine share it, whatever the URL, and another dataset under the same URL has another one.
-``CachedShards`` hands out tokens as ``TokenShards`` does of a folder: shard by shard from sparse files (``phalanx.data.reading.cache.cached_shard``), whose missing
+``CachedShards`` hands out tokens as ``TokenShards`` does of a folder: shard by shard from sparse files (``phalanx.data.reading.cached_shard``), whose missing
 blocks are fetched many at a time.
 """
 
@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError
-from phalanx.data.reading.cache.cached_shard import CachedShard, Traffic
-from phalanx.data.reading.cache.requests import Requests, in_background
-from phalanx.data.reading.cache.room import Room
+from phalanx.data.reading.cached_shard import CachedShard, Requests, Room, Traffic, in_background
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, parse_index
 from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
