@@ -94,7 +94,7 @@ def usage_line(needs: Needs) -> str:
 
 def available_gib() -> float:
     """Return the memory that new processes can take, in GiB: the kernel's estimate, or what a control group leaves."""
-    from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
+    from phalanx.checkpoint.snapshot.segments import free_memory_bytes
 
     return free_memory_bytes() / _GIB
 

@@ -18,12 +18,9 @@ from typing import Any
 import msgspec
 
 import forked_python
-from phalanx.checkpoint.snapshot.client import push
-from phalanx.checkpoint.snapshot.messages import HolderLostError
+from phalanx.checkpoint.snapshot.data_port import HolderLostError, SnapshotServer, push
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
-from phalanx.checkpoint.snapshot.server import SnapshotServer
-from phalanx.data.reading.places import open_places, tokenizer_folder
-from phalanx.data.reading.sources import index_of_places
+from phalanx.data.reading.sources import index_of_places, open_places, tokenizer_folder
 from phalanx.fleet.control.security import make_token
 from phalanx.fleet.node.worker_link import (
     TO_AGENT,

@@ -25,7 +25,7 @@ TIMEOUT_S = 180.0
 COMPUTES_S = 1.0
 """Processor time, of all ranks of a job together, that counts as computing; the threads of ranks that wait for each other use less in ``TIMEOUT_S``."""
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["phalanx.train.lifecycle.loop", "phalanx.data.chat.kept"])
+FORKS.set_forkserver_preload(["phalanx.train.lifecycle.loop", "phalanx.data.chat.encode"])
 """What ranks are forked from: Python's own server, not the template of programs (``forked_python``), whose forks the C library does not know of."""
 
 

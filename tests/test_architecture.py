@@ -81,7 +81,7 @@ QUICK = (
         f"phalanx.checkpoint.format.{name}"
         for name in ("boxes", "restore_plan", "image", "manifest", "blocks")
     ),
-    *(f"phalanx.checkpoint.snapshot.{name}" for name in ("memory", "server", "client")),
+    *(f"phalanx.checkpoint.snapshot.{name}" for name in ("data_port", "segments")),
     *(
         f"phalanx.checkpoint.tiers.{name}"
         for name in ("tier", "disk", "retention", "gather", "verify", "digest")

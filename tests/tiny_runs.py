@@ -9,8 +9,7 @@ from typing import Any, cast
 
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.data.reading.places import open_places, tokenizer_folder
-from phalanx.data.reading.sources import index_of_places
+from phalanx.data.reading.sources import index_of_places, open_places, tokenizer_folder
 from phalanx.run.spec import (
     CheckpointSpec,
     DataSpec,
@@ -109,7 +108,7 @@ def train_on_this_rank(
     from phalanx.observe.event_log import EventLog, next_attempt
     from phalanx.observe.ledger.ledger import Ledger
     from phalanx.observe.rank_file.recorder import RankRecorder
-    from phalanx.parallel.mesh.machines import BOOT_ID
+    from phalanx.parallel.mesh.mesh import BOOT_ID
     from phalanx.process.stop_signals import StopRequest
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.train.assembly.assemble import EpochInputs, assemble

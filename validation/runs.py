@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from phalanx.hardware.cluster import Accelerator
-from phalanx.model.facts.counts import Counts
+from phalanx.model.facts.shape import Counts
 from phalanx.run.spec import ModelSpec
 
 TABLE = Path(__file__).parent / "data" / "published_runs.csv"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from phalanx.model.facts.counts import Counts, count
+from phalanx.model.facts.shape import Counts, count
 from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.hardware.catalog import cluster, systems
 from phalanx.hardware.cluster import Accelerator, Cluster, Fact
-from phalanx.hardware.profiles import Profile, profile_of
+from phalanx.hardware.profile import Profile, profile_of
 from phalanx_plan.workload.recipes import Circumstances, PerformanceRecipe, recipe_of
 from phalanx_plan.workload.software import (
     FSDP,

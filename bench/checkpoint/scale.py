@@ -28,11 +28,17 @@ import numpy as np
 from bench.running import run_bench
 from phalanx.checkpoint.format.box_table import BoxTable, encode_table
 from phalanx.checkpoint.format.boxes import Box, whole
-from phalanx.checkpoint.format.catalog import Catalog, StoredImage, catalog_of, encode_catalog
 from phalanx.checkpoint.format.image import ImageEntry, image_layout
-from phalanx.checkpoint.format.manifest import Manifest, checksum
+from phalanx.checkpoint.format.manifest import (
+    Catalog,
+    Manifest,
+    StoredImage,
+    catalog_of,
+    checksum,
+    encode_catalog,
+)
 from phalanx.checkpoint.format.restore_plan import plan_restore
-from phalanx.checkpoint.tiers.collect import CATALOG_RANKS, SUMMARIES, leave_manifest
+from phalanx.checkpoint.tiers.catalogued import CATALOG_RANKS, SUMMARIES, leave_manifest
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.model.facts.presets import PRESETS

@@ -25,9 +25,8 @@ from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.shards import Shard, dtype_name
-from phalanx.checkpoint.snapshot.client import push
+from phalanx.checkpoint.snapshot.data_port import SnapshotServer, push
 from phalanx.checkpoint.snapshot.segments import SnapshotMemory
-from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter
 

@@ -43,10 +43,9 @@ from bench.common.small_run import SmallRun, steps_and_weights
 from bench.running import record, run_bench
 from phalanx.data.order.permutation import SampleOrder
 from phalanx.data.reading.dataset import RunData
-from phalanx.data.stored.block_sums import sums_file
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex, Recipe, Split, read_index
-from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
+from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit, sums_file
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.spec import DataSpec, RunSpec, TrainSpec
 from phalanx.store.open_store import open_store

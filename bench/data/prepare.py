@@ -26,10 +26,10 @@ import zstandard
 
 from bench.running import run_bench
 from phalanx.data.portions.drive import carry_out, place_plan
+from phalanx.data.portions.executors.clusters import Processes
 from phalanx.data.portions.executors.executor import Executor, InOrder
-from phalanx.data.portions.executors.processes import Processes
 from phalanx.data.portions.planning.recipe import read_recipe
-from phalanx.data.preparing.corpus import python_stdlib
+from phalanx.data.preparing.files import python_stdlib
 from phalanx.data.tokenizers.tokenizer import BpeTokenizer, train_bpe
 
 _PIECE_CHARACTERS = 4096

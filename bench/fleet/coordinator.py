@@ -37,9 +37,8 @@ from bench.running import run_bench
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.image import ImageEntry
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
-from phalanx.checkpoint.snapshot.client import SnapshotClient
+from phalanx.checkpoint.snapshot.data_port import SnapshotClient, SnapshotServer
 from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotKey, SnapshotMemory, encode_record
-from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of

@@ -37,7 +37,7 @@ from bench.fleet.coordinator import SimulatedAgent, make_run, until
 from bench.running import run_bench
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file
-from phalanx.parallel.process_group.sealed_store import challenge_of, proof_of
+from phalanx.parallel.process_group.meeting import challenge_of, proof_of
 from phalanx.run.spec import RunSpec
 from phalanx_plan.whole_run.start import start
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.gpu.processes import run_processes, tell
 from bench.gpu.report import PartResult, page, verdicts
-from phalanx.hardware.local.environment import set_for_rank
+from phalanx.hardware.local.detect import set_for_rank
 
 TESTS = (
     "tests/train/test_cuda.py",

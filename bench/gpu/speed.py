@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.gpu.setting import Sizes, Tell, attempt, sizes_for, speed_run
 from bench.train.step import Step, build_stepper, random_samples, seconds_of
-from phalanx.hardware.local.device import on_gpu
-from phalanx.hardware.local.device_peak import accelerator_named
-from phalanx.hardware.local.matmul_peak import measure_matmul_flops
-from phalanx.model.facts.counts import count
+from phalanx.hardware.local.detect import accelerator_named
+from phalanx.hardware.local.device import measure_matmul_flops, on_gpu
+from phalanx.model.facts.shape import count
 from phalanx.model.transformer import Transformer
 from phalanx.run.spec import RunSpec
 

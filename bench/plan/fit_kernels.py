@@ -22,9 +22,8 @@ import pyarrow.parquet as pq
 
 from bench.running import require_catalog_peer, run_bench
 from phalanx.hardware.catalog import accelerator, system
-from phalanx.hardware.cluster import Accelerator, Domain
-from phalanx.hardware.profiles import CollectiveFit, MatmulFit, Profile, Provenance, profile_of
-from phalanx.hardware.system import System
+from phalanx.hardware.cluster import Accelerator, Domain, System
+from phalanx.hardware.profile import CollectiveFit, MatmulFit, Profile, Provenance, profile_of
 from phalanx_plan.step_cost.collectives import inside_s
 from phalanx_plan.step_cost.kernels import matmul_s
 

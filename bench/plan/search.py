@@ -10,7 +10,7 @@ import time
 
 from bench.running import run_bench
 from phalanx.hardware import catalog
-from phalanx.hardware.profiles import profile_of
+from phalanx.hardware.profile import profile_of
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_plan.search.search import search

@@ -25,7 +25,7 @@ from pathlib import Path
 import phalanx
 from bench.common.instruction_sets import LIMITS, instruction_sets
 from bench.running import record, run_bench
-from phalanx.data.preparing.corpus import CORPORA
+from phalanx.data.preparing.files import CORPORA
 from phalanx.data.preparing.prepare import prepare
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.read import read_run

@@ -3,7 +3,7 @@
 Two processes on this machine, one with PyTorch's own kernels, one with the portable ones, compute the same forward and backward passes in turn; the median of
 the paired ratios of processor time is printed, above 1 where portable is faster. Likewise for single products.
 
-``--processor`` runs the computations of ``phalanx.hardware.portable.checks`` and two training steps' worth of gradients on another processor, by
+``--processor`` runs the computations of ``phalanx.hardware.portable.operations`` and two training steps' worth of gradients on another processor, by
 qemu's emulation (Debian's ``qemu-user``): its digests have to be those of this machine. qemu 7.2 emulates no AVX-512.
 
     python -m bench.reproduce.portable
@@ -31,7 +31,7 @@ from typing import IO, cast
 import torch
 
 from bench.running import run_bench
-from phalanx.hardware.portable import checks, operations
+from phalanx.hardware.portable import operations
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
@@ -134,7 +134,7 @@ def compare(model: str, tokens: int, rounds: int) -> dict[str, float]:
 
 def digests(model: str, tokens: int) -> dict[str, str]:
     """The digests of this process, which has portable numerics."""
-    return {**checks.digests(), f"gradients of {model}, {tokens} tokens": gradients_of(model, tokens)()}
+    return {**operations.digests(), f"gradients of {model}, {tokens} tokens": gradients_of(model, tokens)()}
 
 
 def digests_of(processor: str, model: str, tokens: int) -> dict[str, str]:

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 
 from bench.running import run_bench
-from phalanx.model.mtp import PredictionAhead
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import PredictionAhead, Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx.train.score.score import restored_model

@@ -20,9 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.running import run_bench
-from phalanx.data.reading.documents import document_ids
-from phalanx.model.layers.attention.attention import CausalCore
-from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.attention import CausalCore, Documents, document_ids
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds import whole_model
 from phalanx.run.spec import ModelSpec

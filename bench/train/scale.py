@@ -52,8 +52,8 @@ from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.image import ImageEntry
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
 from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.snapshot.data_port import SnapshotServer
 from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotKey, SnapshotMemory, encode_record
-from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
 from phalanx.fleet.core import decide, succession
 from phalanx.fleet.core import messages as m

@@ -41,12 +41,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.running import record, require_memory, run_bench
-from phalanx.hardware.freed_memory import keep_freed_memory
-from phalanx.hardware.local.device import wait_for_device
-from phalanx.hardware.local.matmul_peak import measure_matmul_flops
-from phalanx.model.facts.counts import count
+from phalanx.hardware.local.device import keep_freed_memory, measure_matmul_flops, wait_for_device
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import parameters
+from phalanx.model.facts.shape import count, parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger.ledger import Ledger

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.hardware.cluster import Accelerator, Fact
-from phalanx.hardware.profiles import (
+from phalanx.hardware.profile import (
     AttentionFit,
     CollectiveFit,
     Constants,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.checkpoint.interop.huggingface.stored.stand_in import run_or_stand_in
+from phalanx.checkpoint.interop.huggingface.stored_folder import run_or_stand_in
 from phalanx_serve.generate import continued
 
 

@@ -14,11 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json
-from phalanx.checkpoint.interop.huggingface.publisher_files import keeps_tokenizer
-from phalanx.checkpoint.interop.huggingface.stored.stand_in import published_folder
+from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, keeps_tokenizer, read_json
+from phalanx.checkpoint.interop.huggingface.stored_folder import published_folder
+from phalanx.data.chat.encode import turn_ends
 from phalanx.data.chat.environment import syntax_error
-from phalanx.data.chat.kept import turn_ends
 from phalanx.data.chat.messages import Message
 from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplateError, read_chat_template
 from phalanx.data.errors import TokenizerError

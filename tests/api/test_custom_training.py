@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from examples.mixer import Mixer
 
 from phalanx.data.reading.dataset import RunData
-from phalanx.data.reading.places import open_places
+from phalanx.data.reading.sources import open_places
 from phalanx.data.stored.index import read_index
 from phalanx.model.custom import custom_facts
 from phalanx.model.init import fill

@@ -19,7 +19,7 @@ from bench.fleet.outside import programs
 from phalanx.cli.fleet.ask import ask
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.data.reading.cache.cached_dataset import CachedShards, CacheOptions, open_cached
+from phalanx.data.reading.cached_dataset import CachedShards, CacheOptions, open_cached
 from phalanx.data.stored.index import TRAIN
 from phalanx.fleet.core.messages import Grow, Shrink
 from phalanx_process import TIMEOUT_S, steps_done

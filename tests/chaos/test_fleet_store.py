@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import phalanx_process
-from phalanx.checkpoint.committed.verify import verify_tier
+from phalanx.checkpoint.committed.copying import verify_tier
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.store_standing import store_standing

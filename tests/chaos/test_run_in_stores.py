@@ -14,7 +14,7 @@ import pytest
 
 import phalanx_process
 from chaos.stored_runs import befall, drawn, fill_half, scattered_dataset
-from phalanx.checkpoint.committed.verify import verify_tier
+from phalanx.checkpoint.committed.copying import verify_tier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.store.open_store import open_store

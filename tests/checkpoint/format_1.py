@@ -3,8 +3,7 @@
 import shutil
 from dataclasses import replace
 
-from phalanx.checkpoint.format.index import sealed
-from phalanx.checkpoint.format.manifest import checksum, encode_manifest
+from phalanx.checkpoint.format.manifest import checksum, encode_manifest, sealed
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
 

@@ -15,7 +15,7 @@ from contract.conftest import Contract
 from contract.recorded import key_paths
 from contract.test_json_keys import printed
 from phalanx.checkpoint.format.image import PAGE_BYTES
-from phalanx.checkpoint.pack.index import MAGIC
+from phalanx.checkpoint.pack.layout import MAGIC
 from phalanx.checkpoint.pack.reader import damage, open_pack
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.fleet.core.replay import JOURNAL_VERSION

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
-from phalanx.checkpoint.snapshot.client import SnapshotClient
+from phalanx.checkpoint.snapshot.data_port import SnapshotClient
 from phalanx.checkpoint.snapshot.segments import (
     BLOCK_BYTES,
     Segment,

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from phalanx.hardware.catalog import accelerator, accelerators, cluster, load_user, systems
-from phalanx.hardware.cluster import Fact
-from phalanx.hardware.overrides import with_value
-from phalanx.hardware.profiles import profile_names, profile_of
-from phalanx.hardware.tables import HardwareError
+from phalanx.hardware.cluster import Fact, HardwareError, with_value
+from phalanx.hardware.profile import profile_names, profile_of
 
 
 def facts(entry: Any) -> list[Fact]:

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from phalanx.hardware.freed_memory import keep_freed_memory
+from phalanx.hardware.local.device import keep_freed_memory
 
 COUNTED = """
 import ctypes, resource, sys, torch
-from phalanx.hardware.freed_memory import keep_freed_memory
+from phalanx.hardware.local.device import keep_freed_memory
 torch.set_num_threads(1)
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: small pages, also where the system gives large ones unasked
 print(keep_freed_memory(torch.device("cpu")) if sys.argv[1] == "kept" else False)

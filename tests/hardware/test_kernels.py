@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.hardware.kernels import choose, compiler, host
+from phalanx.hardware.kernels import choose, compiler
 from phalanx.hardware.kernels.choose import fused_kernels, kernels_for
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, TorchKernels, UpdateFactors
 from phalanx.parallel.reduction.exact_sum import extraction_constants, largest
@@ -43,7 +43,7 @@ factors = st.builds(
 
 @pytest.fixture(scope="module", autouse=True)
 def _has_host_kernels() -> None:
-    assert isinstance(fused_kernels(CPU), host.HostKernels), "these tests need a C compiler"
+    assert isinstance(fused_kernels(CPU), choose.HostKernels), "these tests need a C compiler"
 
 
 def any_numbers(lengths: Sequence[int], offset: int, seed: int) -> list[Tensor]:
@@ -64,7 +64,7 @@ def bits(tensor: Tensor) -> list[int]:
 
 @pytest.fixture(params=[1, 3])
 def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_LEAST_SHARE", 100)
+    monkeypatch.setattr(choose, "_LEAST_SHARE", 100)
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
 
 
@@ -113,8 +113,8 @@ class TestOnACpu:
 @given(st.lists(st.integers(0, 5000), max_size=6), st.integers(1, 9))
 def test_shares_hold_every_element_once_and_are_nearly_equal(lengths: list[int], threads: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host, "_LEAST_SHARE", 100)
-        shares = host.shares_of(lengths, threads)
+        patch.setattr(choose, "_LEAST_SHARE", 100)
+        shares = choose.shares_of(lengths, threads)
     found = [
         (tensor, first + i) for share in shares for tensor, first, length in share for i in range(length)
     ]
@@ -147,10 +147,10 @@ def test_without_a_cache_folder_that_can_be_written_a_library_is_in_a_temporary_
 ) -> None:
     (tmp_path / "phalanx").write_text("a file where the folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library = compiler.compiled(host.SOURCE)
+    library = compiler.compiled(choose.SOURCE)
     assert library.is_relative_to(temporary_home())
     assert temporary_home().stat().st_mode & 0o777 == 0o700
-    assert compiler.compiled(host.SOURCE) == library
+    assert compiler.compiled(choose.SOURCE) == library
 
 
 class OneBitOff(TorchKernels):
@@ -183,7 +183,7 @@ def test_of_many_ranks_that_start_at_once_one_compiles(
     monkeypatch.setattr(compiler.subprocess, "run", compile_slowly)
     found: list[bytes] = []
     ranks = [
-        threading.Thread(target=lambda: found.append(compiler.compiled(host.SOURCE).read_bytes()))
+        threading.Thread(target=lambda: found.append(compiler.compiled(choose.SOURCE).read_bytes()))
         for _ in range(8)
     ]
     for rank in ranks:
@@ -209,7 +209,7 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler.subprocess, "run", compile_quickly)
     monkeypatch.setattr(compiler.os, "fsync", sync)
-    compiler.compiled(host.SOURCE)
+    compiler.compiled(choose.SOURCE)
     assert synced == [(b"whole", False)]
 
 
@@ -297,5 +297,5 @@ def test_a_notice_is_printed_when_the_compiler_starts_and_not_for_a_library_that
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for _ in range(2):
-        compiler.compiled(host.SOURCE, notice="compiling once")
+        compiler.compiled(choose.SOURCE, notice="compiling once")
     assert capsys.readouterr().err == "compiling once\n"

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from phalanx.hardware.catalog import cluster
-from phalanx.hardware.local import matmul_peak
-from phalanx.hardware.local.detect import gpu_count, system_here
-from phalanx.hardware.local.device_peak import accelerator_named
-from phalanx.hardware.local.matmul_peak import measure_matmul_flops
+from phalanx.hardware.local import device as local_device
+from phalanx.hardware.local.detect import accelerator_named, gpu_count, system_here
+from phalanx.hardware.local.device import measure_matmul_flops
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_a_processor_that_multiplies_slowly_is_measured_on_matrices_that_it_can_
         sizes.append(size)
         return 2 * size**3 / flops_per_s
 
-    monkeypatch.setattr(matmul_peak, "_best_s", seconds)
+    monkeypatch.setattr(local_device, "_best_s", seconds)
     assert measure_matmul_flops(torch.device("cpu"), torch.bfloat16) == pytest.approx(flops_per_s)
     assert max(sizes) == largest
     for budget_s in (0.05, 0.4):

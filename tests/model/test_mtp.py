@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from model.initialized import initialized
-from phalanx.model.mtp import targets_ahead, tokens_ahead, training_loss
+from phalanx.model.transformer import targets_ahead, tokens_ahead, training_loss
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 
 SPEC = ModelSpec(

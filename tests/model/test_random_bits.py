@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.model.random_bits import normal, random_words, stream_key
+from phalanx.model.init import normal, random_words, stream_key
 
 CUT = 3.0
 COUNT = 1 << 17

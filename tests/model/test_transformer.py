@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.initialized import initialized
-from phalanx.model.layers.attention.cache import empty_cache
+from phalanx.model.layers.attention.attention import empty_cache
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec

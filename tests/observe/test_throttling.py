@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from phalanx.hardware.local.throttle import CpuThrottles, throttled_gpus
+from phalanx.hardware.local.detect import CpuThrottles, throttled_gpus
 from phalanx.observe.throttling import OVER_S, ThrottlingWatch, read_throttling
 from phalanx.run.directory.paths import RunDirectory
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from parallel.pipelined import DENSE, DIM, SCALE, SEQ, batches, losses_of, stages_here, whole_model
-from phalanx.model.block import Block
+from phalanx.model.transformer import Block
 from phalanx.parallel.mesh.torch_compat import ReduceScatter, finish_backward
 from phalanx.parallel.pipeline.runner import Pipeline
 from phalanx.parallel.pipeline.schedules import Schedule, ScheduleName

@@ -28,12 +28,11 @@ from parity.hf_models import (
 )
 from phalanx.checkpoint.interop.huggingface.config import hf_config_of, hf_name, spec_of
 from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
-from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import parameters
-from phalanx.model.layers.attention.cache import empty_cache
+from phalanx.model.facts.shape import count, parameters
+from phalanx.model.layers.attention.attention import empty_cache
 from phalanx.model.layers.attention.rotary import rotation
-from phalanx.model.mtp import PredictionAhead
+from phalanx.model.transformer import PredictionAhead
 from phalanx.run.kinds.whole_model import resolve
 
 TOLERANCE = 1e-5  # relative to the largest element

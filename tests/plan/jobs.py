@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.hardware import catalog
-from phalanx.hardware.profiles import profile_of
+from phalanx.hardware.profile import profile_of
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout

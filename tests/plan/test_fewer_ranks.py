@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.hardware.catalog import cluster
-from phalanx.hardware.cluster import Cluster
-from phalanx.hardware.overrides import with_value
+from phalanx.hardware.cluster import Cluster, with_value
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import FleetSpec, ModelSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx_plan.fewer_ranks import first_halved

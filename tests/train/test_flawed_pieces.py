@@ -83,7 +83,7 @@ def from_the_end(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
 
 def keys_in_two_blocks(tile: int, count: int, seq: int, window: int) -> Iterator[Tile]:
     """The blocks of scores as they are when a half of the keys arrives after the other."""
-    from phalanx.parallel.context.gather import tiles
+    from phalanx.parallel.context.exchange import tiles
 
     for block in tiles(tile, count, seq, window):
         begin, end = block.columns.start, block.columns.stop
@@ -105,45 +105,45 @@ def tiles_at_once(self: TileByTile, owners: Owners, tensors: Any, inputs: Any) -
 
 LANED = "phalanx.parallel.tensor.lanes"
 SHARES = f"{LANED}.shares"
-TILED = "phalanx.parallel.context.fixed"
+TILED = "phalanx.parallel.context"
 OF_LANES: dict[str, Flaw] = {
     "results of lanes": (f"{LANED}.layers", "add_in_tree", one_after_the_other),
     "heads and inner elements": (f"{LANED}.layers", "LanedLayer._results", lanes_at_once),
     "results of ranks": ("phalanx.parallel.tensor.sequence_comm", "sum_in_tree", one_after_the_other),
     "gradient of what lanes read": (f"{LANED}.layers", "forked", under_one_name),
     "gradient of shared weights": (f"{LANED}.shares", "add_in_tree", one_after_the_other),
-    "pieces": (f"{LANED}.pieces", "InPieces.__call__", at_once),
-    "tokens of experts": (f"{LANED}.mixture", "RoutedInPieces.__call__", by_sequence),
-    "router": (f"{LANED}.mixture", "ScoresInPieces.__call__", scores_at_once),
-    "embedding": (f"{LANED}.vocabulary", "_Rows.backward", from_the_end),
+    "pieces": (f"{LANED}.shares", "InPieces.__call__", at_once),
+    "tokens of experts": (f"{LANED}.shares", "RoutedInPieces.__call__", by_sequence),
+    "router": (f"{LANED}.shares", "ScoresInPieces.__call__", scores_at_once),
+    "embedding": (f"{LANED}.apply", "_Rows.backward", from_the_end),
     "scores and loss": ("phalanx.train.step.loss", "_parts", together),
 }
 
 
 OF_TILES: dict[str, tuple[int, Flaw]] = {
     "gradient of weights, on a rank": (1, (f"{LANED}.shares", "add_in_tree", one_after_the_other)),
-    "gradient of weights, over ranks": (4, (f"{TILED}.ranks", "sum_in_tree", one_after_the_other)),
-    "gradient of keys, on a rank": (1, (f"{TILED}.core", "add_in_tree", one_after_the_other)),
-    "gradient of keys, over ranks": (4, (f"{TILED}.core", "sum_in_tree", one_after_the_other)),
-    "results of attention": (1, (f"{TILED}.core", "tiles", keys_in_two_blocks)),
-    "layers of tokens": (1, (f"{LANED}.pieces", "InPieces.__call__", at_once)),
+    "gradient of weights, over ranks": (4, (f"{TILED}.rank_tiles", "sum_in_tree", one_after_the_other)),
+    "gradient of keys, on a rank": (1, (f"{TILED}.fixed_tiles", "add_in_tree", one_after_the_other)),
+    "gradient of keys, over ranks": (4, (f"{TILED}.fixed_tiles", "sum_in_tree", one_after_the_other)),
+    "results of attention": (1, (f"{TILED}.fixed_tiles", "tiles", keys_in_two_blocks)),
+    "layers of tokens": (1, (f"{LANED}.shares", "InPieces.__call__", at_once)),
     "loss": (1, ("phalanx.train.step.loss", "add_in_tree", one_after_the_other)),
 }
 """Flaws, and the number of context ranks on which they are computed."""
 
 OF_EXPERTS: dict[str, Flaw] = {
-    "tokens": (f"{LANED}.mixture", "RoutedInPieces.__call__", by_sequence),
-    "router": (f"{LANED}.mixture", "ScoresInPieces.__call__", scores_at_once),
+    "tokens": (f"{LANED}.shares", "RoutedInPieces.__call__", by_sequence),
+    "router": (f"{LANED}.shares", "ScoresInPieces.__call__", scores_at_once),
 }
 
 OF_BOTH: dict[str, tuple[int, int, Flaw]] = {
     "gradient of weights that lanes share": (2, 1, (SHARES, "_added", without_runs)),
     "gradient of weights, on a rank": (1, 1, (SHARES, "add_in_tree", one_after_the_other)),
-    "gradient of weights, over tiles": (1, 4, (f"{TILED}.ranks", "sum_in_tree", one_after_the_other)),
-    "gradient of keys": (1, 1, (f"{TILED}.core", "add_in_tree", one_after_the_other)),
+    "gradient of weights, over tiles": (1, 4, (f"{TILED}.rank_tiles", "sum_in_tree", one_after_the_other)),
+    "gradient of keys": (1, 1, (f"{TILED}.fixed_tiles", "add_in_tree", one_after_the_other)),
     "results of lanes": (1, 1, (f"{LANED}.layers", "add_in_tree", one_after_the_other)),
     "results of inner elements": (1, 1, (f"{LANED}.layers", "TileByTile.__call__", tiles_at_once)),
-    "pieces of tiles": (1, 1, (f"{LANED}.pieces", "InPieces.__call__", at_once)),
+    "pieces of tiles": (1, 1, (f"{LANED}.shares", "InPieces.__call__", at_once)),
     "loss": (1, 1, ("phalanx.train.step.loss", "add_in_tree", one_after_the_other)),
 }
 """Flaws, and the tensor and context degrees with which they are computed."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.data.reading.places import open_places
-from phalanx.data.reading.sources import read_data_index
+from phalanx.data.reading.sources import open_places, read_data_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Evaluated
 from phalanx.run.directory.paths import RunDirectoryError

@@ -13,7 +13,7 @@ import torch
 
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.data.reading.places import open_places
+from phalanx.data.reading.sources import open_places
 from phalanx.data.stored.index import read_index
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.mesh import build_mesh

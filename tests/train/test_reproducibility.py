@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.parallel.mesh import machines
+from phalanx.parallel.mesh import mesh
 from phalanx.parallel.reduction.slot_tree import SlotTree
 from phalanx.run.spec import RunSpec
 from quick_cases import quick
@@ -124,8 +124,8 @@ def test_another_order_of_summation_would_be_noticed(
 
 def machines_where_one_rank_sees_none(nowhere: Path) -> int:
     """The number of ranks on each machine, if rank 1 cannot read which machine it is on."""
-    boot_id = nowhere if dist.get_rank() == 1 else machines.BOOT_ID
-    return machines.count_machine_ranks(torch.device("cpu"), boot_id)
+    boot_id = nowhere if dist.get_rank() == 1 else mesh.BOOT_ID
+    return mesh.count_machine_ranks(torch.device("cpu"), boot_id)
 
 
 def test_a_rank_that_cannot_tell_its_machine_keeps_nobody_waiting(ranks: Ranks, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def train_on_machines_of_two(spec: RunSpec, folder: Path) -> Any:
     if rank % 2 == 0:
         boot_id.write_text(str(rank // 2))
     dist.barrier()
-    ranks_of_machine = machines.count_machine_ranks(torch.device("cpu"), boot_id)
+    ranks_of_machine = mesh.count_machine_ranks(torch.device("cpu"), boot_id)
     return train_on_this_rank(spec, boot_id=boot_id), ranks_of_machine
 
 

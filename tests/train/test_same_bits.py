@@ -22,8 +22,8 @@ from covering import covering, new_choices_first
 from layouts import Whole, legal_layouts, merged, steps_on_this_rank
 from one_hash import same
 from phalanx.parallel.mesh.mesh import build_mesh
-from phalanx.parallel.reduction.integer.bins import BinFormat
-from phalanx.parallel.reduction.integer.summation import IntegerSummation
+from phalanx.parallel.reduction.bins import BinFormat
+from phalanx.parallel.reduction.integer_summation import IntegerSummation
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, RunSpec
 from phalanx.train.assembly.compose import build_model

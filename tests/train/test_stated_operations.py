@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from layouts import DENSE, LATENT, MIXTURE, steps_on_this_rank, tiny
-from phalanx.hardware.portable.library import kernel_names
+from phalanx.hardware.portable.library import KERNELS, kernel_names
 from phalanx.hardware.portable.operations import unfit_processor
-from phalanx.hardware.portable.with_scalars import KERNELS
 from phalanx.run.spec import ModelSpec, OptimizerSpec, ParallelSpec, RunSpec
 from ranks import Ranks
 from tiny_runs import tiny_run, train_on_this_rank

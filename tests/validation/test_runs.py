@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import accelerator
-from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import count
 from phalanx.run.kinds.whole_model import resolve
 from validation.compare import outcome_of
 from validation.runs import (

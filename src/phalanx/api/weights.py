@@ -11,7 +11,7 @@ from phalanx.checkpoint.committed.digest import WEIGHTS, digest_checkpoint
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.shards import Shard, torch_dtype
-from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
+from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import ReadableTier
 from phalanx.run.directory.paths import RunDirectoryError, committed_steps, is_published, locate_checkpoints

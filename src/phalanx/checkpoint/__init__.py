@@ -7,6 +7,6 @@ boxes (``format/restore_plan.py``, ``committed/restore.py``), so the layout that
 *Snapshots* (``snapshot/``) are the same images in memory that outlives the worker, pushed to a buddy and read back over a
 data port. ``interop/`` reads and writes other software's formats.
 
-Nothing is imported here: ``format/`` (but for ``state``), the tiers and the agent's side of snapshots do without torch, and
+Nothing is imported here: ``format/`` (but for ``shards``), the tiers and the agent's side of snapshots do without torch, and
 importing the package must not bring it in.
 """

@@ -61,7 +61,7 @@ def weights_place(path: Path, step: int | None = None) -> Iterator[CheckpointPla
         yield checkpoint_place(path, step)
         return
     from phalanx.checkpoint.format.errors import CheckpointError
-    from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
+    from phalanx.checkpoint.interop.huggingface.stored_folder import stand_in
 
     with explained(CheckpointError), stand_in(path) as found:
         for note in found.notes:

@@ -17,9 +17,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args, get_origin
 
-from phalanx.hardware.cluster import Accelerator, Cluster, Fact
-from phalanx.hardware.system import System
-from phalanx.hardware.tables import HardwareError, Values, read_entry, read_toml, table_of
+from phalanx.hardware.cluster import (
+    Accelerator,
+    Cluster,
+    Fact,
+    HardwareError,
+    System,
+    Values,
+    read_entry,
+    read_toml,
+    table_of,
+)
 from phalanx.run.directory.home import home
 from phalanx.run.problems import Problem, listing
 from phalanx.run.section_reader import field_types, unknown_field, unknown_value

@@ -1,4 +1,4 @@
-"""A cluster as far as time, memory, power and money depend on it: accelerators, and the paths between them.
+"""A cluster as far as time, memory, power and money depend on it: read from TOML, sized from a ``System``, with single figures replaced.
 
 Accelerators form scale-up *domains* (8 on an HGX board, 36 or 72 in an NVLink rack): inside, all talk to all at the link's
 rate. Domains are joined by a scale-out fabric of one or more *levels* (leaf, spine, core): two ranks meet at the lowest
@@ -8,11 +8,56 @@ what follows from them.
 
 from __future__ import annotations
 
+import math
+import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
+from phalanx.run.problems import Problem, listing
+from phalanx.run.section_reader import read_section
+
+# Reading from TOML: all that is wrong with a description is reported in one ``HardwareError``.
+
+# The one error of this package.
+
+
+class HardwareError(ValueError):
+    """A name, file or value of hardware that cannot be used; the message names the field and the remedy."""
+
+
+Values: TypeAlias = Mapping[str, object]
+_Entry = TypeVar("_Entry")
+
+
+def read_toml(path: Path) -> Values:
+    """The tables of the file at ``path``; raises ``HardwareError`` if it is not there or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise HardwareError(f"cannot read {path}: {error.strerror}; name a TOML file that exists") from error
+    except tomllib.TOMLDecodeError as error:
+        raise HardwareError(f"{path} is not TOML: {error}") from error
+
+
+def read_entry(kind: type[_Entry], values: Values, place: str) -> _Entry:
+    """The ``kind`` that ``values`` describe; raises ``HardwareError`` with every mistake, under the name ``place``."""
+    problems: list[Problem] = []
+    found = read_section(kind, values, problems)
+    if found is None or problems:
+        raise HardwareError(listing(place, problems))
+    return found
+
+
+def table_of(values: Values, name: str, place: str) -> Values:
+    """The table ``name`` in ``values``; raises ``HardwareError`` if it is missing or no table."""
+    found = values.get(name)
+    if not isinstance(found, Mapping):
+        wrong = "is missing" if found is None else f"{found!r} is not a table"
+        raise HardwareError(listing(place, [Problem(name, wrong, f"add a table [{name}]")]))
+    return found
 
 
 @dataclass(frozen=True)
@@ -119,3 +164,134 @@ class Cluster:
     """Write rate of the whole cluster's durable storage."""
     overrides: Mapping[str, float] = field(default_factory=dict)
     """Figures that the user has replaced, by dotted name, for reports."""
+
+
+# A system: the building blocks of a cluster, without its size.
+
+
+@dataclass(frozen=True)
+class System:
+    """The building blocks of a cluster of any size: accelerator, node, domain and fabric."""
+
+    key: str
+    accelerator: Accelerator
+    per_node: Annotated[int, POSITIVE]
+    domain: Domain
+    fabric: Fabric
+    node_power_w: Fact
+    host_memory_bytes: Fact
+    pue: Fact
+    storage_bytes_per_s_per_accelerator: Fact
+    source: str
+
+    def of(self, accelerators: int) -> Cluster:
+        """A cluster of so many ``accelerators``; raises ``HardwareError`` if the fabric does not reach so far."""
+        if accelerators < 1:
+            raise HardwareError(f"{self.key}: a cluster needs at least one accelerator, not {accelerators}")
+        reach = max([level.reach for level in self.fabric.levels], default=self.domain.size)
+        if accelerators > reach:
+            raise HardwareError(
+                f"the fabric of {self.key!r} joins {reach:,} accelerators, not {accelerators:,}: ask for fewer, or describe a "
+                f'larger fabric in a TOML file with [system], like = "{self.key}" and more fabric.levels'
+            )
+        storage = self.storage_bytes_per_s_per_accelerator
+        return Cluster(
+            key=f"{self.key}:{accelerators}",
+            accelerator=self.accelerator,
+            accelerators=accelerators,
+            per_node=self.per_node,
+            domain=self.domain,
+            fabric=self.fabric,
+            node_power_w=self.node_power_w,
+            host_memory_bytes=self.host_memory_bytes,
+            pue=self.pue,
+            storage_bytes_per_s=replace(storage, value=storage.value * accelerators),
+        )
+
+
+# A cluster with one figure replaced: by the user, or to see what moves an estimate.
+
+
+_MAY_BE_ZERO = ("price_per_hour", "power_w")
+_FARTHEST = 100
+"""Factor between a figure and its replacement beyond which the unit is taken for another than the catalog's."""
+
+
+def read_figure(text: str) -> float:
+    """The number of a figure as it is typed. Raises ``HardwareError`` that says how numbers are written."""
+    try:
+        return float(text)
+    except ValueError:
+        raise HardwareError(
+            f"{text!r} is no number: write it with a point and without units, as in 2.5 or 4e11 (bytes, FLOP/s, seconds, W, $)"
+        ) from None
+
+
+def with_value(cluster: Cluster, name: str, value: float, source: str = "set by the user") -> Cluster:
+    """``cluster`` where the figure ``name`` is ``value``, noted in ``overrides``.
+
+    ``name`` is dotted: ``pue``, ``fabric.bytes_per_s``, ``accelerator.price_per_hour``, ``accelerator.flops.bf16``. Raises
+    ``HardwareError`` if there is no such figure.
+    """
+    free = value == 0 and name.endswith(_MAY_BE_ZERO)
+    if not (math.isfinite(value) and (value > 0 or free)):
+        raise HardwareError(f"{name} = {value:g}: set a number above 0")
+    if name == "accelerators":
+        raise HardwareError(
+            f"accelerators = {value:g}: their number is the cluster's, as in --cluster h100:{value:.0f}"
+        )
+    if name == "pue" and value < 1:
+        raise HardwareError(f"pue = {value:g}: set 1 or more, the site's power over that of its machines")
+    limit = cluster.accelerator.power_w.value
+    if name == "accelerator.power_w" and value > limit > 0:
+        raise HardwareError(
+            f"{name} = {value:g}: set no more than {limit:g}, with which its rates were measured; describe an accelerator that draws more in a "
+            "TOML file"
+        )
+    idle_w = cluster.accelerator.idle_power_w.value
+    if name == "accelerator.power_w" and limit > 0 and value <= idle_w:
+        raise HardwareError(
+            f"{name} = {value:g}: set more than accelerator.idle_power_w, which is {idle_w:g}"
+        )
+    if name == "accelerator.idle_power_w" and value > limit > 0:
+        raise HardwareError(f"{name} = {value:g}: set no more than accelerator.power_w, which is {limit:g}")
+    changed: Cluster = _replaced(cluster, name.split("."), value, source, name)
+    return replace(changed, overrides={**cluster.overrides, name: value})
+
+
+def _replaced(owner: Any, path: list[str], value: float, source: str, name: str) -> Any:
+    here, rest = path[0], path[1:]
+    if isinstance(owner, dict):
+        known = list(owner)
+    else:
+        known = [field.name for field in fields(owner) if _is_figure(getattr(owner, field.name))]
+    if here not in known:
+        raise HardwareError(f"there is no figure {name!r} to set: {here!r} is not among {', '.join(known)}")
+    old = owner[here] if isinstance(owner, dict) else getattr(owner, here)
+    if isinstance(old, (Fact, float)) and not rest:
+        _check_size(value, old.value if isinstance(old, Fact) else old, name)
+    if isinstance(old, Fact) and not rest:
+        new: object = Fact(value, source)
+    elif isinstance(old, int) and not rest and not value.is_integer():
+        raise HardwareError(f"{name} = {value:g}: set a whole number, as {old} is")
+    elif isinstance(old, (int, float)) and not isinstance(old, bool) and not rest:
+        new = type(old)(value)
+    elif rest and not isinstance(old, Fact):
+        new = _replaced(old, rest, value, source, name)
+    else:
+        raise HardwareError(f"{name!r} is not one figure: name one within it, as in fabric.bytes_per_s")
+    return {**owner, here: new} if isinstance(owner, dict) else replace(owner, **{here: new})
+
+
+def _check_size(value: float, old: float, name: str) -> None:
+    """Raises ``HardwareError`` for a value so far from the figure it replaces that it must be in another unit."""
+    if value > 0 and old > 0 and not 1 / _FARTHEST <= value / old <= _FARTHEST:
+        raise HardwareError(
+            f"{name} = {value:g} is {max(value / old, old / value):.2g} times {'more' if value > old else 'less'} than the "
+            f"catalog's {old:g}, as if in another unit: plausible is {old / _FARTHEST:g} to {old * _FARTHEST:g} (bytes, FLOP/s, "
+            "seconds, W, $); for other hardware, describe it in a TOML file"
+        )
+
+
+def _is_figure(value: object) -> bool:
+    return is_dataclass(value) or (isinstance(value, (dict, int, float)) and not isinstance(value, bool))

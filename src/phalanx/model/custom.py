@@ -27,9 +27,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.model.autograd import DispatchMode
-from phalanx.model.block import Block
-from phalanx.model.layers.attention.documents import Documents
-from phalanx.model.transformer import Readout, logits
+from phalanx.model.layers.attention.attention import Documents
+from phalanx.model.transformer import Block, Readout, logits
 from phalanx.run.factory import load_factory
 from phalanx.run.kinds.parts import Parameter, ParameterKind
 from phalanx.run.spec import ModelSpec

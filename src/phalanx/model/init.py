@@ -1,7 +1,6 @@
-"""Initializes weights so that their values do not depend on the layout.
+"""Initialize weights with random numbers that do not depend on the layout.
 
-Each element is a function of the seed, the parameter's name and the element's flat index in the whole parameter
-(see ``phalanx.model.random_bits``), so a rank fills just the box that it holds. Matrices are normal with
+Each element is a function of the seed, the parameter's name and the element's flat index in the whole parameter, so a rank fills just the box that it holds. Matrices are normal with
 ``init_std``; those that write into the residual stream are smaller by sqrt(2 layers), as in GPT-2; gains start at
 one (weights of norms at zero where these are offsets from one), biases and the routers' balance at zero. Each matrix of a
 stack of experts is drawn like a matrix by itself.
@@ -9,13 +8,16 @@ stack of experts is drawn like a matrix by itself.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
-from phalanx.model.random_bits import normal, stream_key
+from phalanx.hardware.local.device import brought
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import ModelSpec
 
@@ -68,3 +70,82 @@ def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: Model
         box = tuple(piece.shape)
         index = flat_indices(parameter.shape, (*begin, *offset[len(begin) :]), box, out.device)
         piece.copy_(normal(key, index) * scale)
+
+
+# Random numbers as a function of (seed, name, index), computed anywhere, in any order.
+#
+# A pseudo-random generator with a running state ties a value to everything drawn before it, and so to the layout
+# of shards. Here element ``i`` of a tensor is ``mix(key + i * golden)``, where ``mix`` is the finalizer of SplitMix64
+# (Steele, Lea and Flood, OOPSLA 2014; constants: Stafford's variant 13) and the key is drawn from SHA-256 of the
+# seed and the parameter's name. Only integer operations are used, so every device gives the same bits.
+#
+# Normal numbers come from a table: the inverse cumulative distribution, cut off at three standard deviations and
+# rescaled to variance 1, tabulated at 4096 points in fixed point and interpolated linearly *in integers*. Logarithms
+# and cosines (Box-Muller) would differ in the last bit between devices, and between the vector and scalar loops of
+# one CPU.
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_CUTOFF = 3.0  # standard deviations
+_TABLE_BITS = 12
+_FRACTION_BITS = 30  # of a table step, and of the fixed-point values
+
+
+def _signed(word: int) -> int:
+    """A 64-bit word as the signed number that torch's int64 arithmetic (modulo 2^64) takes for it."""
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift; torch's own ``>>`` copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def stream_key(seed: int, name: str) -> int:
+    """The 64-bit key of the stream that belongs to ``name`` in a run with ``seed``."""
+    digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def keys_of(keys: Sequence[int], device: torch.device) -> Tensor:
+    """Keys of streams as an int64 tensor ``(n,)``, which ``random_words`` takes."""
+    return brought(torch.tensor([_signed(key) for key in keys], dtype=torch.int64), device)
+
+
+def random_words(key: int | Tensor, index: Tensor) -> Tensor:
+    """A uniformly distributed 64-bit word (as int64) for each element of the int64 tensor ``index``; of several streams at once, if ``key`` is
+    what ``keys_of`` gives, of a shape that goes with ``index``."""
+    x = index * _signed(_GOLDEN) + (key if isinstance(key, Tensor) else _signed(key))
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+@functools.cache
+def _normal_table() -> tuple[int, ...]:
+    """The cut-off normal's quantiles at 4097 evenly spaced probabilities, in units of 2^-30.
+
+    Entries are rounded to 30 bits, coarser than any disagreement between mathematical libraries.
+    """
+    normal = NormalDist()
+    low, high = normal.cdf(-_CUTOFF), normal.cdf(_CUTOFF)
+    density = math.exp(-_CUTOFF * _CUTOFF / 2) / math.sqrt(2 * math.pi)
+    deviation = math.sqrt(1 - 2 * _CUTOFF * density / (high - low))
+    steps = 1 << _TABLE_BITS
+    inner = [normal.inv_cdf(low + (high - low) * i / steps) for i in range(1, steps)]
+    return tuple(round(q / deviation * (1 << _FRACTION_BITS)) for q in (-_CUTOFF, *inner, _CUTOFF))
+
+
+def normal(key: int, index: Tensor) -> Tensor:
+    """A number for each element of ``index``: normal, mean 0, variance 1, none beyond 3.04; fp64.
+
+    The value is an integer times 2^-30, exact in fp64.
+    """
+    table = torch.tensor(_normal_table(), dtype=torch.int64, device=index.device)
+    words = random_words(key, index)
+    cell = _shift_right(words, 64 - _TABLE_BITS)
+    fraction = _shift_right(words, 64 - _TABLE_BITS - _FRACTION_BITS) & ((1 << _FRACTION_BITS) - 1)
+    left, right = table[cell], table[cell + 1]
+    fixed = left + (((right - left) * fraction) >> _FRACTION_BITS)
+    return fixed.double() * 2.0**-_FRACTION_BITS

@@ -1,4 +1,4 @@
-"""A decoder-only transformer that a newcomer can read top to bottom.
+"""A decoder-only transformer that a newcomer can read top to bottom: one layer, prediction of tokens further ahead, and the model.
 
 Pre-norm residual blocks with RMSNorm (arXiv 1910.07467) and rotary attention: the Llama family with grouped-query
 attention and SwiGLU; with QK-norm, Qwen3; with a plain GELU layer, GPT-3's shape; with mixtures of experts, Mixtral and
@@ -10,7 +10,7 @@ Shapes: ``b`` batch, ``s`` sequence, ``d`` model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -18,17 +18,134 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.block import Block
-from phalanx.model.facts.stretching import longest_short
-from phalanx.model.layers.attention.cache import Cache
-from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.facts.shape import longest_short
+from phalanx.model.layers.attention.attend import soft_capped
+from phalanx.model.layers.attention.attention import Attention, Cache, Documents
+from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.layers.attention.rotary import rotation
-from phalanx.model.layers.attention.soft_cap import soft_capped
-from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.mtp import PredictionAhead, ReadoutAhead, tokens_ahead
+from phalanx.model.layers.dense import FeedForward, Linear, RMSNorm
+from phalanx.model.layers.experts.moe import MoE
+from phalanx.run.kinds import grouped_attention, latent_attention
+from phalanx.run.kinds.attention import AttentionKind, attention_kind
 from phalanx.run.kinds.grouped_attention import window_of
+from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.spec import ModelSpec
+
+# One layer: attention and feed-forward, each normalized before or after and added to the residual stream.
+
+_ATTENTION: Mapping[AttentionKind, Callable[[ModelSpec, int], Attention | MlaAttention]] = {
+    grouped_attention: Attention,
+    latent_attention: MlaAttention,
+}
+
+
+class Block(nn.Module):
+    """Layer ``layer`` of a resolved model, counted from 0."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        before, after = spec.norm_placement != "after", spec.norm_placement != "before"
+        self.attention_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset) if before else None
+        self.attention = _ATTENTION[attention_kind(spec)](spec, layer)
+        self.attention_post_norm = (
+            RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset) if after else None
+        )
+        self.ffn_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset) if before else None
+        mixture = spec.moe is not None and is_mixture(spec, layer)
+        self.ffn = MoE(spec, spec.moe) if mixture and spec.moe else FeedForward(spec, spec.ffn_dim)
+        self.ffn_post_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset) if after else None
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """``(b, s, d)`` to ``(b, s, d)``."""
+        mixed = self.attention(_normed(x, self.attention_norm), cos, sin, documents, cache)
+        x = x + _normed(mixed, self.attention_post_norm)
+        return x + _normed(self.ffn(_normed(x, self.ffn_norm)), self.ffn_post_norm)
+
+
+def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    if norm is None:
+        return x
+    normalized: Tensor = norm(x)
+    return normalized
+
+
+# Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that each predict one token further ahead.
+#
+# The module of depth 1 takes the last hidden state of each token and the embedding of the token after it, and predicts the
+# one after that; depth 2 takes depth 1's hidden states, and so on. Embedding and output projection are the main model's. Such
+# layers are for training, where they make the hidden states plan ahead; serving drafts tokens with them (``phalanx_serve.engine.drafts``).
+#
+# Here a sequence keeps its length at every depth, so that shapes stay what the layout divided: the last ``depth`` positions
+# have no token that far ahead, get an arbitrary one, and their targets are ignored. Attention is causal, so they spoil
+# nothing else.
+#
+# As in DeepSeek's published weights, hidden states come normalized by the norm before the projection, and the projection's
+# first half is for the embedding.
+
+ReadoutAhead = Callable[[Tensor, Tensor, int], Tensor]
+"""A function of the hidden states ``(b, s, d)`` of a depth, the output projection ``(vocab, d)`` and the depth, from 1."""
+
+
+class PredictionAhead(nn.Module):
+    """One depth. Its block is of the kind of the model's last."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.hidden_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
+        self.embedding_norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
+        self.projection = Linear(2 * spec.dim, spec.dim, bias=False)
+        self.block = Block(spec, spec.layers - 1)
+        self.norm = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Hidden states of the depth before and embeddings of the tokens further ahead, ``(b, s, d)``, to hidden states; with a cache, both
+        are the continuation of what it holds."""
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
+        ahead: Tensor = self.norm(self.block(self.projection(both), cos, sin, documents, cache))
+        return ahead
+
+
+def tokens_ahead(tokens: Tensor, depth: int) -> Tensor:
+    """For each of ``tokens`` ``(b, s)`` the one ``depth`` further; the last ``depth`` are arbitrary."""
+    return tokens.roll(-depth, dims=1)
+
+
+def targets_ahead(targets: Tensor, depth: int, ignored: int, ends: Tensor | None = None) -> Tensor:
+    """The targets ``(b, s)`` of a depth from those of the main model; the last ``depth`` are ``ignored``.
+
+    With ``ends`` ``(b, s)``, bool, which tokens end a document, so are targets beyond an end: they are another document's. (Those right behind
+    one, the main model ignores already.)
+    """
+    ahead = tokens_ahead(targets, depth)
+    ahead[:, targets.shape[1] - depth :] = ignored
+    if ends is not None:
+        for nearer in range(depth):
+            ahead = ahead.masked_fill(tokens_ahead(ends, nearer), ignored)
+    return ahead
+
+
+def training_loss(parts: Tensor, spec: ModelSpec) -> Tensor:
+    """The loss to train on, 0-dim: the main one, plus ``mtp_loss`` times the mean of those further ahead.
+
+    ``parts`` is what ``Transformer`` returns: 0-dim without predictions ahead, else ``(1 + depths,)``.
+    """
+    return parts if parts.ndim == 0 else parts[0] + spec.mtp_loss * parts[1:].mean()
+
 
 Readout = Callable[[Tensor, Tensor], Tensor]
 """A function of the last hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``."""

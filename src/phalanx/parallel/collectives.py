@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from phalanx.model.facts.holdings import HeldParameter, Holding
-from phalanx.model.facts.stages import stage_layers
+from phalanx.model.facts.shape import stage_layers
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.pipeline.schedules import Action, Schedule
 from phalanx.parallel.reduction.buckets import in_buckets

@@ -47,7 +47,7 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Clock | Non
     import tomli_w
 
     from phalanx.hardware.catalog import this_machine
-    from phalanx.hardware.tables import HardwareError
+    from phalanx.hardware.cluster import HardwareError
 
     with explained(HardwareError, RuntimeError):
         target = out or this_machine()

@@ -14,10 +14,8 @@ from rich.text import Text
 from phalanx.cli.errors import explained
 from phalanx.cli.text_console import text_console
 from phalanx.hardware.catalog import accelerator, accelerators, systems
-from phalanx.hardware.cluster import Accelerator, Fact
-from phalanx.hardware.profiles import Provenance, profile_of
-from phalanx.hardware.system import System
-from phalanx.hardware.tables import HardwareError
+from phalanx.hardware.cluster import Accelerator, Fact, HardwareError, System
+from phalanx.hardware.profile import Provenance, profile_of
 
 
 @click.command("hardware")

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from phalanx.cli.text_console import text_console
 from phalanx.model.facts import presets
-from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import count
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import DataSpec, ModelSpec
 

@@ -91,7 +91,7 @@ def command(options: PlaceOptions) -> None:
       phalanx place run.toml --topology topology.conf --allocation 'n[1-8,12]'
       phalanx place run.toml --topology slurm --allocation 'n[20-23]' --joining runs/big-1f3a9c04
     """
-    from phalanx.hardware.tables import HardwareError
+    from phalanx.hardware.cluster import HardwareError
     from phalanx.launch.engines.live_topology import load_topology
     from phalanx.launch.engines.tools import EngineError
     from phalanx.launch.placing.host_list import expanded

@@ -293,7 +293,7 @@ _CLUSTER_FIGURES = "cluster."
 def cluster_asked(options: PlanOptions) -> Cluster:
     """The cluster by its name or file, with the figures that overrides give it."""
     from phalanx.hardware.catalog import cluster
-    from phalanx.hardware.overrides import read_figure, with_value
+    from phalanx.hardware.cluster import read_figure, with_value
 
     name = options.cluster_name
     target = cluster(name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from phalanx.model.facts.counts import count
+from phalanx.model.facts.shape import count
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import override
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RunSpec, TrainSpec

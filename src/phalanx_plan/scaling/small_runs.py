@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from phalanx.model.facts.counts import count
+from phalanx.model.facts.shape import count
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import RunSpec

@@ -10,8 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from phalanx.hardware.cluster import Cluster
-from phalanx.hardware.overrides import with_value
+from phalanx.hardware.cluster import Cluster, with_value
 from phalanx.run.layout import layout_of, replica_ranks, stages_per_rank
 from phalanx.run.spec import MemorySpec, ParallelSpec, PrecisionSpec, RunSpec
 from phalanx_plan.search.options import Options

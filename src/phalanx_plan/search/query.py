@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.hardware.profiles import profile_of
+from phalanx.hardware.profile import profile_of
 from phalanx.launch.planner import PlannerError
-from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import count
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import SPLIT_BACKWARD, layout_problems
 from phalanx.run.read import read_table

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.hardware.overrides import with_value
-from phalanx.hardware.profiles import Profile
+from phalanx.hardware.cluster import with_value
+from phalanx.hardware.profile import Profile
 from phalanx_plan.search.alternatives import UPLINKS
 from phalanx_plan.search.plan import Plan
 from phalanx_plan.step_cost.estimate import estimate

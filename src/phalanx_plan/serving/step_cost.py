@@ -25,7 +25,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.hardware.profiles import Profile, profile_of
+from phalanx.hardware.profile import Profile, profile_of
 from phalanx.model.facts.shape import numbered_parameters
 from phalanx.run.kinds import block, ends
 from phalanx.run.kinds.attention import attention_kind

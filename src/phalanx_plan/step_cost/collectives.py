@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.hardware.cluster import Cluster, Domain
-from phalanx.hardware.profiles import CollectiveFit, Constants, profile_of
+from phalanx.hardware.profile import CollectiveFit, Constants, profile_of
 from phalanx_plan.step_cost.kernels import Numbers
 
 Array: TypeAlias = npt.NDArray[np.float64]

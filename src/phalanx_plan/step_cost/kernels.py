@@ -8,7 +8,7 @@ A matrix product is timed by a law with five fitted constants,
 where M' and N' are M and N rounded up to tiles of 128, and ``waste`` is what the last, partly filled wave of tiles over
 the multiprocessors loses. The power of four joins the two limits smoothly (their maximum is the roofline of Williams et al.,
 2009; tile and wave quantization as in NVIDIA's "Matrix Multiplication Background User's Guide"). The constants come from
-measurements (``phalanx.hardware.profiles``), the peaks from the accelerator. All functions take scalars or arrays and
+measurements (``phalanx.hardware.profile``), the peaks from the accelerator. All functions take scalars or arrays and
 broadcast.
 """
 
@@ -19,8 +19,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.hardware.profiles import Profile
-from phalanx.hardware.tables import HardwareError
+from phalanx.hardware.cluster import HardwareError
+from phalanx.hardware.profile import Profile
 
 Numbers: TypeAlias = npt.ArrayLike
 Seconds: TypeAlias = npt.NDArray[np.float64]

@@ -19,7 +19,7 @@ from typing import Literal
 BLOCK_BYTES = 8192
 """Bytes of a dataset that are fetched and compared with a checksum together."""
 REQUESTS_AT_ONCE = 32
-"""Requests that one replica's readers have under way (``phalanx.data.reading.cache.requests``)."""
+"""Requests that one replica's readers have under way (``phalanx.data.reading.cached_shard``)."""
 STORE_LATENCY_S = 0.15
 """Amazon's guide to the performance of S3: small objects take "roughly 100-200 milliseconds"."""
 STORE_REQUESTS_PER_S = 5500.0

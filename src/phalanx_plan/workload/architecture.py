@@ -181,7 +181,7 @@ def _core(core: AttentionCore, workload: Workload, stack: Stack) -> Layer:
 def _capping(core: AttentionCore, workload: Workload) -> tuple[Pointwise, ...]:
     """What soft-capped scores move, which no fused kernel computes: half of the square, in fp32, a few rows at a time.
 
-    Scaled, bent, masked, summed, normalized and narrowed; backward computes them again, with their slopes (``phalanx.model.layers.attention.soft_cap``).
+    Scaled, bent, masked, summed, normalized and narrowed; backward computes them again, with their slopes (``phalanx.model.layers.attention.attend``).
     """
     scores = round(core.heads * core.keys(workload.seq_len) / 2)
     return (

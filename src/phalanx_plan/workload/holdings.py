@@ -2,7 +2,7 @@
 
 Ranks that hold alike are one *place*, represented by the earliest of them, which holds most micro-batches in flight. A place
 that has no more of anything than an earlier one can be neither the fullest nor the slowest, and is left out; so the worst rank is
-found among two or three places instead of among all ranks. Layers are divided as ``phalanx.model.facts.stages``
+found among two or three places instead of among all ranks. Layers are divided as ``phalanx.model.facts.shape``
 divides them, by the same dynamic programme in arrays, solved once for all numbers of stages.
 
 The same division as ``phalanx.model.facts.holdings`` makes for one rank of one layout: a matrix over tensor ranks (experts over expert
@@ -22,10 +22,9 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.model.facts.matrix_owners import work_of_owners
+from phalanx.model.facts.holdings import work_of_owners
 from phalanx.model.facts.optimizer_state import adamw_state, takes_matrix
-from phalanx.model.facts.shape import outside_blocks
-from phalanx.model.facts.stages import layer_costs
+from phalanx.model.facts.shape import layer_costs, outside_blocks
 from phalanx.run.kinds import block
 from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.kinds.parts import Parameter
@@ -385,7 +384,7 @@ class OwnedMatrices:
 def owned_matrices(
     optimizer: OptimizerSpec, model: ModelSpec, candidates: Candidates, counts: tuple[Floats, ...]
 ) -> OwnedMatrices:
-    """The matrices of owners where a rank has ``counts`` of each of ``KINDS``; see ``phalanx.model.facts.matrix_owners``."""
+    """The matrices of owners where a rank has ``counts`` of each of ``KINDS``; see ``phalanx.model.facts.holdings``."""
     degrees = (candidates.tensor, candidates.dense_shard, candidates.expert, candidates.expert_tensor)
     columns, row = distinct([*(count.astype(np.int64) for count in counts), *degrees])
     found = [

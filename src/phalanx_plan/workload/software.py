@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from phalanx.hardware.profiles import Profile
+from phalanx.hardware.profile import Profile
 from phalanx_plan.workload.recipes import Circumstances, PerformanceRecipe, with_recipe
 from phalanx_plan.workload.stacks import (
     NEVER,

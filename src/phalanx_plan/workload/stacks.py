@@ -17,11 +17,10 @@ from functools import lru_cache
 from typing import Literal
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.hardware.profiles import Profile
-from phalanx.model.facts.counts import Counts, count
+from phalanx.hardware.profile import Profile
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
-from phalanx.model.facts.shape import parameters
-from phalanx.parallel.reduction.integer.spans import LONGEST_SPAN, word_bytes
+from phalanx.model.facts.shape import Counts, count, parameters
+from phalanx.parallel.reduction.buckets import LONGEST_SPAN, word_bytes
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec
@@ -365,7 +364,7 @@ def stack_of(spec: RunSpec) -> Stack:
 
 
 def _bin_bytes(spec: RunSpec) -> float:
-    """Bytes of the integer sum of slots' gradients for each parameter (``phalanx.parallel.reduction.integer``)."""
+    """Bytes of the integer sum of slots' gradients for each parameter (``phalanx.parallel.reduction.integer_summation``)."""
     count = spec.train.slots * spec.parallel.context
     return 2 * word_bytes(count) + 1 / LONGEST_SPAN
 

@@ -130,8 +130,8 @@ def _opened(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
 
 
 def _scorer(place: Path, step: int | None, options: ScoreOptions) -> Scorer:
+    from phalanx.hardware.local.detect import set_for_rank
     from phalanx.hardware.local.device import gpus, on_gpu
-    from phalanx.hardware.local.environment import set_for_rank
     from phalanx.run.directory.paths import RunDirectory, read_resolved
     from phalanx.train.score.score import Scorer
     from phalanx_serve.numerics import computing_on, device_named

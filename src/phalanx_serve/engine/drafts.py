@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.hardware.local.device import brought
-from phalanx.model.layers.attention.soft_cap import soft_capped
-from phalanx.model.mtp import PredictionAhead
-from phalanx.model.transformer import Transformer
+from phalanx.model.layers.attention.attend import soft_capped
+from phalanx.model.transformer import PredictionAhead, Transformer
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx_serve.engine.sampler import LogitsError, draw_rows
 from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span

@@ -18,7 +18,7 @@ import torch
 
 from phalanx.hardware.local.device import brought
 from phalanx.model.custom import Chain
-from phalanx.model.facts.stretching import longest_short
+from phalanx.model.facts.shape import longest_short
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec

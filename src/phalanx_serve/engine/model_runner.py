@@ -31,13 +31,10 @@ from phalanx.hardware.portable.layer_step import (
     LinearWeights,
 )
 from phalanx.hardware.portable.library import is_available, operations
-from phalanx.model.block import Block
-from phalanx.model.facts.stretching import longest_short
+from phalanx.model.facts.shape import longest_short
 from phalanx.model.layers.attention.attention import Attention, CausalCore
-from phalanx.model.layers.feed_forward import FeedForward
-from phalanx.model.layers.linear import Affine, Linear
-from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.transformer import Transformer
+from phalanx.model.layers.dense import Affine, FeedForward, Linear, RMSNorm
+from phalanx.model.transformer import Block, Transformer
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.spec import ModelSpec

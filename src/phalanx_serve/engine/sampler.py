@@ -8,7 +8,7 @@ the softmax; Maddison, Tarlow and Minka, arXiv 1411.0030), so a retry, another w
 kept by temperature, ``top_k``, ``top_p`` (nucleus sampling, Holtzman et al., arXiv 1904.09751), ``min_p`` (Nguyen et al., arXiv 2407.01082), in that order.
 
 Every operation is exact, on integers, or a single rounding of IEEE 754, so devices, vector widths and numbers of threads give the same token.
-Gumbel numbers and exponentials come from tables in fixed point, interpolated in integers, as in ``phalanx.model.random_bits``. Masses are sums
+Gumbel numbers and exponentials come from tables in fixed point, interpolated in integers, as in ``phalanx.model.init``. Masses are sums
 of integers, which have no order. A probability is off by less than 1e-5 of itself.
 
 On a CPU each row is drawn by itself, and sorts no more of the vocabulary than it needs. Elsewhere that would wait for the device several times a row; there all rows are
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.hardware.local.device import brought, fetched
-from phalanx.model.random_bits import keys_of, random_words, stream_key
+from phalanx.model.init import keys_of, random_words, stream_key
 from phalanx_serve.traffic.requests import Sampling
 
 

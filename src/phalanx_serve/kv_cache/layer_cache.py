@@ -4,7 +4,7 @@ A query reads the keys up to its own position. Exact attention adds over them in
 so it has the bits that a whole sequence gives it in training. A layer with a window counts from the first key of the trainer's block, of which training
 computes one after the other (``phalanx.model.layers.attention.attention.windowed_attention``).
 
-Fast numerics absorb latent attention's matrix where that is less work, exact ones where training does (``phalanx.model.layers.attention.absorbed``). All
+Fast numerics absorb latent attention's matrix where that is less work, exact ones where training does (``phalanx.model.layers.attention.mla``). All
 heads then have the same keys, and the few queries of a step that decodes are as many of one head.
 
 A text's first piece and each single row need no mask. FlashAttention on a GPU takes none.
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.attention.absorbed import LatentExpansion, attend_together, latents_as_keys
-from phalanx.model.layers.attention.attention import CausalCore
-from phalanx.model.layers.attention.cache import Expand, Mixing
+from phalanx.model.layers.attention.attention import CausalCore, Expand, Mixing
+from phalanx.model.layers.attention.mla import LatentExpansion, attend_together, latents_as_keys
 from phalanx_serve.kv_cache.memory import KVFormat, TextKV
 
 TOGETHER = 768

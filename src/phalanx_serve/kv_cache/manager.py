@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from phalanx.model.facts.stretching import longest_short
+from phalanx.model.facts.shape import longest_short
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.drafts import DraftState
 from phalanx_serve.engine.model_runner import FarLayers

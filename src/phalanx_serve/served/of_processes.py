@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.committed.digest import TensorDigest, combine
 from phalanx.checkpoint.committed.restore import candidates
-from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.interop.huggingface.stored.stand_in import weights_tier
+from phalanx.checkpoint.interop.huggingface.stored_folder import weights_tier
 from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.transformer import Transformer

@@ -28,7 +28,7 @@ from phalanx.checkpoint.committed.digest import combine
 from phalanx.checkpoint.committed.restore import candidates
 from phalanx.checkpoint.format.errors import CheckpointError, StorageError, StorageFullError
 from phalanx.checkpoint.format.shards import dtype_name
-from phalanx.checkpoint.pack.index import PackIndex
+from phalanx.checkpoint.pack.layout import PackIndex
 from phalanx.checkpoint.pack.reader import PackFile, is_pack, open_pack
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.custom import Chain

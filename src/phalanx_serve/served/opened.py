@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.interop.huggingface.publisher_files import served_context
+from phalanx.checkpoint.interop.huggingface.folders import served_context
 from phalanx.hardware.local.device import gpus
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import logits

@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.linear import Affine
+from phalanx.model.layers.dense import Affine
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec

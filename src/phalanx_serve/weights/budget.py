@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.checkpoint.format.boxes import ITEMSIZE
-from phalanx.checkpoint.pack.index import PackError, PackIndex
-from phalanx.checkpoint.pack.layout import Section, padded_bytes
+from phalanx.checkpoint.pack.layout import PackError, PackIndex, Section, padded_bytes
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.kv_cache.layer_cache import TOGETHER

@@ -17,12 +17,11 @@ from torch import nn
 
 from phalanx.checkpoint.format.errors import MismatchError
 from phalanx.checkpoint.format.shards import dtype_name
-from phalanx.checkpoint.interop.huggingface.stored.stand_in import published_folder
-from phalanx.checkpoint.pack.index import PackIndex
-from phalanx.checkpoint.pack.layout import PackFormat
+from phalanx.checkpoint.interop.huggingface.stored_folder import published_folder
+from phalanx.checkpoint.pack.layout import PackFormat, PackIndex
 from phalanx.checkpoint.pack.reader import PackFile, is_pack, open_pack
 from phalanx.checkpoint.pack.writer import default_path, pack
-from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
+from phalanx.checkpoint.snapshot.segments import free_memory_bytes
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain

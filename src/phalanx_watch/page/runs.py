@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
-from phalanx.model.facts.counts import count
+from phalanx.model.facts.shape import count
 from phalanx.observe.events import Event
 from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved

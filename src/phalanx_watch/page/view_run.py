@@ -16,7 +16,7 @@ from pathlib import Path
 from msgspec import UNSET, structs, to_builtins
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.index import Index, decode_index
+from phalanx.checkpoint.format.manifest import Index, decode_index
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.fleet.control.fleet_file import path_in
 from phalanx.observe.events import Event, RunStarted

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.hardware.tables import HardwareError
+from phalanx.hardware.cluster import HardwareError
 from phalanx.launch.planner import PlannerError, installed_planner
 from phalanx.observe.profile.recorded_step import RankTrace
 from phalanx.run.spec import RunSpec

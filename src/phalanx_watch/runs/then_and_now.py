@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.data.errors import DataError
-from phalanx.data.reading.places import open_places
-from phalanx.data.reading.sources import index_of_places
+from phalanx.data.reading.sources import index_of_places, open_places
 from phalanx.observe.record.code_patch import code_patch
 from phalanx.observe.record.machines import this_machine
 from phalanx.observe.record.records import code_version, package_versions, variables

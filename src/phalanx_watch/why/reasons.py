@@ -18,7 +18,7 @@ from textwrap import shorten
 from typing import BinaryIO
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.format.index import decode_index
+from phalanx.checkpoint.format.manifest import decode_index
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import read_data_index
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from checkpoint.memory_tier import MemoryTier
 from checkpoint.worlds import State, folder_in_memory, holdings, same_bits, save_by_all, shards_from, states
-from phalanx.checkpoint.committed.compare import compare_step, numbers
+from phalanx.checkpoint.committed.digest import compare_step, numbers
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Tier
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.worlds import grids, shapes
+from phalanx.checkpoint.format.blocks import spans_in_blocks
 from phalanx.checkpoint.format.boxes import whole
 from phalanx.checkpoint.format.image import view_of
-from phalanx.checkpoint.format.parts import spans_in_blocks
 
 
 @given(st.data(), shapes, st.integers(1, 64), st.integers(0, 100))

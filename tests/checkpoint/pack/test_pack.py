@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 from phalanx.checkpoint.committed.digest import digest_checkpoint
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES
-from phalanx.checkpoint.pack.index import PackError
-from phalanx.checkpoint.pack.layout import CHUNK_BYTES, PackFormat, lay_out
-from phalanx.checkpoint.pack.narrowing import narrowed, widened, write_wide
+from phalanx.checkpoint.pack.layout import CHUNK_BYTES, PackError, PackFormat, lay_out
 from phalanx.checkpoint.pack.reader import damage, open_pack, read_section
-from phalanx.checkpoint.pack.writer import pack
+from phalanx.checkpoint.pack.writer import narrowed, pack, widened, write_wide
 from phalanx.checkpoint.tiers.disk import DiskTier
 from serve.packed_runs import DENSE, MIXTURE, make_pack, make_run, random_model
 

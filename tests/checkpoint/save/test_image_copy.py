@@ -7,7 +7,7 @@ from contextlib import closing, nullcontext
 import pytest
 import torch
 
-from phalanx.checkpoint.save.image_copy import ImageCopier
+from phalanx.checkpoint.save.staging import ImageCopier
 
 GPU = torch.device("cuda", 3)
 

@@ -10,11 +10,11 @@ import torch
 from checkpoint.memory_tier import MemoryTier
 from checkpoint.shards import shards_of
 from checkpoint.worlds import same_state
+from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.committed.retention import Retention
-from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.format.image import Image
+from phalanx.checkpoint.save.interval import Retention
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Tier, never

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from checkpoint.worlds import box_of, save_by_all, shards_from
-from phalanx.checkpoint.committed.copying import RateLimit
-from phalanx.checkpoint.committed.verify import verify_tier
+from phalanx.checkpoint.committed.copying import RateLimit, verify_tier
 from phalanx.checkpoint.save.store_uploader import (
     Condemned,
     CopyRules,

@@ -14,10 +14,14 @@ import torch
 from checkpoint.shards import shards_of
 from checkpoint.snapshot.test_server import KEY, TOKEN, fill, serving
 from checkpoint.worlds import random_tensor
-from phalanx.checkpoint.snapshot.client import SnapshotClient, push
-from phalanx.checkpoint.snapshot.messages import BusyError, HolderLostError
+from phalanx.checkpoint.snapshot.data_port import (
+    BusyError,
+    HolderLostError,
+    SnapshotClient,
+    SnapshotServer,
+    push,
+)
 from phalanx.checkpoint.snapshot.segments import SnapshotMemory
-from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, restore_from_holders
 
 PATIENCE_S = 60.0

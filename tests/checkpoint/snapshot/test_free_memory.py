@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
+from phalanx.checkpoint.snapshot.segments import free_memory_bytes
 
 UNLIMITED = {1: str(2**63 - 4096), 2: "max"}
 

@@ -20,10 +20,14 @@ from hypothesis import strategies as st
 from checkpoint.shards import shards_of
 from checkpoint.worlds import State, random_tensor
 from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError
-from phalanx.checkpoint.snapshot.client import SnapshotClient, push
-from phalanx.checkpoint.snapshot.messages import HolderLostError, SnapshotRefusedError
+from phalanx.checkpoint.snapshot.data_port import (
+    HolderLostError,
+    SnapshotClient,
+    SnapshotRefusedError,
+    SnapshotServer,
+    push,
+)
 from phalanx.checkpoint.snapshot.segments import Segment, SnapshotKey, SnapshotMemory
-from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter
 
 RUN, TOKEN = "run", "a token that only the run's nodes know"

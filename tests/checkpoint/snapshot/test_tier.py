@@ -25,9 +25,8 @@ from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CorruptError, NotCoveredError
 from phalanx.checkpoint.format.restore_plan import NODE_AGENT, PEER, plan_restore
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.snapshot.client import SnapshotClient, push
+from phalanx.checkpoint.snapshot.data_port import SnapshotClient, SnapshotServer, push
 from phalanx.checkpoint.snapshot.segments import Segment, SnapshotKey, SnapshotMemory
-from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, describe, restore_from_holders
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter
 from phalanx.checkpoint.tiers.disk import DiskTier

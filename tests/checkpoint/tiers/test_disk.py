@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from checkpoint.shards import shards_of
 from checkpoint.worlds import box_of, save_by_all, save_state, shards_from
+from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.format.blocks import page_aligned, verified_blocks, write_blocks
 from phalanx.checkpoint.format.errors import (
     CorruptError,
@@ -28,7 +28,7 @@ from phalanx.checkpoint.format.errors import (
     StorageError,
     StorageFullError,
 )
-from phalanx.checkpoint.format.index import decode_index, sealed
+from phalanx.checkpoint.format.manifest import decode_index, sealed
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import never

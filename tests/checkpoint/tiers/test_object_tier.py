@@ -28,9 +28,16 @@ from checkpoint.worlds import (
     shards_from,
     states,
 )
-from phalanx.checkpoint.committed.copying import ObjectDraft, RateLimit, commit_copy, copy_share, copy_step
+from phalanx.checkpoint.committed.copying import (
+    ObjectDraft,
+    RateLimit,
+    commit_copy,
+    copy_share,
+    copy_step,
+    verify,
+    verify_tier,
+)
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.committed.verify import verify, verify_tier
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
     CorruptError,

@@ -24,10 +24,9 @@ from phalanx.checkpoint.committed.copying import copy_step
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.manifest import Manifest, checksum
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.tiers import shared_blocks
+from phalanx.checkpoint.tiers import object_tier
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.shared_blocks import SharedBlocks
+from phalanx.checkpoint.tiers.object_tier import ObjectTier, SharedBlocks
 from store.memory_store import MemoryStore
 
 BLOCK_BYTES = 4096
@@ -38,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of what is shared, for this test alone."""
     place = tmp_path / "memory"
     place.mkdir()
-    monkeypatch.setattr(shared_blocks, "memory_folder", lambda: place)
+    monkeypatch.setattr(object_tier, "memory_folder", lambda: place)
     return place
 
 

@@ -25,8 +25,8 @@ from checkpoint.worlds import (
     shards_from,
     states,
 )
+from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.committed.restore import candidates, restore
-from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import (
     AbandonedError,

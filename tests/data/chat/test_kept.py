@@ -13,15 +13,14 @@ from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json, write_json
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.data.chat.encode import ChatLayout
-from phalanx.data.chat.kept import kept_template, save_template, turn_ends
+from phalanx.data.chat.encode import ChatLayout, kept_template, save_template, turn_ends
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.renderer import Renderer
 from phalanx.data.chat.template import ChatTemplate, read_chat_template
 from phalanx.data.errors import TokenizerError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.data.reading.places import open_places, template_folder
+from phalanx.data.reading.sources import open_places, template_folder
 from phalanx.data.stored.copies import copy_dataset
 from phalanx.data.tokenizers.tokenizer import tokenizer_from_file
 from phalanx.run.directory.paths import RunDirectory, read_resolved

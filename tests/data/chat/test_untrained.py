@@ -11,11 +11,9 @@ from click.testing import CliRunner
 
 from data.chat.test_encode import CHATML, CHATS, TEMPLATES
 from phalanx.cli.data.data_command import command as data_command
-from phalanx.data.chat.encode import ChatLayout, document_end
-from phalanx.data.chat.kept import kept_template, turn_ends
+from phalanx.data.chat.encode import ChatLayout, document_end, kept_template, turn_ends
 from phalanx.data.chat.messages import conversation_text
-from phalanx.data.chat.template import ChatTemplate
-from phalanx.data.chat.untrained import untrained_chat
+from phalanx.data.chat.template import ChatTemplate, untrained_chat
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.stored.index import TRAIN, loss_bit, read_index

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.dedup.exact import HASH_DTYPE, hash_of, later_copies, normal_form
-from phalanx.data.dedup.near import all_but_the_first, band_rows, signature, similar_pairs
+from phalanx.data.dedup import (
+    HASH_DTYPE,
+    all_but_the_first,
+    band_rows,
+    hash_of,
+    later_copies,
+    normal_form,
+    signature,
+    similar_pairs,
+)
 
 GOLDEN = [3416254241, 3298934994, 3190686803, 3448217988]  # rensa 0.5.0
 BANDS, ROWS, NGRAM, LEAST = 14, 8, 5, 0.65

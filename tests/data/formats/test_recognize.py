@@ -21,8 +21,7 @@ import zstandard
 from phalanx.data.errors import FormatError, MissingPackageError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions, Span
-from phalanx.data.formats.read import documents, require_text, spans
-from phalanx.data.formats.recognize import Format, Kind, recognize
+from phalanx.data.formats.read import Format, Kind, documents, recognize, require_text, spans
 
 TWO_LINES = b'{"text": "a"}\n{"text": "b"}\n'
 TABLE = pa.table({"content": ["a", "b"], "n": [1, 2]})

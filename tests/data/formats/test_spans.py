@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions, Span
-from phalanx.data.formats.read import documents, spans
-from phalanx.data.formats.recognize import Format, Kind, recognize
+from phalanx.data.formats.read import Format, Kind, documents, recognize, spans
 
 texts = st.text(st.sampled_from('ab\n\r"\\é日👩 {}'), max_size=12)
 short = ReadOptions(document_bytes=10, row_bytes=24)

@@ -17,8 +17,7 @@ from phalanx.data.origin.where import (
     steps_of_record,
 )
 from phalanx.data.reading.dataset import RunData
-from phalanx.data.reading.places import open_place
-from phalanx.data.reading.sources import read_data_index
+from phalanx.data.reading.sources import open_place, read_data_index
 from phalanx.run.spec import DataSpec, RunSpec, RuntimeSpec, SourceSpec, TrainSpec
 
 SEQ_LEN, BATCH, STEPS = 7, 8, 60

@@ -23,12 +23,12 @@ import pytest
 from data.portions.making_raw import Hostile, objects, prepared, raw_folder, recipe_file, texts, write_lines
 from phalanx.data.errors import DatasetError, PreparationError
 from phalanx.data.portions.drive import carry_out, place_plan, work_share
+from phalanx.data.portions.executors.clusters import Processes
 from phalanx.data.portions.executors.executor import InOrder, TaskOutcome, outcome_of
-from phalanx.data.portions.executors.processes import Processes
+from phalanx.data.portions.find_duplicates import read_portion
 from phalanx.data.portions.planning.plan import PREPARATION
 from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.portions.tasks import Workplace, manifest_key
-from phalanx.data.portions.work.read_portion import read_portion
 from phalanx.data.preparing.files import files_of
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.dataset import verify_dataset

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.scratch import scratch_folder
+from phalanx.data.portions.planning.raw_files import scratch_folder
 from small_disks import small_disk
 
 

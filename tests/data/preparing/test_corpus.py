@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.data.errors import CorpusError
-from phalanx.data.preparing.corpus import named_corpus, python_stdlib
+from phalanx.data.preparing.files import named_corpus, python_stdlib
 
 
 def test_the_standard_library_is_found_in_order_and_without_tests() -> None:

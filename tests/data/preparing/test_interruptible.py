@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from phalanx.data.preparing.interruptible import interruptible
+from phalanx.data.preparing.prepare import interruptible
 
 
 class EndedError(Exception):
@@ -36,7 +36,7 @@ def test_a_signal_ends_a_call_that_would_never_return() -> None:
 
 TRAINING = """
 import os, random, signal, sys
-from phalanx.data.preparing.interruptible import interruptible
+from phalanx.data.preparing.prepare import interruptible
 from phalanx.data.tokenizers.tokenizer import train_bpe
 
 def texts():

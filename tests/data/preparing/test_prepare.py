@@ -20,7 +20,7 @@ from phalanx.data.errors import CorpusError, DatasetError, DatasetExistsError, T
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.files import files_of
 from phalanx.data.preparing.prepare import PreparedDataset, prepare
-from phalanx.data.preparing.splits import split_of
+from phalanx.data.preparing.split_writer import split_of
 from phalanx.data.reading.dataset import RunData, verify_dataset
 from phalanx.data.stored.index import HELD_OUT, TRAIN, read_index
 from phalanx.data.stored.shards import TokenShards, verify

@@ -13,7 +13,7 @@ from data.making import write_dataset
 from phalanx.data.errors import DatasetError
 from phalanx.data.order.permutation import SampleOrder
 from phalanx.data.reading.dataset import RunData, TokenSequences
-from phalanx.data.reading.places import open_place
+from phalanx.data.reading.sources import open_place
 from phalanx.data.stored.index import TRAIN
 
 # Tokens that tell their place, so that a sample tells where it was cut from.

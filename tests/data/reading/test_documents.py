@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.reading.documents import document_ids
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
+from phalanx.model.layers.attention.attention import document_ids
 
 
 @given(texts=st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=6))

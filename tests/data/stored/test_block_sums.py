@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from data.making import gather, write_dataset
 from phalanx.data.errors import DatasetError
 from phalanx.data.reading.dataset import RunData
-from phalanx.data.stored.block_sums import BLOCK_BYTES, BlockSummer
 from phalanx.data.stored.index import HELD_OUT, INDEX_FILE, TRAIN
+from phalanx.data.stored.shard_writer import BLOCK_BYTES, BlockSummer
 from phalanx.data.stored.shards import MOST_WHOLE_BYTES, TokenShards, verify
 
 BLOCK_TOKENS = BLOCK_BYTES // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.hardware.local import device, environment
+from phalanx.hardware.local import detect, device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -53,9 +53,9 @@ def test_what_is_brought_to_a_gpu_is_page_locked_without_gaps(monkeypatch: pytes
 
 def test_only_a_rank_that_survives_its_groups_keeps_pytorch_from_ending_it() -> None:
     mortal: dict[str, str] = {}
-    environment.set_for_rank(mortal)
+    detect.set_for_rank(mortal)
     surviving: dict[str, str] = {}
-    environment.set_for_rank(surviving, survives=True)
+    detect.set_for_rank(surviving, survives=True)
     assert surviving.items() - mortal.items() == {
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
         ("TORCH_NCCL_ENABLE_MONITORING", "0"),
@@ -73,6 +73,6 @@ def test_only_a_rank_that_survives_its_groups_keeps_pytorch_from_ending_it() -> 
 )
 def test_what_the_user_has_set_stays(name: str, meant: str) -> None:
     environ = {name: "the user's"}
-    environment.set_for_rank(environ, survives=True)
+    detect.set_for_rank(environ, survives=True)
     assert environ[name] == "the user's"
     assert environ.get(meant, "the user's") == "the user's"

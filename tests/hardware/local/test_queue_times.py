@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.hardware.local.queue_times import Event, QueueTimes
+from phalanx.hardware.local.device import Event, QueueTimes
 from phalanx.parallel.mesh.comm_clock import CommClock
 
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.hardware.portable.library import kernel_names, operations
+from phalanx.hardware.portable.library import KERNELS, kernel_names, operations
 from phalanx.hardware.portable.operations import unfit_processor
-from phalanx.hardware.portable.with_scalars import KERNELS
 
 pytestmark = pytest.mark.skipif(bool(unfit_processor()), reason="portable numerics needs AVX2, or 64-bit Arm")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

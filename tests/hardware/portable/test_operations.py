@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.hardware.portable import checks, operations, processor
-from phalanx.hardware.portable.checks import computations
+from phalanx.hardware.portable import build, operations
+from phalanx.hardware.portable.operations import computations
 from phalanx.run.rules.portable import NotPortableError
 
 PROGRAM = """
 import json, sys, warnings, torch
 warnings.simplefilter("error")
 torch.set_num_threads(int(sys.argv[2]))
-from phalanx.hardware.portable import checks, operations, processor
+from phalanx.hardware.portable import build, operations
 operations.begin()
 operations.begin()
-torch.save({name: compute() for name, compute in checks.computations()}, sys.argv[1])
-print(json.dumps({"digests": checks.digests(), "threads": torch.get_num_threads()}))
+torch.save({name: compute() for name, compute in operations.computations()}, sys.argv[1])
+print(json.dumps({"digests": operations.digests(), "threads": torch.get_num_threads()}))
 """
 
 
@@ -59,7 +59,7 @@ def found(results: Path) -> dict[str, object]:
 
 
 def test_the_bits_are_those_that_are_written_down(found: dict[str, object]) -> None:
-    assert found["digests"] == checks.DIGESTS, (
+    assert found["digests"] == operations.DIGESTS, (
         "after a deliberate change of the definition: python -m bench.reproduce.portable --digests"
     )
 
@@ -71,13 +71,13 @@ def test_neither_threads_nor_the_instructions_that_pytorch_uses_enter_the_bits(
     threads: int, capability: str, tmp_path: Path
 ) -> None:
     found = run_program(tmp_path / "results.pt", threads, ATEN_CPU_CAPABILITY=capability)
-    assert found == {"digests": checks.DIGESTS, "threads": threads}
+    assert found == {"digests": operations.DIGESTS, "threads": threads}
 
 
 def test_a_computation_with_other_bits_is_named() -> None:
-    computed = {**checks.DIGESTS, "sums": "other"}
-    assert checks.differences(computed) == ["sums"]
-    assert checks.differences(checks.DIGESTS) == []
+    computed = {**operations.DIGESTS, "sums": "other"}
+    assert operations.differences(computed) == ["sums"]
+    assert operations.differences(operations.DIGESTS) == []
 
 
 @pytest.mark.usefixtures("found")
@@ -97,8 +97,8 @@ def test_what_is_tried_is_near_what_pytorch_computes_by_itself(results: Path) ->
 def test_a_processor_without_the_instructions_is_refused(
     machine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
-    monkeypatch.setattr(processor, "_processor_flags", lambda: {"sse4_2", "avx"})
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(build, "_processor_flags", lambda: {"sse4_2", "avx"})
     with pytest.raises(
         NotPortableError, match="needs an x86-64 processor with AVX2 and FMA, or a 64-bit Arm one"
     ):
@@ -119,25 +119,25 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(
 
 
 PROGRAM_THAT_ENDS = """
-from phalanx.hardware.portable import checks, operations
-native = checks.digests()
+from phalanx.hardware.portable import operations
+native = operations.digests()
 operations.begin()
 operations.end()
-assert checks.digests() == native
+assert operations.digests() == native
 assert not operations.begun()
 operations.begin()
-assert checks.digests() == checks.DIGESTS
+assert operations.digests() == operations.DIGESTS
 """
 
 
 PROGRAM_IN_INFERENCE = """
 import torch
-from phalanx.hardware.portable import checks, operations
+from phalanx.hardware.portable import operations
 with torch.inference_mode():
     operations.begin()
-assert checks.digests() == checks.DIGESTS
+assert operations.digests() == operations.DIGESTS
 operations.end()
-checks.DIGESTS["sums"] = "other"
+operations.DIGESTS["sums"] = "other"
 for _ in range(2):
     try:
         operations.begin()

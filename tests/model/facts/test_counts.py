@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.model.facts.counts import count, fleet_state_bytes
 from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import count, fleet_state_bytes
 from phalanx.model.layers.experts.expert_groups import Groups
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.model.transformer import Transformer

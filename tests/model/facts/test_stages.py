@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.facts.counts import count
-from phalanx.model.facts.stages import balance, layer_costs, stage_layers
+from phalanx.model.facts.shape import balance, count, layer_costs, stage_layers
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.model.layers.norm import RMSNorm
+from phalanx.model.layers.dense import RMSNorm
 
 
 def both(shape: tuple[int, ...], dtype: torch.dtype, *, transposed: bool) -> tuple[list[torch.Tensor], ...]:

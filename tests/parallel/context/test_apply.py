@@ -18,13 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from model.initialized import initialized
-from phalanx.model.layers.attention.documents import Documents
-from phalanx.model.layers.attention.soft_cap import Score
+from phalanx.model.layers.attention.attend import Score
+from phalanx.model.layers.attention.attention import Documents
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.apply import apply_context
-from phalanx.parallel.context.gather import GatherMethod
-from phalanx.parallel.context.head_tail import context_positions, in_order, own_pieces
-from phalanx.parallel.context.ring import RingMethod
+from phalanx.parallel.context.exchange import (
+    GatherMethod,
+    RingMethod,
+    context_positions,
+    in_order,
+    own_pieces,
+)
 from phalanx.parallel.context.tiles import DividedCore
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.parallel.context.fixed.ranks import by_position, by_tile, tiled_positions
-from phalanx.parallel.context.head_tail import context_positions
+from phalanx.parallel.context.exchange import context_positions
+from phalanx.parallel.context.rank_tiles import by_position, by_tile, tiled_positions
 
 
 @st.composite

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.model.layers.attention.soft_cap import Score
+from phalanx.model.layers.attention.attend import Score
 from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile
 
 devices = pytest.mark.parametrize(

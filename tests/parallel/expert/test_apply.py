@@ -13,11 +13,10 @@ from phalanx.model.layers.experts.moe import Experts
 from phalanx.model.layers.experts.router import routers
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.context.apply import apply_context
-from phalanx.parallel.context.head_tail import context_positions
-from phalanx.parallel.expert.apply import apply_experts
+from phalanx.parallel.context.exchange import context_positions
+from phalanx.parallel.expert import apply_experts
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh, build_mesh
-from phalanx.parallel.mesh.partition import Partition
+from phalanx.parallel.mesh.mesh import Mesh, Partition, build_mesh
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.parallel.reduction.slot_tree import SlotTree
 from phalanx.parallel.tensor.apply import VocabularyPiece, apply_tensor, vocabulary_piece

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.model.layers.experts.moe import Exchange, Experts, LocalExchange
 from phalanx.model.layers.experts.router import Routing
-from phalanx.parallel.expert.exchange import DividedExperts, ExpertExchange, by_expert
+from phalanx.parallel.expert import DividedExperts, ExpertExchange, by_expert
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.reduction.slot_tree import SlotTree
 from phalanx.parallel.tensor.sequence_comm import SequenceComm

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.parallel.mesh.slots import Deal, Round, rounds_of
-from phalanx.parallel.reduction.level_sums import leaf_sums
 from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
+from phalanx.parallel.reduction.tree import leaf_sums
 
 slots_counts = st.integers(1, 40)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.model.layers.dense import Linear
 from phalanx.model.layers.experts.expert_groups import groups_of_slots
 from phalanx.model.layers.experts.moe import Experts, MoE
-from phalanx.model.layers.linear import Linear
 from phalanx.parallel.pipeline.runner import put_off_weight_gradients
 from phalanx.parallel.tensor.lanes.layers import LaneParameter
 from phalanx.parallel.tensor.lanes.shares import in_place_of

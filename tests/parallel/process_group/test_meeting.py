@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from phalanx.parallel.process_group import meeting
 from phalanx.parallel.process_group.abort import Connections, abort
-from phalanx.parallel.process_group.meeting import MeetingPoint, meet
+from phalanx.parallel.process_group.meeting import MeetingPoint, challenge_of, meet, prove_members
 from phalanx.parallel.process_group.rendezvous import RendezvousError, leave
-from phalanx.parallel.process_group.sealed_store import challenge_of, prove_members
 from ranks import FORKS, Ranks
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.random_bits import random_words, stream_key
+from phalanx.model.init import random_words, stream_key
 from phalanx.parallel.reduction.checksum import named_checksum, piece_checksum, total_checksum
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.parallel.mesh.slots import Deal
-from phalanx.parallel.reduction.level_sums import level_sums
 from phalanx.parallel.reduction.slot_tree import Leaves, SlotTree
+from phalanx.parallel.reduction.tree import level_sums
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel.reduction.thread_groups import Group, all_gather, all_to_all, in_one_place, leaves_of, on_ranks
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.machines import TwoLevels
+from phalanx.parallel.mesh.mesh import TwoLevels
 from phalanx.parallel.mesh.slots import Deal, rounds_of
 from phalanx.parallel.reduction import reduce_scatter as scattering
 from phalanx.parallel.reduction import tree as reduction

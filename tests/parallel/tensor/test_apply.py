@@ -15,13 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.model.facts.shape import parameters
+from phalanx.model.layers.dense import Linear
 from phalanx.model.layers.experts.router import routers
-from phalanx.model.layers.linear import Linear
-from phalanx.model.mtp import targets_ahead, training_loss
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import Transformer, targets_ahead, training_loss
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import build_mesh
-from phalanx.parallel.mesh.partition import Partition
+from phalanx.parallel.mesh.mesh import Partition, build_mesh
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.parallel.tensor.apply import VocabularyPiece, apply_tensor, vocabulary_piece
 from phalanx.run.kinds.whole_model import resolve

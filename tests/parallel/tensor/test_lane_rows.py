@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.model.layers.linear import Linear
-from phalanx.parallel.tensor.lanes.layers import LaneParameter
-from phalanx.parallel.tensor.lanes.rows import LaneRows
-from phalanx.parallel.tensor.tree_sums import dense
+from phalanx.model.layers.dense import Linear
+from phalanx.parallel.tensor.lanes.layers import LaneParameter, LaneRows
+from phalanx.parallel.tensor.sequence_comm import dense
 
 LANES = 4
 

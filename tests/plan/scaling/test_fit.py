@@ -108,7 +108,7 @@ PLANTED = PowerLaw(floor=1.0, a=60.0, alpha=0.35, b=90.0, beta=0.3)
 
 
 def sized(width: int, vocabulary: int = 512) -> float:
-    from phalanx.model.facts.counts import count
+    from phalanx.model.facts.shape import count
 
     return count(
         resolve(ModelSpec(layers=2, dim=width, heads=width // 32, vocab_size=vocabulary)), 128

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from example_clusters import H100, fact, h100s
-from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import count
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs
 from phalanx_plan.whole_run.cost import J_PER_KWH, cost, energy

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from phalanx.hardware.catalog import cluster
-from phalanx.hardware.overrides import with_value
-from phalanx.model.facts.counts import count
+from phalanx.hardware.cluster import with_value
 from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import count
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_plan.serving.step_cost import (
     Division,

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import cluster
-from phalanx.hardware.cluster import Cluster, FabricLevel
-from phalanx.hardware.overrides import with_value
+from phalanx.hardware.cluster import Cluster, FabricLevel, with_value
 from phalanx_plan.step_cost.collectives import (
     all_gather_s,
     all_reduce_s,

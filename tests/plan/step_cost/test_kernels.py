@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import accelerator, accelerators
-from phalanx.hardware.cluster import Accelerator, Fact
-from phalanx.hardware.profiles import Profile, profile_of
-from phalanx.hardware.tables import HardwareError
+from phalanx.hardware.cluster import Accelerator, Fact, HardwareError
+from phalanx.hardware.profile import Profile, profile_of
 from phalanx_plan.step_cost.kernels import (
     attention_s,
     fitted_format,

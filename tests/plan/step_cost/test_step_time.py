@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.cluster import Cluster, Fact
-from phalanx.hardware.profiles import profile_of
+from phalanx.hardware.profile import profile_of
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
 from phalanx_plan.step_cost import kernels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.model.facts.counts import count
+from phalanx.model.facts.shape import count
 from phalanx.run.layout import Layout
 from phalanx_plan.step_cost.traffic import Flow, flows
 from phalanx_plan.workload.candidates import PlannedLayout

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_clusters import h100s
-from phalanx.data.reading.cache import requests
-from phalanx.data.stored.block_sums import BLOCK_BYTES as STORED_BLOCK_BYTES
+from phalanx.data.reading import cached_shard
+from phalanx.data.stored.shard_writer import BLOCK_BYTES as STORED_BLOCK_BYTES
 from phalanx_plan.cli.plan_command import command
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunEstimateError, RunInputs, assumed
 from phalanx_plan.whole_run.data_reading import (
@@ -69,7 +69,7 @@ def test_the_share_is_what_is_needed_over_the_least_of_what_is_given(
 
 
 def test_the_constants_are_those_of_the_reader() -> None:
-    assert (BLOCK_BYTES, REQUESTS_AT_ONCE) == (STORED_BLOCK_BYTES, requests._AT_ONCE)
+    assert (BLOCK_BYTES, REQUESTS_AT_ONCE) == (STORED_BLOCK_BYTES, cached_shard._AT_ONCE)
 
 
 @pytest.mark.parametrize("name", ["data_bytes_per_s", "data_latency_s", "data_requests_per_s"])

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.model.facts.counts import count
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import outside_blocks
+from phalanx.model.facts.shape import count, outside_blocks
 from phalanx.run.kinds import block, ends, prediction_ahead
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.mixture import is_mixture

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.initialized import initialized
-from phalanx.model.mtp import PredictionAhead
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import PredictionAhead, Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.engine.drafts import Drafter, DraftInput, DraftState
 from phalanx_serve.engine.engine import Engine

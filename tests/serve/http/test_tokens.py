@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
-from phalanx.data.tokenizers.published.sentencepiece_model import read_model, to_tokenizer_json
+from phalanx.data.tokenizers.published.other_formats import read_model, to_tokenizer_json
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from phalanx_serve.http.detokenizer import TextDelta
 from phalanx_serve.http.response import ResponseFormat

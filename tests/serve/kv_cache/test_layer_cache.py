@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.model.layers.attention.absorbed import latents_as_keys
 from phalanx.model.layers.attention.attention import CausalCore
+from phalanx.model.layers.attention.mla import latents_as_keys
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec
 from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.committed.verify import verify
+from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import (

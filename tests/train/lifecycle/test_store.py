@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.checkpoint.committed.verify import verify_tier
+from phalanx.checkpoint.committed.copying import verify_tier
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.cli.train import train_command
-from phalanx.data.reading.places import open_place
+from phalanx.data.reading.sources import open_place
 from phalanx.data.stored.index import read_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from forked_python import in_place_of_execution
 from phalanx.hardware.catalog import accelerator, load_user
-from phalanx.hardware.profiles import Profile, profile_of
+from phalanx.hardware.profile import Profile, profile_of
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
 from phalanx.train.measure.calibrate import MeasuredPoints, Settings, best_seconds, operations, product_sizes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx.model.facts.optimizer_state import INT8_BLOCK
-from phalanx.model.random_bits import random_words, stream_key
+from phalanx.model.init import random_words, stream_key
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import OptimizerSpec

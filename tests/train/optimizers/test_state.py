@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 
 from layouts import DENSE, MIXTURE, legal_layouts, tiny
 from matrix_holders import holders_of
-from phalanx.model.facts.counts import fleet_state_bytes
-from phalanx.model.facts.holdings import fullest, moment_bytes
-from phalanx.model.facts.matrix_owners import work_of_owners
+from phalanx.model.facts.holdings import fullest, moment_bytes, work_of_owners
 from phalanx.model.facts.optimizer_state import matrix_work, state_tensors, takes_matrix
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.shape import parameters
+from phalanx.model.facts.shape import fleet_state_bytes, parameters
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.local_slice import LocalSlice
-from phalanx.parallel.mesh.partition import piece
+from phalanx.parallel.mesh.mesh import piece
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout

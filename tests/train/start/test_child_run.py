@@ -15,7 +15,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.errors import DataError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.data.reading.places import open_places
+from phalanx.data.reading.sources import open_places
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Restored, Step
 from phalanx.run.directory.lineage import read_lineage

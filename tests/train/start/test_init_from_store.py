@@ -11,7 +11,7 @@ import pytest
 from phalanx.checkpoint.committed.copying import copy_step
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.data.reading.places import open_places
+from phalanx.data.reading.sources import open_places
 from phalanx.run.directory.paths import read_small_json
 from phalanx.run.problems import RunFileError
 from phalanx.run.spec import DataSpec, RunSpec

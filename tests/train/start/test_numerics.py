@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from phalanx.hardware.portable.build import library_file
-from phalanx.hardware.portable.processor import unfit_processor
+from phalanx.hardware.portable.build import library_file, unfit_processor
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.read import to_table

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.attention import Documents
 from phalanx.model.layers.experts.router import routers
 from phalanx.run.spec import MemorySpec, RunSpec
 from phalanx.train.assembly.compose import compile_blocks

@@ -19,8 +19,16 @@ import xxhash
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.errors import CorruptError, MissingFileError, StorageError
 from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray
-from phalanx.checkpoint.pack.index import REMEDY, PackError, PackIndex, decode_header, decode_index
-from phalanx.checkpoint.pack.layout import CHUNK_BYTES, Section, padded_bytes
+from phalanx.checkpoint.pack.layout import (
+    CHUNK_BYTES,
+    REMEDY,
+    PackError,
+    PackIndex,
+    Section,
+    decode_header,
+    decode_index,
+    padded_bytes,
+)
 
 _log = logging.getLogger(__name__)
 _NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP)

@@ -1,4 +1,4 @@
-"""How often a checkpoint pays: the interval between saves that loses the least time, from what a save costs and how often machines fail.
+"""When to save and what to delete: the interval that loses the least time to saves and failures, and the retention of older checkpoints.
 
 A save holds training up for ``delta`` seconds; a failure, one in ``M`` seconds on average, loses the work since the last save. Saving
 often costs the first, saving seldom the second. Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006,
@@ -8,6 +8,7 @@ often costs the first, saving seldom the second. Young 1974, "A first order appr
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 RANK_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
@@ -87,3 +88,41 @@ class SaveInterval:
     def written(self, write_s: float) -> None:
         """Takes in how long a save took to be durable."""
         self.write_s = write_s
+
+
+# Retention: which checkpoints may be deleted, a pure rule over step numbers.
+#
+# The newest few are kept to restart from, and every so-many steps one for good, to look back at or branch from.
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Keeps the newest ``keep_last`` checkpoints, and every step divisible by ``keep_every`` for good.
+
+    ``before``: steps of which the newest checkpoint that comes earlier is kept as well, so that one can go back to it.
+
+    Raises ValueError where the rule would keep nothing.
+    """
+
+    keep_last: int
+    keep_every: int | None = None
+    before: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"keep_last = {self.keep_last}: at least the newest checkpoint must be kept")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise ValueError(f"keep_every = {self.keep_every}: must be at least 1, or left out")
+
+    def expired(self, steps: Sequence[int]) -> list[int]:
+        """The steps to delete, oldest first."""
+        ordered = sorted(set(steps))
+        newest = set(ordered[-self.keep_last :])
+        for_good = {step for step in ordered if self.keep_every is not None and step % self.keep_every == 0}
+        earlier = {max(found) for one in self.before if (found := [step for step in ordered if step < one])}
+        return [step for step in ordered if step not in newest | for_good | earlier]
+
+
+def is_copied(step: int, every_steps: int, last_step: int) -> bool:
+    """True if a saved ``step`` is copied to a store that takes those divisible by ``every_steps`` (0: all); the run's last one always is."""
+    return every_steps == 0 or step % every_steps == 0 or step == last_step

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from phalanx.checkpoint.committed.copying import ObjectDraft, RateLimit, commit_copy, copy_share
-from phalanx.checkpoint.committed.retention import Retention, is_copied
 from phalanx.checkpoint.format.errors import (
     AbandonedError,
     CheckpointError,
@@ -31,6 +30,7 @@ from phalanx.checkpoint.format.errors import (
     NoSuchStepError,
     StorageError,
 )
+from phalanx.checkpoint.save.interval import Retention, is_copied
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Message

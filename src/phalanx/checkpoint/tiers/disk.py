@@ -10,7 +10,7 @@
     <root>/.deleting-.../                              on its way out
 
 Ranks meet only here: each writes its file and manifest durably into the draft, the first of every 256 joins the manifests of its
-group, rank 0 waits for all groups (``collect.py``), writes the index and renames the folder. A folder named ``step-...`` with an
+group, rank 0 waits for all groups (``catalogued.py``), writes the index and renames the folder. A folder named ``step-...`` with an
 index is therefore complete, whatever crashed when, and nothing in it is ever rewritten. Whatever is removed is first renamed, so
 that it stops existing at once even where removing takes long.
 """
@@ -34,20 +34,19 @@ from phalanx.checkpoint.format.blocks import (
 )
 from phalanx.checkpoint.format.box_table import encode_table, table_of
 from phalanx.checkpoint.format.boxes import Box
-from phalanx.checkpoint.format.catalog import catalog_of
 from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray, Image, ImageEntry, RawArray
-from phalanx.checkpoint.format.index import Index, decode_index, encode_index
-from phalanx.checkpoint.format.manifest import Manifest
+from phalanx.checkpoint.format.manifest import Index, Manifest, catalog_of, decode_index, encode_index
 from phalanx.checkpoint.format.restore_plan import DISK, Held, PlannedRead
-from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through
-from phalanx.checkpoint.tiers.collect import (
+from phalanx.checkpoint.tiers.catalogued import (
     CATALOG_RANKS,
     DELETING,
+    CatalogReader,
     Collector,
     Patience,
     leave_failure,
     leave_manifest,
+    look_through,
     require_size,
     write_record,
     wrong_size,

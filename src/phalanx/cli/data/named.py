@@ -21,15 +21,12 @@ from phalanx.cli.data.report import (
 )
 from phalanx.cli.errors import explained
 from phalanx.data.chat.encode import ChatLayout
-from phalanx.data.chat.template import template_beside
-from phalanx.data.chat.untrained import read_bare_template
+from phalanx.data.chat.template import read_bare_template, template_beside
 from phalanx.data.errors import DataError
 from phalanx.data.formats.document import ReadOptions
-from phalanx.data.portions.drive import place_named_files
-from phalanx.data.portions.planning.named_files import recipe_of_files
+from phalanx.data.portions.drive import place_named_files, recipe_of_files
 from phalanx.data.portions.planning.recipe import OutputRecipe
-from phalanx.data.preparing.corpus import CORPORA
-from phalanx.data.preparing.files import Files
+from phalanx.data.preparing.files import CORPORA, Files
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.stored.index import DatasetIndex
 from phalanx.store.errors import StoreError

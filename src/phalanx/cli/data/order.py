@@ -22,8 +22,7 @@ from phalanx.data.origin.where import (
     records_of_document,
     steps_of_record,
 )
-from phalanx.data.reading.places import cache_options, open_place
-from phalanx.data.reading.sources import MixtureIndex, read_data_index
+from phalanx.data.reading.sources import MixtureIndex, cache_options, open_place, read_data_index
 from phalanx.data.stored.index import TRAIN, DatasetIndex
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.model.facts.presets import PRESETS

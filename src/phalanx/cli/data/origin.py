@@ -11,10 +11,10 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.data.errors import DataError
+from phalanx.data.origin.trace import trace
 from phalanx.data.portions.planning.plan import PLAN_KEY
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Stage, Workplace, total
-from phalanx.data.portions.trace import trace
 from phalanx.data.stored.index import HELD_OUT, INDEX_FILE, SPLITS, TRAIN, DatasetIndex, parse_index
 from phalanx.store.errors import MissingObjectError, StoreError
 
@@ -89,7 +89,7 @@ def show_command(
 def _show_record(place: str, number: int, seq_len: int | None, split: str, as_json: bool) -> None:
     """Prints one record. Raises ``DatasetError`` if there is none."""
     from phalanx.data.origin.show import show_record
-    from phalanx.data.reading.places import open_place
+    from phalanx.data.reading.sources import open_place
 
     dataset = open_place(place)
     length = seq_len or dataset.index.packed_seq_len

@@ -91,23 +91,23 @@ class ChosenWorkers:
     def _executor(self) -> Executor:
         # Each is loaded only where it is used.
         if self.dask:
-            from phalanx.data.portions.executors.dask import DaskCluster
+            from phalanx.data.portions.executors.clusters import DaskCluster
 
             return DaskCluster(self.dask)
         if self.spark:
-            from phalanx.data.portions.executors.spark import SparkCluster
+            from phalanx.data.portions.executors.clusters import SparkCluster
 
             return SparkCluster(self.spark)
         if self.ray:
-            from phalanx.data.portions.executors.ray import RayCluster
+            from phalanx.data.portions.executors.clusters import RayCluster
 
             return RayCluster(self.ray)
         if self.slurm:
-            from phalanx.data.portions.executors.slurm import SlurmArray
+            from phalanx.data.portions.executors.clusters import SlurmArray
 
             return SlurmArray(self.count or 1)
+        from phalanx.data.portions.executors.clusters import Processes
         from phalanx.data.portions.executors.executor import InOrder
-        from phalanx.data.portions.executors.processes import Processes
 
         workers = self.count or len(os.sched_getaffinity(0))
         return Processes(workers) if workers > 1 else InOrder()

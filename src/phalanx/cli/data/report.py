@@ -13,7 +13,7 @@ import click
 from phalanx.run.sections.train import TrainSpec
 
 if TYPE_CHECKING:
-    from phalanx.data.formats.recognize import Format
+    from phalanx.data.formats.read import Format
     from phalanx.data.preparing.files import Files
     from phalanx.data.preparing.prepare import PreparedDataset
     from phalanx.data.stored.index import DatasetIndex
@@ -152,7 +152,7 @@ def _lines_of_overlap(dataset: PreparedDataset, *, by_recipe: bool) -> Iterator[
 
 def _lines_of_turns(out: str, index: DatasetIndex) -> Iterator[str]:
     """A warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and for datasets in stores."""
-    from phalanx.data.chat.kept import kept_template, turn_ends
+    from phalanx.data.chat.encode import kept_template, turn_ends
     from phalanx.data.tokenizers.tokenizer import load_tokenizer
 
     folder = Path(out)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from phalanx.cli.launch.submit_to_hosts import hosts_in, unpriced
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.fleet.core.settings import formation_of
-from phalanx.hardware.tables import HardwareError
+from phalanx.hardware.cluster import HardwareError
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import Host, network_of
 from phalanx.launch.engines.order import LaunchOrder

@@ -324,7 +324,7 @@ def _noted(order: LaunchOrder, job: str) -> Submitted:
 
 def _placement(spec: RunSpec) -> tuple[PricedNodes | None, str]:
     """The best placement on the nodes that are free now; or why there is none."""
-    from phalanx.hardware.tables import HardwareError
+    from phalanx.hardware.cluster import HardwareError
     from phalanx.launch.engines.live_topology import load_topology
     from phalanx.launch.placing.topology import TopologyError
     from phalanx.launch.planner import PlannerError, installed_planner

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.hardware.tables import HardwareError
+from phalanx.hardware.cluster import HardwareError
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script
 from phalanx.launch.engines.order import LaunchOrder

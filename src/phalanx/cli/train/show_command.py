@@ -14,10 +14,9 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.text_console import text_console
 from phalanx.command.options import Argument, AsJson, Option, Overrides, command_options
-from phalanx.model.facts.counts import count, fleet_state_bytes
 from phalanx.model.facts.holdings import Holding, fullest, state_bytes
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.stages import stage_layers
+from phalanx.model.facts.shape import count, fleet_state_bytes, stage_layers
 from phalanx.observe.throughput import format_bytes, format_count
 from phalanx.parallel.collectives import collectives, rounds_per_step
 from phalanx.run.fields import POSITIVE

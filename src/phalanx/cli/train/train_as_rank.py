@@ -13,7 +13,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from phalanx.cli.train.session import console_for
-from phalanx.hardware.local.environment import set_for_rank
+from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.order import order_for
 from phalanx.process.stop_signals import StopRequest

@@ -69,7 +69,7 @@ def verify_command(place: str, step: int | None, as_json: bool) -> None:
       phalanx checkpoint verify runs/quickstart-1f3a9c04 --step 100
       phalanx checkpoint verify s3://bucket/quickstart
     """
-    from phalanx.checkpoint.committed.verify import verify_tier
+    from phalanx.checkpoint.committed.copying import verify_tier
 
     with explained(CheckpointError):
         where = open_checkpoints(place, step)

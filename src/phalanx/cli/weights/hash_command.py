@@ -32,7 +32,7 @@ def command(place: Path, step: int | None, as_json: bool) -> None:
     """
     with explained(CheckpointError):
         if is_published(place):
-            from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
+            from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier
 
             chosen, named, run_dir = step or 0, place, place
             digest = digest_checkpoint(FolderTier(place), chosen)

@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 
 from phalanx.data.chat.messages import conversation_text
-from phalanx.data.formats.document import BadDocument, Document, ReadOptions
-from phalanx.data.formats.text import pieces
+from phalanx.data.formats.document import BadDocument, Document, ReadOptions, pieces
 
 BOM = b"\xef\xbb\xbf"
 _MOST_FIELDS_NAMED = 12

@@ -1,20 +1,210 @@
-"""The two functions that preparation needs of a file, whatever its format: its spans, and the documents of a span.
+"""Recognize a file by its first bytes, and read it whatever its format: its spans, and the documents of a span.
 
 The documents of all spans, in order, are those of the whole file, for any ``span_bytes``; so spans may be read by different
 processes, in any order, and again.
 """
 
+import codecs
+import io
+import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from phalanx.data.errors import CorpusError, FormatError
 from phalanx.data.formats import tables
-from phalanx.data.formats.compressed import Compression, DamagedError, open_stream
-from phalanx.data.formats.document import BadDocument, Document, OnBytes, ReadOptions, Span
-from phalanx.data.formats.json_lines import fields_of, read_lines
-from phalanx.data.formats.recognize import Format, Kind
-from phalanx.data.formats.text import read_text, text_spans
+from phalanx.data.formats.compressed import Compression, DamagedError, open_stream, read_head
+from phalanx.data.formats.document import (
+    BadDocument,
+    Document,
+    OnBytes,
+    ReadOptions,
+    Span,
+    read_text,
+    text_spans,
+)
+from phalanx.data.formats.json_lines import BOM, fields_of, parse_object, read_lines
+
+# The format of a file by its first bytes: text, JSON lines, Parquet or Arrow, the first two also compressed.
+#
+# Names count only where content leaves it open: a single line with a JSON object is JSON lines if the name says so, and a
+# file called ``.jsonl`` is JSON lines even if its first line is broken, so that the line is named and not trained on as text.
+# What is known and cannot be read, a picture or an archive, is refused by its name, with what to do about it.
+
+_HEAD_BYTES = 1 << 16
+_LONGEST_FIRST_LINE = 1 << 24
+
+_COMPRESSIONS = (
+    (b"\x1f\x8b", Compression.GZIP),
+    (b"\x28\xb5\x2f\xfd", Compression.ZSTD),
+    (b"\xfd7zXZ\x00", Compression.XZ),
+    (b"BZh", Compression.BZ2),
+)
+_ZSTD_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+_UNPACK = "unpack it and give the folder"
+_CONVERT = "convert it to text, JSON lines or Parquet, or leave it out"
+_REFUSED = (
+    (0, b"PK\x03\x04", "a zip archive (so are .docx, .xlsx and .epub)", _UNPACK),
+    (0, b"PK\x05\x06", "an empty zip archive", "leave it out"),
+    (0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
+    (0, b"Rar!\x1a\x07", "a rar archive", _UNPACK),
+    (257, b"ustar", "a tar archive", _UNPACK),
+    (0, b"\x04\x22\x4d\x18", "compressed by lz4", "compress it with zstd or gzip instead, or unpack it"),
+    (0, b"\x1f\x9d", "compressed by compress (.Z)", "compress it with zstd or gzip instead, or unpack it"),
+    (0, b"\xff\x06\x00\x00sNaPpY", "compressed by snappy", "compress it with zstd or gzip instead"),
+    (0, b"LZIP", "compressed by lzip", "compress it with zstd, gzip or xz instead"),
+    (0, b"%PDF-", "a PDF", "extract its text first, for example with pdftotext"),
+    (0, b"\x89PNG", "a PNG picture", "leave it out"),
+    (0, b"\xff\xd8\xff", "a JPEG picture", "leave it out"),
+    (0, b"GIF8", "a GIF picture", "leave it out"),
+    (8, b"WEBP", "a WebP picture", "leave it out"),
+    (8, b"WAVE", "a sound file", "leave it out"),
+    (4, b"ftyp", "a film or picture (MP4, HEIC)", "leave it out"),
+    (0, b"OggS", "a sound file", "leave it out"),
+    (0, b"\x7fELF", "a program", "leave it out"),
+    (0, b"SQLite format 3\x00", "an SQLite database", "export the text as JSON lines"),
+    (0, b"Obj\x01", "an Avro file", _CONVERT),
+    (0, b"ORC", "an ORC file", _CONVERT),
+    (0, b"FEA1", "a Feather file of version 1", _CONVERT),
+    (0, b"\x89HDF\r\n", "an HDF5 file", _CONVERT),
+    (0, b"\x93NUMPY", "a numpy array", _CONVERT),
+    (0, b"PARE", "an encrypted Parquet file", "decrypt it first"),
+    (
+        0,
+        b"version https://git-lfs.github.com/spec/",
+        "a pointer of Git LFS, not the data",
+        "fetch the data with `git lfs pull`",
+    ),
+    (0, b"\xff\xfe", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
+    (0, b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
+)
+_JSON_LINES_NAMES = frozenset({".jsonl", ".ndjson", ".jsonlines"})
+_COMPRESSED_NAMES = frozenset({".gz", ".zst", ".zstd", ".xz", ".bz2"})
+_BEGINS_OBJECT = re.compile(rb'\s*\{\s*"')
+
+
+class Kind(Enum):
+    """What the content of a file is, once it is uncompressed."""
+
+    TEXT = "text"
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+    ARROW = "arrow"
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a file is."""
+
+    kind: Kind
+    compression: Compression = Compression.NONE
+
+    def __str__(self) -> str:
+        return self.kind.value + (f".{self.compression.value}" if self.compression.value else "")
+
+
+def recognize(path: Path, *, may_be_damaged: bool = False) -> Format:
+    """The format of the file at ``path``, by its content. An empty file is text. JSON lines ``may_be_damaged`` behind the first two.
+
+    Raises ``FormatError`` for what cannot be read, and ``MissingPackageError`` if it takes a package that is not installed.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise FormatError(path, "is no regular file", "write what it gives into a file first")
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            file.seek(0, io.SEEK_END)
+            size = file.tell()
+            file.seek(max(size - 4, 0))
+            tail = file.read()
+    except OSError as error:
+        raise FormatError(
+            path, f"cannot be read: {error.strerror}", "check the path and its permissions"
+        ) from error
+    if head.startswith(b"PAR1"):
+        if size < 12 or tail != b"PAR1":
+            raise FormatError(path, "is a Parquet file that ends early", "copy it again")
+        return Format(Kind.PARQUET)
+    if head.startswith(b"ARROW1\0\0") or _begins_arrow_stream(head, size):
+        return Format(Kind.ARROW)
+    for magic, compression in _COMPRESSIONS:
+        if head.startswith(magic):
+            return _recognize_compressed(path, compression, may_be_damaged)
+    if _ZSTD_SKIPPABLE.match(head):
+        return _recognize_compressed(path, Compression.ZSTD, may_be_damaged)
+    with path.open("rb") as file:
+        return Format(_kind_of_text(path, head, file))
+
+
+def _recognize_compressed(path: Path, compression: Compression, may_be_damaged: bool) -> Format:
+    try:
+        head = read_head(path, compression, _HEAD_BYTES)
+        with open_stream(path, compression) as stream:
+            inner = [magic for magic, _ in _COMPRESSIONS if head.startswith(magic)]
+            if inner or head.startswith((b"PAR1", b"ARROW1\0\0")):
+                raise FormatError(
+                    path,
+                    f"holds a file that is compressed itself or a table, within {compression.value}",
+                    "unpack it once",
+                )
+            kind = _kind_of_text(path, head, stream)
+        if kind is Kind.TEXT or not may_be_damaged:
+            with open_stream(path, compression) as stream:
+                stream.read(_HEAD_BYTES)
+        return Format(kind, compression)
+    except DamagedError as error:
+        raise FormatError(path, f"is damaged: {error}", "copy it again") from error
+
+
+def _kind_of_text(path: Path, head: bytes, file: io.BufferedIOBase) -> Kind:
+    """Whether ``file``, which begins with ``head``, holds JSON lines or text. Raises ``FormatError`` if neither."""
+    for offset, magic, what, remedy in _REFUSED:
+        if head[offset : offset + len(magic)] == magic:
+            raise FormatError(path, f"is {what}", remedy)
+    if _named_json_lines(path):
+        return Kind.JSONL
+    _require_utf8(path, head)
+    if not _BEGINS_OBJECT.match(head.removeprefix(BOM)):
+        return Kind.TEXT
+    lines: list[bytes] = []
+    at_start = True
+    while len(lines) < 2 and (line := file.readline(_LONGEST_FIRST_LINE)):
+        if len(line) == _LONGEST_FIRST_LINE and not line.endswith(b"\n"):
+            return Kind.JSONL
+        stripped = (line.removeprefix(BOM) if at_start else line).strip()
+        at_start = False
+        if stripped:
+            lines.append(stripped)
+    both = len(lines) == 2 and all(isinstance(parse_object(line), dict) for line in lines)
+    return Kind.JSONL if both else Kind.TEXT
+
+
+def _require_utf8(path: Path, head: bytes) -> None:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            path,
+            f"is not UTF-8 text (byte {head[error.start]:#04x}: {error.reason})",
+            "convert it, for example with iconv, or leave it out",
+        ) from error
+
+
+def _named_json_lines(path: Path) -> bool:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED_NAMES:
+        suffixes.pop()
+    return bool(suffixes) and suffixes[-1] in _JSON_LINES_NAMES
+
+
+def _begins_arrow_stream(head: bytes, size: int) -> bool:
+    """True for an Arrow stream: a continuation mark, then the length of a first message, which is padded to 8 bytes."""
+    length = int.from_bytes(head[4:8], "little")
+    return head.startswith(b"\xff\xff\xff\xff") and 0 < length <= size - 8 and length % 8 == 0
+
 
 DEFAULTS = ReadOptions()
 _LINES_LOOKED_AT = 20

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from phalanx.data.errors import DatasetError
 from phalanx.data.origin.where import DataOrigin, Reading, documents_of_record, readings_of_step
 from phalanx.data.reading.dataset import TokenSequences, inputs_of, tokenizer_of
-from phalanx.data.reading.places import DatasetPlace, open_places
-from phalanx.data.reading.sources import DataIndex, MixtureIndex
+from phalanx.data.reading.sources import DataIndex, DatasetPlace, MixtureIndex, open_places
 from phalanx.data.stored.index import TRAIN, DatasetIndex
 from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer

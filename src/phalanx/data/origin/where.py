@@ -15,8 +15,14 @@ import numpy as np
 
 from phalanx.data.errors import DatasetError
 from phalanx.data.order.permutation import SampleOrder, key_of, place_in_permutation
-from phalanx.data.reading.places import DatasetPlace
-from phalanx.data.reading.sources import MixtureIndex, SourceUse, mixture_of, part_of, source_uses
+from phalanx.data.reading.sources import (
+    DatasetPlace,
+    MixtureIndex,
+    SourceUse,
+    mixture_of,
+    part_of,
+    source_uses,
+)
 from phalanx.data.stored.index import TRAIN, DatasetIndex
 from phalanx.run.data_folders import ONLY
 from phalanx.run.rules.mixture_rules import stages_of

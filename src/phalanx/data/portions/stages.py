@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from phalanx.data.errors import PreparationError
-from phalanx.data.portions.planning.plan import PreparationPlan, software_of
-from phalanx.data.portions.tasks import SEAL, Stage, Workplace
-from phalanx.data.portions.work.find_duplicates import (
+from phalanx.data.portions.find_duplicates import (
     CLUSTER,
     EXACT,
     NEAR,
@@ -19,9 +17,9 @@ from phalanx.data.portions.work.find_duplicates import (
     join_clusters,
     read_and_sketch,
 )
-from phalanx.data.portions.work.seal import seal
-from phalanx.data.portions.work.train_tokenizer import train_tokenizer
-from phalanx.data.portions.work.write_portion import write_portion
+from phalanx.data.portions.planning.plan import PreparationPlan, software_of
+from phalanx.data.portions.tasks import SEAL, Stage, Workplace
+from phalanx.data.portions.write_portion import seal, train_tokenizer, write_portion
 
 _WORK: Mapping[str, Callable[[Workplace, int], None]] = MappingProxyType(
     {

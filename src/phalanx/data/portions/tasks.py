@@ -21,7 +21,7 @@ from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.planning.plan import INDEX_KEY, PREPARATION, PreparationPlan, read_plan
-from phalanx.data.portions.scratch import scratch_folder
+from phalanx.data.portions.planning.raw_files import scratch_folder
 from phalanx.data.preparing.split_writer import Encoding
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer

@@ -1,25 +1,28 @@
-"""The user's own files as a corpus: found, recognized, and read in order of name, with a report of what was read as what.
+"""Corpora: the user's own files, recognized and read in order of name, with a report, and named ones that every machine has.
 
 Files may be of any of the formats in ``phalanx.data.formats``, mixed freely. A document's name does not depend on where the files lie,
 since the name decides which split it falls into. What is bad stops the reading, with its place and what to do, or is left out,
 counted and named, as is asked for.
 """
 
+import difflib
 import glob
 import json
 import os
 import re
+import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from phalanx.data.errors import CorpusError, FormatError
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions
-from phalanx.data.formats.read import documents, require_text, spans
-from phalanx.data.formats.recognize import Format, Kind, recognize
+from phalanx.data.formats.read import Format, Kind, documents, recognize, require_text, spans
+from phalanx.run.directory.files_below import files_below
 from phalanx.store.open_store import is_remote, is_url
 
 OnBad = Literal["stop", "skip"]
@@ -358,3 +361,50 @@ def _parts_before_wildcard(path: Path) -> list[str]:
             break
         parts.append(part)
     return parts
+
+
+# Named corpora: training text that every machine has.
+#
+# A corpus is documents in a fixed order, each with a name that does not depend on where the files lie, since the name
+# decides which split a document falls into. The user's own files are ``phalanx.data.preparing.files``'s.
+
+
+# Tests and other people's bundled packages vary with how a Python was installed; what is left is the library itself.
+_NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "_bundled", "__pycache__"}
+)
+
+
+def python_stdlib() -> list[Document]:
+    """The source code of this Python's own standard library: some 10 MB of text that every machine has.
+
+    In order of file name, without tests, bundled packages, files written by the build, and files that are not UTF-8.
+    The same Python release gives the same documents.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    documents = []
+    sources = (path.relative_to(root) for path in files_below(root) if path.suffix == ".py")
+    for relative in sorted(sources, key=Path.as_posix):
+        if _NOT_LIBRARY & set(relative.parts) or relative.name.startswith("_sysconfigdata"):
+            continue
+        try:
+            documents.append(
+                Document(f"python_stdlib/{relative.as_posix()}", (root / relative).read_bytes().decode())
+            )
+        except UnicodeDecodeError:
+            continue
+    return documents
+
+
+CORPORA: Mapping[str, Callable[[], list[Document]]] = MappingProxyType({"python-stdlib": python_stdlib})
+
+
+def named_corpus(name: str) -> list[Document]:
+    """The documents of a corpus by its name in ``CORPORA``. Raises ``CorpusError`` for an unknown one."""
+    if name not in CORPORA:
+        close = difflib.get_close_matches(name, CORPORA, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(CORPORA)}"
+        raise CorpusError(
+            f"no corpus is called {name!r}; {hint}. There is no such file or folder in {Path.cwd()} either: give the path from there"
+        )
+    return CORPORA[name]()

@@ -1,4 +1,4 @@
-"""Turn documents into a dataset: tokenizer, token shards, and an index that describes them.
+"""Turn documents into a dataset in one process: tokenizer, token shards, and an index; a signal can end it at any time.
 
 The documents are gone through once to learn what they are, once to train a tokenizer if that is asked for, and once
 to encode; at no time are more than a few megabytes of them, or of their tokens, in memory. Which split a document
@@ -10,24 +10,35 @@ uses it; preparing another where one lies is refused. A preparation that was kil
 next one to the same place removes.
 """
 
+from __future__ import annotations
+
+import atexit
 import errno
 import hashlib
 import lzma
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from phalanx.data.chat.encode import BadConversationError, ChatEncoder, ChatLayout
-from phalanx.data.chat.untrained import texts_of, untrained_chat
-from phalanx.data.dedup.exact import count_shared
+from phalanx.data.chat.template import texts_of, untrained_chat
+from phalanx.data.dedup import count_shared
 from phalanx.data.errors import CorpusError, DataError, DatasetError, DatasetExistsError, NoRoomError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.files import Files
-from phalanx.data.preparing.interruptible import interruptible
-from phalanx.data.preparing.split_writer import Encoding, SplitWriter, description, named_tokenizer
-from phalanx.data.preparing.splits import SplitRule, held_out_end
+from phalanx.data.preparing.split_writer import (
+    Encoding,
+    SplitRule,
+    SplitWriter,
+    description,
+    held_out_end,
+    named_tokenizer,
+)
 from phalanx.data.stored.index import (
     HELD_OUT,
     SPLITS,
@@ -298,3 +309,48 @@ def _utf8(text: str, name: str) -> bytes:
         raise CorpusError(
             f"document {name!a} cannot be written as UTF-8: {error}; mend or leave it out"
         ) from error
+
+
+# Long calls of native code that a signal can end: Python runs a handler in the main thread alone, between its own instructions.
+
+
+_LOOK_S = 0.2
+_T = TypeVar("_T")
+
+
+def interruptible(call: Callable[[], _T]) -> _T:
+    """Return the result of ``call``, which runs in another thread if this is the main one.
+
+    Raises what ``call`` raises, or what the handler of a signal raises meanwhile; the call is then left to end with the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    results: list[_T] = []
+    errors: list[BaseException] = []
+    returned = threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+        returned.set()
+
+    threading.Thread(target=run, name="native call", daemon=True).start()
+    try:
+        while not returned.wait(_LOOK_S):
+            pass
+    except BaseException as error:
+        atexit.register(_end_during, returned, error)
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def _end_during(returned: threading.Event, error: BaseException) -> None:
+    """End the process if the call still runs: the interpreter would unwind its native frames, and Rust aborts the process for that."""
+    if not returned.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 130)

@@ -19,9 +19,16 @@ from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
 from phalanx.data.order.permutation import SampleOrder
-from phalanx.data.reading.cache.cached_dataset import CachedDataset, CachedShards
-from phalanx.data.reading.places import DatasetPlace, open_place, open_places
-from phalanx.data.reading.sources import DataIndex, index_of_places, mixture_of, part_of
+from phalanx.data.reading.cached_dataset import CachedDataset, CachedShards
+from phalanx.data.reading.sources import (
+    DataIndex,
+    DatasetPlace,
+    index_of_places,
+    mixture_of,
+    open_place,
+    open_places,
+    part_of,
+)
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex
 from phalanx.data.stored.shards import verify
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from phalanx.data.formats.document import Document
-from phalanx.data.steps.step import Dropped
+from phalanx.data.steps.step import Document, Dropped
 from phalanx.data.words import Words, is_spaceless, words_of
 from phalanx.run.fields import ValueRange
 

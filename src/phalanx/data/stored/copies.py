@@ -16,8 +16,8 @@ import xxhash
 
 from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError, DatasetExistsError
-from phalanx.data.stored.block_sums import BlockSummer, sums_header
 from phalanx.data.stored.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFile, parse_index
+from phalanx.data.stored.shard_writer import BlockSummer, sums_header
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
 from phalanx.store.errors import ExistsError, MissingObjectError, ShortObjectError, StoreError

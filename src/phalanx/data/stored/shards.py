@@ -2,7 +2,7 @@
 
 A shard holds little-endian token ids and nothing else, so that any tool can read it; counts and checksums are in
 ``index.json`` beside it. Opening checks every file's size, which finds a copy cut short. Whatever is read was compared before
-with the checksum of its block (``phalanx.data.stored.block_sums``), so that a flipped bit is named and never handed out; ``verify``
+with the checksum of its block (``phalanx.data.stored.shard_writer``), so that a flipped bit is named and never handed out; ``verify``
 reads everything. Of a dataset that was prepared without block sums, each shard is compared as a whole when it is mapped, unless
 the dataset is too large for that (``MOST_WHOLE_BYTES``). ``phalanx.data.stored.shard_writer`` writes them.
 """
@@ -22,20 +22,20 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
-from phalanx.data.stored.block_sums import (
-    BLOCK_BYTES,
-    BlockSummer,
-    CheckedBlocks,
-    check_whole,
-    read_sums,
-    sums_file,
-)
 from phalanx.data.stored.index import (
     SPLITS,
     DatasetIndex,
     ShardFile,
     digest_of_shards,
     read_index,
+)
+from phalanx.data.stored.shard_writer import (
+    BLOCK_BYTES,
+    BlockSummer,
+    CheckedBlocks,
+    check_whole,
+    read_sums,
+    sums_file,
 )
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.regular_file import open_regular

@@ -26,7 +26,15 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as HfTokenizer
 
 from phalanx.data.errors import TokenizerError
-from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer, is_byte_fallback
+from phalanx.data.tokenizers.published.byte_fallback import (
+    FallbackTokenizer,
+    is_byte_fallback,
+    lengths_of,
+    longest_token,
+    require_bounded,
+    require_lossless,
+    without_stripping,
+)
 from phalanx.data.tokenizers.published.files import (
     COMMON_END_TOKENS,
     CONFIG_FILE,
@@ -40,20 +48,14 @@ from phalanx.data.tokenizers.published.files import (
     require_known_ids,
     save_tokenizer,
 )
-from phalanx.data.tokenizers.published.lossless import (
-    lengths_of,
-    longest_token,
-    require_bounded,
-    require_lossless,
-    without_stripping,
-)
-from phalanx.data.tokenizers.published.sentencepiece_model import read_model, to_tokenizer_json
-from phalanx.data.tokenizers.published.tiktoken_ranks import (
+from phalanx.data.tokenizers.published.other_formats import (
     bytes_spelling,
     is_ranks,
     ranks_to_tokenizer_json,
+    read_model,
     read_ranks,
     splitting_of,
+    to_tokenizer_json,
 )
 
 END_OF_DOCUMENT = "<|endoftext|>"

@@ -38,8 +38,8 @@ from phalanx.fleet.faults.fault import (
 )
 from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.ledger.ledger import Bucket
+from phalanx.parallel.reduction.checksum import Witness, attach
 from phalanx.parallel.reduction.data_parallel import local
-from phalanx.parallel.reduction.witness import Witness, attach
 from phalanx.train.step.placement import Built
 from phalanx.train.step.slot import SlotWork
 from phalanx.train.step.state import state_tensors

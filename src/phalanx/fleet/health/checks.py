@@ -87,8 +87,7 @@ def matrix_product(
     """Runs ``exact_products``, then measures the rate."""
     import torch
 
-    from phalanx.hardware.local.device import on_gpu
-    from phalanx.hardware.local.matmul_peak import measure_matmul_flops
+    from phalanx.hardware.local.device import measure_matmul_flops, on_gpu
 
     exact, where = exact_products(device, products, seed), torch.device(device)
     if exact.status != "good":

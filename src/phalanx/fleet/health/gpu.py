@@ -1,7 +1,7 @@
 """Health reports of NVIDIA GPUs: memory errors, temperature, throttled clocks, Xid errors.
 
 Readings are taken through NVML (package ``nvidia-ml-py``, optional) and from the kernel's log, and judged as values. Meanings of
-the Xid numbers: NVIDIA, "Xid Errors" (docs.nvidia.com/deploy/xid-errors); of the throttle reasons: ``hardware/local/throttle.py``.
+the Xid numbers: NVIDIA, "Xid Errors" (docs.nvidia.com/deploy/xid-errors); of the throttle reasons: ``hardware/local/detect.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.fleet.health.checks import ANY_RATE, CheckResult, HealthLimits
-from phalanx.hardware.local.throttle import reasons_in_words
+from phalanx.hardware.local.detect import reasons_in_words
 
 FATAL_XIDS = {
     48: "double-bit memory error",

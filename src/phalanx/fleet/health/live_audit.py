@@ -30,9 +30,8 @@ from phalanx.fleet.health.audit import (
 )
 from phalanx.parallel.mesh.slots import Deal, Round
 from phalanx.parallel.process_group.typed_gather import gather_typed
-from phalanx.parallel.reduction.checksum import named_checksum, total_checksum
+from phalanx.parallel.reduction.checksum import Witness, attach, extra_round, named_checksum, total_checksum
 from phalanx.parallel.reduction.data_parallel import DataParallel, local
-from phalanx.parallel.reduction.witness import Witness, attach, extra_round
 from phalanx.train.step.state import state_tensors
 
 Votes = dict[tuple[int, ...], list[Vote]]

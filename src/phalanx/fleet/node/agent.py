@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from phalanx.checkpoint.snapshot.data_port import SnapshotServer
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
-from phalanx.checkpoint.snapshot.server import SnapshotServer
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit

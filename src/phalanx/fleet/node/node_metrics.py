@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.snapshot.free_memory import free_memory_bytes
+from phalanx.checkpoint.snapshot.segments import free_memory_bytes
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, RankSnapshot, WorkerPhase
 from phalanx.fleet.node.agent_actions import WorkerLife
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect

@@ -1,19 +1,224 @@
-"""Chooses the kernels for a device: those that read memory once, where they can be had and have shown that they give the right bits."""
+"""Choose the kernels for a device: fused ones of one pass over memory, if they compile and give the right bits, else the reference.
+
+The fused kernels of a CPU are here; those of a GPU are in ``gpu.py``, the reference in ``reference.py``.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.host import HostKernels
+from phalanx.hardware.kernels.compiler import NoHostKernelsError, compiled
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
 from phalanx.hardware.local.device import on_gpu
+
+# The kernels of ``host.c`` and ``bins.c`` on a CPU, called through ctypes; compiled once for each user and machine.
+#
+# Threads are Python's, each calling into C with a share of the elements while the interpreter's lock is released: an OpenMP runtime of
+# our own would fight with PyTorch's for the processors. They are started anew for each call, since a process may have forked in between.
+
+SOURCE = Path(__file__).with_name("host.c")
+_CHUNK = 1 << 26
+_LEAST_SHARE = 1 << 18
+"""Elements for which it pays to start a thread: about a tenth of a millisecond."""
+Share = list[tuple[int, int, int]]
+"""Pieces of tensors for one thread: the number of the tensor, the piece's first element, its length."""
+T = TypeVar("T")
+
+
+class HostKernels(Kernels):
+    """One pass over fp32 tensors, each contiguous, on a CPU.
+
+    ``mkl_roots`` takes square roots with the function that PyTorch's x86 builds take theirs with, from PyTorch's own copy of MKL; else
+    they are C's. Only one of the two gives the bits of the reference. Raises ``NoHostKernelsError`` if what is needed cannot be had.
+    """
+
+    def __init__(self, *, mkl_roots: bool) -> None:
+        self._roots: ctypes.c_void_p | None = None
+        self._set_mkl_threads: Callable[[int], int] | None = None
+        try:
+            library = ctypes.CDLL(str(compiled(SOURCE)))
+            if mkl_roots:
+                mkl = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+                self._roots = ctypes.cast(mkl.vmsSqrt, ctypes.c_void_p)
+                self._set_mkl_threads = mkl.MKL_Set_Num_Threads_Local
+        except (OSError, AttributeError) as error:
+            raise NoHostKernelsError(str(error)) from error
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self._adamw, self._peak, self._extract = library.adamw, library.peak_bits, library.extract
+        self._adamw.argtypes, self._adamw.restype = [pointer] * 4 + [count, pointer, pointer], None
+        self._peak.argtypes, self._peak.restype = [pointer, count], ctypes.c_uint32
+        self._extract.argtypes, self._extract.restype = [pointer, count, pointer, pointer], None
+
+    def chunk_elements(self, device: torch.device) -> int:  # noqa: ARG002
+        return _CHUNK
+
+    def adamw(
+        self,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
+        factors: UpdateFactors,
+    ) -> None:
+        columns = [[tensor.data_ptr() for tensor in column] for column in (weights, grads, means, squares)]
+        numbers = (ctypes.c_float * len(factors))(*factors)
+
+        def update(share: Share) -> None:
+            with self._mkl_alone():
+                for tensor, first, length in share:
+                    starts = [column[tensor] + 4 * first for column in columns]
+                    self._adamw(*starts, length, numbers, self._roots)
+
+        _on_threads(update, weights)
+
+    @contextmanager
+    def _mkl_alone(self) -> Iterator[None]:
+        """Keeps MKL from starting threads of its own for this thread's few numbers at a time."""
+        if self._set_mkl_threads is None:
+            yield
+            return
+        before = self._set_mkl_threads(1)
+        try:
+            yield
+        finally:
+            self._set_mkl_threads(before)
+
+    def peak(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:  # noqa: ARG002
+        starts = [tensor.data_ptr() for tensor in tensors]
+
+        def largest(share: Share) -> int:
+            return max(int(self._peak(starts[tensor] + 4 * first, length)) for tensor, first, length in share)
+
+        bits = max(_on_threads(largest, tensors), default=0)
+        return torch.tensor(bits, dtype=torch.int32).view(torch.float32).double()
+
+    def extracted_sums(
+        self,
+        tensors: Sequence[Tensor],
+        constants: tuple[float, float],
+        device: torch.device,  # noqa: ARG002
+    ) -> Tensor:
+        starts, numbers = [tensor.data_ptr() for tensor in tensors], (ctypes.c_double * 2)(*constants)
+
+        def added(share: Share) -> tuple[float, float]:
+            sums = (ctypes.c_double * 2)()
+            for tensor, first, length in share:
+                self._extract(starts[tensor] + 4 * first, length, numbers, sums)
+            return sums[0], sums[1]
+
+        parts = torch.tensor(_on_threads(added, tensors), dtype=torch.float64)
+        return parts.view(-1, 2).sum(0)  # exact in any order
+
+
+def shares_of(sizes: Sequence[int], threads: int) -> list[Share]:
+    """Divides the elements of tensors of ``sizes`` into at most ``threads`` shares of nearly equal length, none of them empty."""
+    total = sum(sizes)
+    count = max(1, min(threads, total // _LEAST_SHARE))
+    ends = [total * (number + 1) // count for number in range(count)]
+    shares: list[Share] = [[] for _ in ends]
+    done, current = 0, 0
+    for tensor, size in enumerate(sizes):
+        first = 0
+        while first < size:
+            length = min(size - first, ends[current] - done)
+            shares[current].append((tensor, first, length))
+            first, done = first + length, done + length
+            if done == ends[current]:
+                current += 1
+    return [share for share in shares if share]
+
+
+def _on_threads(work: Callable[[Share], T], tensors: Sequence[Tensor]) -> list[T]:
+    """The results of ``work`` on shares of all elements, one for each of PyTorch's threads if that pays."""
+    shares = shares_of([tensor.numel() for tensor in tensors], torch.get_num_threads())
+    if len(shares) <= 1:
+        return [work(share) for share in shares]
+    with ThreadPoolExecutor(len(shares)) as pool:
+        return list(pool.map(work, shares))
+
+
+# The kernel of ``bins.c``: add a gradient to an integer sum (``phalanx.parallel.reduction.bins``) in one pass over memory.
+#
+# As a chain of PyTorch operations the same is nine passes over pieces that stay in the cache.
+
+
+_SOURCE = Path(__file__).with_name("bins.c")
+_BINS_LEAST_SHARE = 1 << 18
+"""Elements for which it pays to start a thread: about a tenth of a millisecond."""
+
+
+SpanRun = tuple[int, int, int, int]
+"""Consecutive spans of one size in a share of a gradient: the first one's first element, its number, how many there are, elements of each."""
+
+
+class BinKernel:
+    """Additions to words of 32 or 64 bits. Raises ``NoHostKernelsError`` if they cannot be compiled or loaded."""
+
+    def __init__(self) -> None:
+        try:
+            library = ctypes.CDLL(str(compiled(_SOURCE)))
+            self._adding = {torch.int32: library.add_to_int32, torch.int64: library.add_to_int64}
+        except (OSError, AttributeError) as error:
+            raise NoHostKernelsError(str(error)) from error
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        for function in self._adding.values():
+            function.argtypes = [*[pointer] * 4, count, count, ctypes.c_int32]
+            function.restype = None
+
+    def add(self, gradient: Tensor, words: Tensor, tops: Tensor, runs: Sequence[SpanRun], width: int) -> None:
+        """Adds to words and tops, in place; each tensor's last dimension lies in one piece.
+
+        Args:
+            gradient: ``(shares, elements)``, fp32.
+            words: ``(shares, 2, elements)``, int32 or int64: upper and lower.
+            tops: ``(shares, spans)``, int8.
+            runs: The spans of a share.
+            width: Bits of a bin.
+        """
+        threads, function = torch.get_num_threads(), self._adding[words.dtype]
+
+        def work(one: tuple[int, SpanRun]) -> None:
+            share, (element, span, spans, size) = one
+            function(
+                gradient[share].data_ptr() + element * gradient.element_size(),
+                *(words[share, word].data_ptr() + element * words.element_size() for word in (0, 1)),
+                tops[share].data_ptr() + span,
+                spans,
+                size,
+                width,
+            )
+
+        pieces = [
+            (share, part) for share in range(len(gradient)) for run in runs for part in _cut(run, threads)
+        ]
+        if threads == 1 or gradient.numel() < 2 * _BINS_LEAST_SHARE:
+            for piece in pieces:
+                work(piece)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(work, pieces))
+
+
+def _cut(run: SpanRun, threads: int) -> Iterator[SpanRun]:
+    """A run in parts of nearly equal length: one for each thread, if that pays."""
+    element, span, spans, size = run
+    parts = max(1, min(threads, spans * size // _BINS_LEAST_SHARE))
+    each = -(-spans // parts)
+    for first in range(0, spans, each):
+        yield element + first * size, span + first, min(each, spans - first), size
+
 
 _log = logging.getLogger(__name__)
 _SIZE = 4099

@@ -3,7 +3,7 @@
 Every line is a single operation (a product, a sum, a root, a quotient), so an element's result depends on that element alone: not on
 its place in a vector loop, whose tail a compiler may round otherwise. IEEE 754 rounds these operations in one way only, and so do devices,
 but for one exception: PyTorch's x86 builds take roots on a CPU with MKL, whose last bit is another for one number in five,
-though always the same for the same number. ``host.py`` and ``gpu.py`` do the same operations in one pass over memory. Where they
+though always the same for the same number. ``HostKernels`` and ``GpuKernels`` do the same operations in one pass over memory. Where they
 cannot be had, and for other formats than fp32, this is what runs: a CPU works on pieces that stay in its cache, a GPU
 takes many tensors in one launch for each operation.
 """

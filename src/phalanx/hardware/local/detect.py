@@ -1,14 +1,19 @@
-"""Detects the GPUs of this machine without importing torch."""
+"""This machine without torch: its GPUs and their system, what throttles it, and environment variables of CUDA libraries."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+from collections.abc import Iterable, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from phalanx.hardware.catalog import this_machine
-from phalanx.hardware.local.device_peak import system_named
+from phalanx.hardware.catalog import accelerators, systems, this_machine
+from phalanx.hardware.cluster import Accelerator
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 
@@ -36,3 +41,182 @@ def gpu_count(driver: Path = _DRIVER) -> int:
     if visible is None:
         return present
     return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+
+
+# The system of an accelerator, by the name that its driver reports.
+
+
+@dataclass(frozen=True)
+class KnownPeak:
+    """The dense bf16 peak of a known accelerator, in FLOP/s."""
+
+    name: str
+    bf16_flops: float
+    source: str
+
+
+def accelerator_named(device_name: str) -> KnownPeak | None:
+    """The catalog's peak for a driver's device name such as "NVIDIA H200", or ``None``."""
+    entry = _entry_named(device_name)
+    if entry is None:
+        return None
+    return KnownPeak(entry.name, entry.flops["bf16"].value, entry.flops["bf16"].source)
+
+
+def system_named(device_name: str) -> str | None:
+    """The name of the first of the catalog's systems whose accelerators' driver reports that device name, or ``None``."""
+    entry = _entry_named(device_name)
+    return next((name for name, system in systems().items() if system.accelerator is entry), None)
+
+
+def _entry_named(device_name: str) -> Accelerator | None:
+    matches = [
+        (len(part), entry)
+        for entry in accelerators().values()
+        for part in entry.device_names
+        if part in device_name and "bf16" in entry.flops
+    ]
+    return max(matches, key=lambda match: match[0])[1] if matches else None
+
+
+# Throttling of GPUs and processors: heat, a hardware slowdown, a power brake.
+#
+# A GPU's driver tells the reasons why its clocks are low at this moment (NVML, package ``nvidia-ml-py``, optional; meanings of the bits: nvml.h). The kernel
+# counts how often a processor's clocks were lowered for heat, of each core and each package
+# (``/sys/devices/system/cpu/cpuN/thermal_throttle``; Linux, Documentation/ABI/testing/sysfs-devices-system-cpu); machines whose kernel
+# does not say, such as most virtual ones, say nothing here.
+
+
+THROTTLED = {
+    0x08: "hardware slowdown",
+    0x40: "thermal slowdown by hardware",
+    0x20: "thermal slowdown by software",
+    0x80: "power brake",
+}
+"""Reasons (bits) for low clocks that a healthy GPU does not have; idle clocks and the power cap are none."""
+CPUS = Path("/sys/devices/system/cpu")
+_COUNTS = ("package_throttle_count", "core_throttle_count")
+
+
+def reasons_in_words(bits: int) -> list[str]:
+    """The reasons among NVML's bits that speak of a machine in trouble."""
+    return [text for bit, text in THROTTLED.items() if bits & bit]
+
+
+def throttled_gpus() -> list[str]:
+    """A sentence on each GPU whose clocks are low at this moment; may hang where a driver does."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")  # optional: only machines with GPUs have a use for it
+        nvml.nvmlInit()
+    except Exception:  # its errors have names only where it is installed
+        return []
+    found = []
+    try:
+        for number in range(nvml.nvmlDeviceGetCount()):
+            with suppress(Exception):  # this GPU does not say
+                gpu = nvml.nvmlDeviceGetHandleByIndex(number)
+                words = reasons_in_words(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)))
+                if words:
+                    bus, clock = (
+                        nvml.nvmlDeviceGetPciInfo(gpu).busId,
+                        nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+                    )
+                    found.append(f"GPU {number} at {bus}: {', '.join(words)}, {clock} MHz")
+    finally:
+        with suppress(Exception):
+            nvml.nvmlShutdown()
+    return found
+
+
+class Throttles:
+    """What slows this machine down, look after look."""
+
+    def __init__(self, root: Path = CPUS) -> None:
+        self._cpus = CpuThrottles(root)
+
+    def now(self) -> list[str]:
+        """A sentence on each GPU that is slow at this moment, and on the processors that were since the last look."""
+        return [*throttled_gpus(), *self._cpus.new()]
+
+
+class CpuThrottles:
+    """The kernel's counts of lowered clocks, as they were when they were looked at last."""
+
+    def __init__(self, root: Path = CPUS) -> None:
+        self._places = [
+            place for name in _COUNTS for place in sorted(root.glob(f"cpu[0-9]*/thermal_throttle/{name}"))
+        ]
+        self._before = _read(self._places)
+
+    def new(self) -> list[str]:
+        """A sentence on the processors whose clocks were lowered for heat since the last look."""
+        now = _read(self._places)
+        grown = {place: count - self._before.get(place, count) for place, count in now.items()}
+        self._before = now
+        cpus = [_cpu(place) for place, more in grown.items() if more > 0]
+        times = max(grown.values(), default=0)
+        return [f"processors {_spans(set(cpus))}: clocks lowered for heat, {times} times"] if cpus else []
+
+
+def _read(places: Iterable[Path]) -> dict[Path, int]:
+    found = {}
+    for place in places:
+        with suppress(OSError, ValueError):
+            found[place] = int(place.read_text())
+    return found
+
+
+def _cpu(place: Path) -> int:
+    return int(re.sub(r"\D", "", place.parent.parent.name))
+
+
+def _spans(numbers: set[int]) -> str:
+    """Numbers in words: ``0-3, 8``."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+# Environment variables that CUDA, cuBLAS and NCCL read once, at their first use. None affects a CPU.
+#
+# ``set_for_rank`` is for the main function of every process that may hold a rank, before anything starts CUDA. What the user has set
+# stays.
+
+
+RANK = {
+    # Without it, cuBLAS may pick another algorithm from one run to the next, by the memory that it finds free.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # Mixtures of experts allocate other sizes at each step; fixed segments would be cut into pieces that fit nothing.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # A pipeline's receives wait on streams of their own. With the default of 8 hardware queues, a kernel could be queued behind
+    # a receive that waits for what this kernel is to send.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
+"""For every rank."""
+
+SURVIVING_RANK = {
+    # PyTorch's watchdog would end the process at the first error or timeout of a peer. A fleet's worker survives that: its agent
+    # has it abort the communicators (``phalanx.parallel.process_group.abort``).
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # The monitor would end the process when the watchdog hangs, as it may while communicators are aborted.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # The agent asks for the flight record; written at a timeout too, it would only delay the abort.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""For a rank that outlives its process groups, besides."""
+
+_OLD_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def set_for_rank(environ: MutableMapping[str, str] = os.environ, *, survives: bool = False) -> None:
+    """Sets what this process's CUDA libraries are to read, where ``environ`` does not say it yet.
+
+    With ``survives``, for a process that goes on when its process groups break.
+    """
+    for name, value in (RANK | (SURVIVING_RANK if survives else {})).items():
+        if _OLD_NAMES.get(name, name) not in environ:
+            environ.setdefault(name, value)

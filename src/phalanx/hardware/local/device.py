@@ -1,4 +1,4 @@
-"""Orders to the device that a rank computes on, and questions to it: the same calls for a CPU and for a GPU.
+"""The device that a rank computes on: the same calls for a CPU and a GPU, its queue times, its measured peaks, and memory kept between steps.
 
 On a CPU everything has happened when a call returns, so most of this does nothing there. A GPU has a queue (a stream) that the
 host runs ahead of, a current device for each thread of the host, and an allocator that keeps what is freed.
@@ -6,12 +6,16 @@ host runs ahead of, a current device for each thread of the host, and an allocat
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
-from contextlib import suppress
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -144,3 +148,174 @@ def brought(tensor: Tensor, device: torch.device) -> Tensor:
 def fetched(tensor: Tensor) -> NDArray[Any]:
     """The numbers of a small tensor of a device in the host's memory, which waits for all that was queued before."""
     return tensor.cpu().numpy()
+
+
+# Memory that a CPU rank keeps between steps, instead of mapping it again.
+#
+# A step allocates and frees the same gigabytes of activations, logits and gradients again and again. The C library (glibc) gives large blocks back to the
+# system at once, which fills them with zeros before it gives them out anew, page by page: for a block of 64 MB that took eight times as long as writing it once.
+# A GPU's memory stays with PyTorch's allocator anyhow.
+
+
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+"""Parameters of mallopt(3)."""
+_NEVER, _NONE, _PAD_BYTES = -1, 0, 64 << 20
+
+
+def keep_freed_memory(device: torch.device) -> bool:
+    """Has this process keep what it frees for its own later tensors, if it computes on a CPU; ``True`` if it will.
+
+    It then never has less than at its peak. Not where the C library is another than glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if on_gpu(device) or mallopt is None:
+        return False
+    # No block of its own for a large tensor, nothing back from the end of the heap, and room for more at once.
+    settings = ((_MMAP_MAX, _NONE), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _PAD_BYTES))
+    done = [mallopt(parameter, value) == 1 for parameter, value in settings]
+    return all(done)
+
+
+# Time that a device's queue waits in parts of a step, read after the step without blocking the host.
+#
+# A GPU runs behind the host, which queues a wait for a collective in microseconds and goes on. What the wait took is known to the GPU alone: two
+# events around it in the queue (https://docs.pytorch.org/docs/2.11/generated/torch.cuda.Event.html, ``enable_timing``) are read when all is done.
+
+
+_NS_PER_MS = 1e6
+
+
+class Event(Protocol):
+    """A place in a queue of which the device notes the time when it comes there."""
+
+    @abstractmethod
+    def record(self) -> None:
+        """Puts it behind all that is in the current queue."""
+
+    @abstractmethod
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to ``end``, an event of the same kind; both must have been reached."""
+
+
+class QueueTimes:
+    """Adds up the time of parts of one queue since it was last read.
+
+    Args:
+        queue: Tells in which queue the work is put now. What is put in another one than that of the time of making runs beside it, and is not counted.
+        event: Makes events, which are used again.
+    """
+
+    def __init__(self, queue: Callable[[], object], event: Callable[[], Event]) -> None:
+        self._queue, self._make = queue, event
+        self._own = queue()
+        self._free: list[Event] = []
+        self._spans: list[tuple[Event, Event]] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Counts what the queue does for the work that is put there inside the ``with``, waiting included."""
+        if self._queue() != self._own:
+            yield
+            return
+        start = self._recorded()
+        try:
+            yield
+        finally:
+            self._spans.append((start, self._recorded()))
+
+    def take_ns(self) -> int:
+        """The time counted since the last call, all of which must be over on the device: wait for it before."""
+        total = sum(start.elapsed_time(end) for start, end in self._spans)
+        self.forget()
+        return round(total * _NS_PER_MS)
+
+    def forget(self) -> None:
+        """Counts nothing of what was measured since the last call."""
+        self._free += [event for span in self._spans for event in span]
+        self._spans = []
+
+    def _recorded(self) -> Event:
+        event = self._free.pop() if self._free else self._make()
+        event.record()
+        return event
+
+
+def queue_times(device: torch.device) -> QueueTimes | None:
+    """The times of the queue that this thread puts its work in; ``None`` for a CPU, where the host's clock says the same."""
+    if not on_gpu(device):
+        return None
+
+    def event() -> Event:
+        made: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return made
+
+    return QueueTimes(lambda: torch.cuda.current_stream(device), event)
+
+
+# The measured peak of matrix products.
+#
+# A peak from a data sheet says what the silicon could do; a peak that was measured with the same library, format and
+# thread count says what a training step is up against. MFU on a CPU is stated against the latter.
+
+
+_BUDGET_S = 0.4
+_FIRST_CPU_SIZE, _CPU_SIZE = 256, 2048
+
+
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype, budget_s: float = _BUDGET_S) -> float:
+    """The best rate, in FLOP/s, at which this process multiplies two square matrices of ``dtype`` on ``device``.
+
+    8,192 rows and columns on a GPU, on a CPU up to 2,048: sizes grow for as long as a product takes less than an eighth of ``budget_s``, so that
+    few threads, which reach their plateau with small matrices, measure small ones, and a CPU without kernels for ``dtype`` (bf16 on processors
+    with AVX2 alone: 1 GFLOP/s) does not take minutes. The best of as many rounds as fit into the budget (two at least, after one to
+    warm up), because noise only ever slows down.
+    """
+    size = _FIRST_CPU_SIZE if device.type == "cpu" else 8192
+    best = _best_s(device, dtype, size, 0.0)
+    while device.type == "cpu" and size < _CPU_SIZE and 8 * best < budget_s:
+        size *= 2
+        best = _best_s(device, dtype, size, 0.0)
+    if 2 * best < budget_s:  # else the two rounds have taken all of it
+        best = min(best, _best_s(device, dtype, size, budget_s))
+    return 2 * size**3 / best
+
+
+def _best_s(device: torch.device, dtype: torch.dtype, size: int, budget_s: float) -> float:
+    """The shortest time of a product of two matrices ``(size, size)``, in s."""
+    # Random numbers, as a training step has: a GPU at its power limit multiplies constants more than a tenth faster.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+    out = torch.mm(left, right)
+    best, spent, rounds = float("inf"), 0.0, 0
+    while spent < budget_s or rounds < 2:
+        wait_for_device(device)
+        begin = time.perf_counter()
+        torch.mm(left, right, out=out)
+        wait_for_device(device)
+        elapsed = time.perf_counter() - begin
+        best, spent, rounds = min(best, elapsed), spent + elapsed, rounds + 1
+    return best
+
+
+# The measured rate at which memory is moved: the limit of operations that compute little.
+#
+# A copy reads and writes every byte once, as STREAM's does (McCalpin, 1995). The arrays are larger than the last caches, and not much larger: on a
+# GPU that a run has filled, more would not fit, or would make the allocator give up the blocks that the next step needs.
+
+
+_ROUNDS = 4
+
+
+def measure_copy_bytes_per_s(device: torch.device) -> float:
+    """The best rate, in bytes read and written a second, at which this process copies memory of ``device``; a few milliseconds."""
+    size = (256 << 20) if on_gpu(device) else (32 << 20)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best_s = float("inf")
+    for _ in range(_ROUNDS):
+        wait_for_device(device)
+        begin_s = time.perf_counter()
+        target.copy_(source)
+        wait_for_device(device)
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    return 2 * size / best_s

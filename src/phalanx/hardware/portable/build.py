@@ -1,4 +1,4 @@
-"""Compiles the library of portable kernels, without importing PyTorch.
+"""Compile the library of portable kernels without importing PyTorch, and check that the processor can run it.
 
 The kernels are C files (``products.c``, ``attention.c``, ``sums.c``, ``functions/``, and ``layer_step.c``, which calls the others), which define what is computed, and
 one C++ file (``registered.cpp``) for PyTorch. The library is compiled at its first use, in seconds, once for each release of PyTorch.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import platform
 from pathlib import Path
 
 from phalanx.hardware.kernels.compiler import OPTIONS, NoHostKernelsError, compiled
@@ -39,3 +40,24 @@ def library_file() -> Path:
     options = (*OPTIONS, f"-I{torch / 'include'}", release)
     linked = (f"-L{torch / 'lib'}", "-l:libtorch_cpu.so", "-lstdc++")
     return compiled(_SOURCE, options, beside=_BESIDE, linked=linked, notice=_NOTICE)
+
+
+# The processors that can have portable numerics.
+
+
+def unfit_processor() -> str:
+    """Why this processor has no portable numerics, as a clause; empty if it has."""
+    machine = platform.machine()
+    if machine in ("aarch64", "arm64"):
+        return ""
+    if machine != "x86_64":
+        return f"this one is {machine}"
+    return "" if {"avx2", "fma"} <= _processor_flags() else f"this one is {machine} without them"
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())

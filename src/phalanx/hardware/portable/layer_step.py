@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.team import Team
+from phalanx.hardware.kernels.layer_kernel import Team
 from phalanx.hardware.portable.library import load
 
 MOST_ROWS = 48

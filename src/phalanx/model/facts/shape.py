@@ -1,4 +1,4 @@
-"""Lists every parameter of a model: its table of parts.
+"""The shape of a model: every parameter in a table, its counts and FLOP, its pipeline stages, and what a stretched rotary embedding implies.
 
 The rows come from the files of the kinds of layers (``phalanx.run.kinds``); a test holds the table against the module in
 ``phalanx.model.transformer``.
@@ -6,14 +6,23 @@ The rows come from the files of the kinds of layers (``phalanx.run.kinds``); a t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.run.factory import FactoryError
 from phalanx.run.kinds import block, ends, prediction_ahead
+from phalanx.run.kinds.attention import attention_kind
+from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.operations import AttentionCore, square_keys
 from phalanx.run.kinds.parts import Parameter
-from phalanx.run.spec import ModelSpec
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.layout import stages_per_rank
+from phalanx.run.spec import ModelSpec, OptimizerSpec, RopeScalingSpec, RunSpec
 
 
 def parameters(spec: ModelSpec) -> Iterator[Parameter]:
@@ -69,3 +78,198 @@ def buffers(spec: ModelSpec) -> Iterator[Parameter]:
             if part.kind == "router":
                 name = part.name.removesuffix("weight") + "bias"
                 yield Parameter(name, (spec.moe.experts,), "balance")
+
+
+# Parameters, FLOP per token and bytes of a run's state, counted from the shape.
+#
+# FLOP conventions, since published figures differ:
+#
+# - ``matmul``: 2 FLOP per multiply-add, forward once and backward twice: 6 per weight that a token is multiplied
+#   with. The embedding look-up multiplies nothing; the output projection does, once more for each prediction ahead. Of
+#   routed experts, ``per_token`` count.
+# - ``attention``: scores and weighted values. ``causal`` counts the half of the square that a causal mask needs,
+#   ``3 * heads * (query width + value width) * seq`` per token and layer; ``full`` counts the whole square, twice that, as
+#   PaLM (arXiv 2204.02311, appendix B) and most published MFU figures do. In layers with a sliding window both count the band
+#   that its mask needs, ``full`` twice. The widths are both ``head_dim``, but for latent
+#   attention, whose expansion of keys and values is counted once per token, as in training; where it is absorbed, queries are as wide
+#   as what is kept of a token, and values as its latent.
+#
+# *Active* parameters are all that a token meets on its way through the main model, embedding and output projection
+# included, as papers count them: of the routed experts ``per_token``, and no predictions ahead.
+#
+# ``mfu`` in this project uses ``full``, so that it compares with what others publish; the throughput benchmark
+# states FLOP/s by the smaller, ``causal``, count.
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sizes of one resolved model at one sequence length."""
+
+    parameters: int
+    embedding_parameters: int
+    active_parameters: int
+    """Parameters of the main model that one token meets."""
+    expert_parameters: int
+    """Parameters of all routed experts."""
+    matmul_parameters: int
+    """Weights that a token is multiplied with (a tied embedding counts once, for the projection)."""
+    attention_flops_per_token_full: int
+    attention_flops_per_token_causal: int
+
+    @property
+    def flops_per_token(self) -> int:
+        """Training FLOP per token, attention counted in full (PaLM's convention, used for MFU)."""
+        return 6 * self.matmul_parameters + self.attention_flops_per_token_full
+
+    @property
+    def flops_per_token_causal(self) -> int:
+        """Training FLOP per token that a causal mask needs."""
+        return 6 * self.matmul_parameters + self.attention_flops_per_token_causal
+
+
+def fleet_state_bytes(spec: ModelSpec, optimizer: OptimizerSpec, compute_bytes: int) -> dict[str, int]:
+    """Bytes of a run's state over the whole fleet, by kind; ``compute_bytes`` is 2 for bf16, 4 for fp32.
+
+    Master weights and gradients are fp32, the optimizer's state is what ``optimizer_state`` lists; the compute copy
+    exists only where its format differs from the master's.
+    """
+    elements = sum(parameter.numel for parameter in parameters(spec))
+    sizes = {"weights": 4 * elements, **state_bytes_by_name(optimizer, parameters(spec))}
+    sizes["gradients"] = 4 * elements
+    if compute_bytes != 4:
+        sizes["compute copy"] = compute_bytes * elements
+    return sizes
+
+
+def count(spec: ModelSpec, seq_len: int) -> Counts:
+    """Counts of a resolved model (see ``phalanx.run.kinds.whole_model.resolve``) at ``seq_len`` tokens."""
+    total = embedding = active = experts = matmul = 0
+    for parameter, number in numbered_parameters(spec):
+        total += number * parameter.numel
+        active += 0 if parameter.section == "ahead" else number * parameter.met
+        embedding += parameter.numel if parameter.kind == "embedding" else 0
+        experts += number * parameter.numel if parameter.stacked else 0
+        matmul += number * parameter.met * parameter.products
+    core = attention_kind(spec).core(spec)
+    full = round((spec.layers + prediction_ahead.depths(spec)) * _attention_flops(core, core.keys(seq_len)))
+    return Counts(
+        parameters=total,
+        embedding_parameters=embedding,
+        active_parameters=active,
+        expert_parameters=experts,
+        matmul_parameters=matmul,
+        attention_flops_per_token_full=full,
+        attention_flops_per_token_causal=full // 2,
+    )
+
+
+def block_flops(spec: ModelSpec, seq_len: int, *, mixture: bool, window: int = 0) -> float:
+    """Training FLOP per token of one block, of attention those that its mask needs; ``window`` 0 is none."""
+    matmul = sum(part.met * part.products for part in block.parts(spec, mixed=mixture))
+    core = attention_kind(spec).core(spec)
+    return 6 * matmul + _attention_flops(core, square_keys(seq_len, window)) / 2
+
+
+def _attention_flops(core: AttentionCore, keys: float) -> float:
+    """FLOP of one token in the attention of one layer, the whole square of scores."""
+    # Forward: QK^T and PV, 2 FLOP x heads x width x keys seen; backward twice that.
+    return 6 * core.heads * core.widths * keys
+
+
+# Pipeline stages: the layers that each of them has.
+#
+# A pipeline is as slow as its slowest stage. Layers differ (a mixture of experts costs another amount than a dense layer), and
+# the output projection comes on top of the last layer; so the division is found exactly, by dynamic programming over the
+# costs of the layers, rather than by giving each stage as many.
+
+
+def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """The number of consecutive layers of each stage, at least one, such that the costliest stage costs least.
+
+    Args:
+        costs: Cost of each layer, in any unit; embedding and output projection count with the first and last layer.
+        stages: At most as many as layers.
+
+    Raises ``ValueError`` when there are more stages than layers.
+    """
+    layers = len(costs)
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be divided into {stages} stages of at least one layer")
+    before = [0.0, *accumulate(costs)]
+    # For the first `end` layers in so many stages: the dearest stage, squares that prefer even stages, the last boundary.
+    tables: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
+    for stage in range(1, stages + 1):
+        shorter = tables[-1]
+        table = {}
+        for end in range(stage, layers - (stages - stage) + 1):
+            ways = ((shorter[begin], before[end] - before[begin], begin) for begin in shorter if begin < end)
+            table[end] = min((max(way[0], cost), way[1] + cost * cost, begin) for way, cost, begin in ways)
+        tables.append(table)
+    sizes, end = [], layers
+    for table in reversed(tables[1:]):
+        begin = table[end][2]
+        sizes.append(end - begin)
+        end = begin
+    return tuple(reversed(sizes))
+
+
+def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
+    """Training FLOP per token of each layer of a resolved model, the output projection's in the last one's."""
+
+    kinds = [(is_mixture(spec, layer), window_of(spec, layer)) for layer in range(spec.layers)]
+    by_kind = {
+        (mixture, window): block_flops(spec, seq_len, mixture=mixture, window=window)
+        for mixture, window in {*kinds}
+    }
+    costs = [by_kind[kind] for kind in kinds]
+    costs[-1] += 6.0 * spec.vocab_size * spec.dim
+    return costs
+
+
+def stage_layers(spec: RunSpec, costs: Sequence[float] = ()) -> list[range]:
+    """The layers of each stage of a run, first stage first: as the run file says, or else balanced by FLOP.
+
+    ``costs`` are those of a user's own model's layers, in any unit; empty means that they follow from ``spec.model``.
+    """
+    parallel = spec.parallel
+    stages = parallel.pipeline * stages_per_rank(parallel) if parallel.pipeline > 1 else 1
+    sizes = parallel.pipeline_split or balance(
+        costs or layer_costs(resolve(spec.model), spec.train.seq_len), stages
+    )
+    boundaries = [0, *accumulate(sizes)]
+    return [range(begin, end) for begin, end in pairwise(boundaries)]
+
+
+# Numbers that follow from the stretching of a rotary embedding: temperatures of attention, and LongRoPE's change-over.
+
+
+def _temperature(factor: float, strength: float) -> float:
+    """By how much attention is sharpened over a context ``factor`` times as long (arXiv 2309.00071, equation 22)."""
+    return 0.1 * strength * math.log(factor) + 1.0
+
+
+def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
+    """The factor of the rotary tables: 1, but for YaRN and LongRoPE (arXiv 2402.13753, as in Phi-3: arXiv 2404.14219)."""
+    if scaling is not None and scaling.kind == "longrope":
+        return scaling.temperature or math.sqrt(
+            1 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len)
+        )
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.temperature:
+        return scaling.temperature
+    above, below = scaling.mscale or 1.0, scaling.mscale_all_dim
+    return _temperature(scaling.factor, above) / _temperature(scaling.factor, below)
+
+
+def softmax_temperature(scaling: RopeScalingSpec | None) -> float:
+    """The factor of latent attention's scores: 1, but for DeepSeek's YaRN with ``mscale_all_dim``."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def longest_short(spec: ModelSpec) -> int:
+    """Tokens of the longest sequence that is rotated by LongRoPE's short factors; 0 if its length changes nothing."""
+    scaling = spec.rope_scaling
+    return scaling.original_max_seq_len if scaling is not None and scaling.kind == "longrope" else 0

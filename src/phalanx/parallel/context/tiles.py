@@ -24,14 +24,14 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
 from phalanx.model.layers.attention.attend import (
+    Score,
     attend,
     attend_backward,
     mask_bias,
     sink_gradient,
     with_sinks,
 )
-from phalanx.model.layers.attention.documents import Documents
-from phalanx.model.layers.attention.soft_cap import Score
+from phalanx.model.layers.attention.attention import Documents
 
 
 @dataclass(frozen=True)

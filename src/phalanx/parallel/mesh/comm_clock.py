@@ -2,7 +2,7 @@
 
 A collective on gloo blocks the calling thread, so its time is communication that nothing hides. On a GPU
 collectives run on streams of their own, and what the host spends launching them says nothing; there the time is counted in which the
-stream of the computation waits for one (``phalanx.hardware.local.queue_times``).
+stream of the computation waits for one (``phalanx.hardware.local.device``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.hardware.local.device import on_gpu
-from phalanx.hardware.local.queue_times import QueueTimes, queue_times
+from phalanx.hardware.local.device import QueueTimes, on_gpu, queue_times
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The mesh: a rank's coordinate on every axis, and the process groups of the axes.
+"""The mesh: a rank's coordinate on every axis, the process groups of the axes, machines, and the partition of parameters.
 
 ``phalanx.run.layout`` says which degrees there are and which are legal; here they become groups of processes. The same
 ranks are looked at in several ways:
@@ -17,15 +17,18 @@ The mesh is made once and passed to whoever needs it; nothing here is global.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.parallel.mesh.machines import TwoLevels, ranks_in_a_machine
+from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.slots import Deal
-from phalanx.parallel.mesh.torch_compat import group_timeout
+from phalanx.parallel.mesh.torch_compat import all_gather_single, group_timeout, local_slice_of
 from phalanx.run.kinds.whole_model import key_copies
 from phalanx.run.layout import Layout, layout_of, layout_problems
 from phalanx.run.problems import Problem
@@ -229,3 +232,148 @@ def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks
             ranks, layout.expert_shard, layout.expert * layout.expert_tensor, machine_ranks
         ),
     )
+
+
+# Machines in the mesh: which ranks of a group share one machine, where links are an order of magnitude faster.
+#
+# Ranks are numbered machine by machine, so with as many ranks on each machine, a rank's machine is its number divided by theirs. A
+# group whose ranks fill whole machines, or equal parts of them, has two levels: the ranks of one machine, and the ranks that stand at
+# the same place of all machines. What the ranks of a machine can combine first crosses the network once instead of once for each.
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_UNKNOWN = -1
+"""A rank's machine that it cannot tell from others."""
+
+
+@dataclass(frozen=True)
+class TwoLevels:
+    """The process groups of a group of ranks that stand in several machines, as many in each."""
+
+    inside: dist.ProcessGroup
+    """The ranks in this rank's machine, in their order."""
+    across: dist.ProcessGroup
+    """The ranks at this rank's place in every machine, in the order of machines."""
+    machine: int
+    """This rank's machine, by its number among them."""
+
+    @property
+    def width(self) -> int:
+        """Ranks of the group in each machine."""
+        return self.inside.size()
+
+    @property
+    def machines(self) -> int:
+        """Number of machines."""
+        return self.across.size()
+
+
+def ranks_in_a_machine(ranks: int, stride: int, machine_ranks: int) -> int:
+    """The number of ranks that a group has in each of its machines; 1 where two levels are of no use, or are uneven.
+
+    Args:
+        ranks: Of the group, each ``stride`` above the one before; its first is a multiple of ``ranks * stride``, plus less
+            than ``stride``.
+        stride: 1 if no other axis varies faster.
+        machine_ranks: Ranks of all groups on each machine; 0 if they are not equally many, or unknown.
+    """
+    if not machine_ranks or machine_ranks % stride or ranks * stride % machine_ranks:
+        return 1
+    width = machine_ranks // stride
+    return width if width < ranks else 1
+
+
+def count_machine_ranks(device: torch.device, boot_id: Path = BOOT_ID) -> int:
+    """The number of ranks on each machine; 0 if it is not the same on all, or if ranks are not numbered machine by machine.
+
+    A collective call of the default process group, of 8 bytes a rank. The kernel's boot identifier says which machine it is,
+    since containers of one machine have names of their own. ``boot_id`` is the file with the identifier.
+    """
+    try:
+        digest = int.from_bytes(hashlib.sha256(boot_id.read_bytes()).digest()[:7], "big")
+    except OSError:
+        digest = _UNKNOWN  # not Linux, or a sandbox; the others wait for this rank all the same
+    mine = torch.tensor([digest], device=device)
+    machines = torch.empty(dist.get_world_size(), dtype=mine.dtype, device=device)
+    all_gather_single(machines, mine, None)
+    found = machines.tolist()
+    return 0 if _UNKNOWN in found else equal_runs(found)
+
+
+def equal_runs(machines: list[int]) -> int:
+    """The length of each run of equal numbers, if all runs are equally long and no number comes back; else 0."""
+    width = next((i for i, machine in enumerate(machines) if machine != machines[0]), len(machines))
+    starts = machines[::width]
+    even = len(set(starts)) == len(starts) == len(machines) / width
+    return width if even and all(machines[i] == starts[i // width] for i in range(len(machines))) else 0
+
+
+# Partition of a parameter over the tensor and expert axes: the position of a rank's part in the full parameter.
+#
+# The tensor and expert axes leave each rank with plain tensors that are parts of the whole; FSDP2 then divides these parts
+# and knows of nothing else. A ``Partition`` keeps what FSDP2 does not know, so that initial values, checkpoints, hashes and
+# norms can speak of the whole parameter: for each dimension that is divided, which piece of how many this is, and among
+# which ranks. Pieces are as even as can be: piece *i* of *n* of a size *s* begins at ``i * s // n``.
+
+
+def piece(size: int, index: int, count: int) -> range:
+    """The indices of piece ``index`` of ``count`` of a dimension."""
+    return range(index * size // count, (index + 1) * size // count)
+
+
+@dataclass(frozen=True)
+class DimSplit:
+    """One dimension of a parameter, divided over the ranks of ``group``; this rank has piece ``index`` of ``count``."""
+
+    dim: int
+    index: int
+    count: int
+    group: dist.ProcessGroup
+    copies: int = 1
+    """Neighbors in ``group`` that hold the same piece; the group has ``count * copies`` ranks."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The division of a parameter of shape ``whole`` over the tensor and expert axes."""
+
+    whole: tuple[int, ...]
+    splits: tuple[DimSplit, ...] = ()
+    copy: int = 0
+    """Number of this rank among those of these axes that hold the same part."""
+    copies: int = 1
+
+    @property
+    def part(self) -> LocalSlice:
+        """This rank's part, before FSDP divides it."""
+        offset, shape = [0] * len(self.whole), list(self.whole)
+        for split in self.splits:
+            indices = piece(self.whole[split.dim], split.index, split.count)
+            offset[split.dim], shape[split.dim] = indices.start, len(indices)
+        return LocalSlice(tuple(offset), tuple(shape))
+
+    def local_slice(self, tensor: Tensor) -> LocalSlice:
+        """The part of the whole that this rank holds of a tensor that is laid out like the parameter."""
+        begin, _ = self.part
+        offset, shape = local_slice_of(tensor)
+        return LocalSlice(tuple(a + b for a, b in zip(begin, offset, strict=True)), shape)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All-gathers the whole from the ranks' parts (not divided by FSDP). A collective of the splits' groups."""
+        for split in self.splits:
+            size = self.whole[split.dim]
+            longest = -(-size // split.count)
+            shape = list(part.shape)
+            shape[split.dim] = longest
+            padded = part.new_zeros(shape)
+            padded.narrow(split.dim, 0, part.shape[split.dim]).copy_(part)
+            pieces = [torch.empty_like(padded) for _ in range(split.count * split.copies)]
+            dist.all_gather(pieces, padded, group=split.group)
+            part = torch.cat(
+                [
+                    other.narrow(split.dim, 0, len(piece(size, index, split.count)))
+                    for index, other in enumerate(pieces[:: split.copies])
+                ],
+                split.dim,
+            )
+        return part

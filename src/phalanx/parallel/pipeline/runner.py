@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from phalanx.model.autograd import FunctionContext, apply_function
+from phalanx.model.layers.dense import Linear
 from phalanx.model.layers.experts.expert_groups import Groups, grouped_product
 from phalanx.model.layers.experts.moe import Experts
-from phalanx.model.layers.linear import Linear
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.pipeline.schedules import Action, Schedule, StageMessage, stages_of_rank
 from phalanx.parallel.pipeline.stage_links import StageLinks

@@ -29,16 +29,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from phalanx.model.block import Block
 from phalanx.model.custom import blocks_of
 from phalanx.model.layers.experts.expert_groups import add_slots
 from phalanx.model.layers.experts.moe import Experts, MoE
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.mesh.torch_compat import finish_backward, give_gradient, measure_waits
-from phalanx.parallel.reduction.integer.summation import IntegerSummation
+from phalanx.parallel.reduction.integer_summation import IntegerSummation
 from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
 from phalanx.parallel.reduction.summation import FastSummation, Summation, TreeSummation
 from phalanx.run.spec import RunSpec

@@ -21,10 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.machines import TwoLevels
+from phalanx.parallel.mesh.mesh import TwoLevels
 from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, all_gather_single
-from phalanx.parallel.reduction.level_sums import LevelSums, leaf_sums, level_sums
-from phalanx.parallel.reduction.tree import TreeReducer
+from phalanx.parallel.reduction.tree import LevelSums, TreeReducer, leaf_sums, level_sums
 
 
 class PlainBuffers:

@@ -10,7 +10,7 @@ latents of latent attention, which are small. Each rank sees its own part of the
 collective for each block and backward pass. Where there are more ranks than key and value heads, neighbors hold the same head,
 each for some of the query heads that share it; the gradients of these copies are summed in the order of the ranks.
 
-Routed experts are left as they are (``phalanx.parallel.expert.apply``); each rank routes the tokens of its piece.
+Routed experts are left as they are (``phalanx.parallel.expert``); each rank routes the tokens of its piece.
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.block import Block
 from phalanx.model.facts.shape import parameters
+from phalanx.model.layers.dense import Linear, note_derived_weights
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.model.layers.experts.router import routers
-from phalanx.model.layers.linear import Linear, note_derived_weights
-from phalanx.model.mtp import PredictionAhead
-from phalanx.model.transformer import Transformer
-from phalanx.parallel.context.fixed.ranks import RankTiles
+from phalanx.model.transformer import Block, PredictionAhead, Transformer
+from phalanx.parallel.context.rank_tiles import RankTiles
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.partition import DimSplit, Partition, piece
+from phalanx.parallel.mesh.mesh import DimSplit, Mesh, Partition, piece
 from phalanx.parallel.mesh.torch_compat import overlap_with_products
 from phalanx.parallel.tensor.lanes.apply import RankLanes, apply_lanes
 from phalanx.parallel.tensor.sequence_comm import SequenceComm

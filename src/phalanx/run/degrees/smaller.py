@@ -1,7 +1,7 @@
 """The tensor or context degree with which a run goes on when its fleet has too few ranks left for that of its run file.
 
 A run in lanes has the same bits under every tensor degree (``phalanx.parallel.tensor.lanes``), one in context tiles under every
-context degree (``phalanx.parallel.context.fixed``), so a fleet that lost half of a node need not wait for a spare: ``fleet.least_tensor``
+context degree (``phalanx.parallel.context.fixed_tiles``), so a fleet that lost half of a node need not wait for a spare: ``fleet.least_tensor``
 and ``fleet.least_context`` say how far the degrees may fall, and ``fleet.halve_first`` which of them falls first. They are halved until the ranks that are
 left suffice, and are those of the run file again once there are enough. Experts that are dealt to the ranks of a slot are dealt to fewer in the same proportion. Every rank and the coordinator
 decide alike, from the run file and the number of ranks.

@@ -1,6 +1,6 @@
 """The contract of a kind of attention, and the choice of the kind that a model has.
 
-A kind is a file of this folder with the functions of ``AttentionKind``; ``phalanx.model.block`` says which ``nn.Module``
+A kind is a file of this folder with the functions of ``AttentionKind``; ``phalanx.model.transformer`` says which ``nn.Module``
 computes it.
 """
 

@@ -1,4 +1,4 @@
-"""A block: attention and feed-forward, each normalized before or after and added to the residual stream (``phalanx.model.block``)."""
+"""A block: attention and feed-forward, each normalized before or after and added to the residual stream (``phalanx.model.transformer``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense feed-forward layer, gated or plain; its module is ``phalanx.model.layers.feed_forward``."""
+"""The dense feed-forward layer, gated or plain; its module is ``phalanx.model.layers.dense``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2); its module is ``phalanx.model.mtp``."""
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2); its module is ``phalanx.model.transformer``."""
 
 from __future__ import annotations
 

@@ -15,27 +15,24 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.committed.retention import Retention
 from phalanx.checkpoint.format.errors import NoSuchStepError
 from phalanx.checkpoint.format.shards import Shard
+from phalanx.checkpoint.save.interval import Retention
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.save.store_uploader import CopyRules, CopyShare, RankCopies
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.checkpoint.tiers.origin import open_origin
+from phalanx.checkpoint.tiers.object_tier import ObjectTier, open_origin
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
-from phalanx.hardware.local.device import device_name, on_gpu
-from phalanx.hardware.local.device_peak import accelerator_named
-from phalanx.hardware.local.matmul_peak import measure_matmul_flops
+from phalanx.hardware.local.detect import accelerator_named
+from phalanx.hardware.local.device import device_name, measure_matmul_flops, on_gpu
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.hardware.portable.operations import end as end_portable
 from phalanx.observe.events import IncidentKind
 from phalanx.observe.ledger.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
 from phalanx.observe.logs.place import Place
-from phalanx.parallel.mesh.machines import BOOT_ID, count_machine_ranks
-from phalanx.parallel.mesh.mesh import Mesh, build_mesh
+from phalanx.parallel.mesh.mesh import BOOT_ID, Mesh, build_mesh, count_machine_ranks
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage

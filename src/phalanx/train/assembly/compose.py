@@ -13,15 +13,14 @@ import torch
 from torch import nn
 
 from phalanx.model.custom import Chain, blocks_of
-from phalanx.model.layers.experts.independent_rows import make_rows_independent
+from phalanx.model.layers.experts.moe import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger.ledger import Bucket
 from phalanx.parallel.context.apply import apply_context
-from phalanx.parallel.context.fixed.ranks import rank_tiles
-from phalanx.parallel.expert.apply import apply_experts
+from phalanx.parallel.context.rank_tiles import rank_tiles
+from phalanx.parallel.expert import apply_experts
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.partition import Partition
+from phalanx.parallel.mesh.mesh import Mesh, Partition
 from phalanx.parallel.mesh.slots import rounds_of
 from phalanx.parallel.pipeline.runner import Pipeline
 from phalanx.parallel.pipeline.schedules import Schedule, stages_of_rank

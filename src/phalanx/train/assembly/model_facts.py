@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.model.custom import Chain, custom_facts
-from phalanx.model.facts.counts import count
-from phalanx.model.facts.shape import buffers, parameters
-from phalanx.model.facts.stages import stage_layers
+from phalanx.model.facts.shape import buffers, count, parameters, stage_layers
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.spec import ModelSpec, RunSpec

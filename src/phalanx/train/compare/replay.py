@@ -25,8 +25,7 @@ from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.reading.dataset import RunData
 from phalanx.observe.ledger.ledger import Ledger
-from phalanx.parallel.mesh.machines import count_machine_ranks
-from phalanx.parallel.mesh.mesh import Mesh, build_mesh
+from phalanx.parallel.mesh.mesh import Mesh, build_mesh, count_machine_ranks
 from phalanx.parallel.pipeline.schedules import stages_of_rank
 from phalanx.parallel.reduction.checksum import piece_checksum
 from phalanx.parallel.reduction.data_parallel import gradients, local

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from phalanx.checkpoint.committed.compare import TensorDifference, compare_step
+from phalanx.checkpoint.committed.digest import TensorDifference, compare_step
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import EventLogError

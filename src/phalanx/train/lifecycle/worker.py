@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.hardware.local.environment import set_for_rank
+from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.parent import die_with_parent
 from phalanx.process.stop_signals import StopRequest
@@ -50,7 +50,7 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
 
     Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
     """
-    from phalanx.hardware.freed_memory import keep_freed_memory
+    from phalanx.hardware.local.device import keep_freed_memory
     from phalanx.observe.ledger.ledger import Bucket, Ledger
     from phalanx.observe.record.records import process_age_ns
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_from_environment
@@ -74,7 +74,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     """
     import torch.distributed as dist
 
-    from phalanx.hardware.local.throttle import Throttles
+    from phalanx.hardware.local.detect import Throttles
     from phalanx.observe.event_log import EventLog
     from phalanx.observe.rank_file.recorder import RankRecorder
     from phalanx.observe.sinks.registry import open_sinks

@@ -20,11 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.hardware.portable import checks
+from phalanx.hardware.portable import operations
 from phalanx.model.facts.shape import numbered_parameters
-from phalanx.model.layers.attention.absorbed import AbsorbedUp, latents_as_keys
 from phalanx.model.layers.attention.attention import CausalCore
-from phalanx.model.layers.norm import RMSNorm
+from phalanx.model.layers.attention.mla import AbsorbedUp, latents_as_keys
+from phalanx.model.layers.dense import RMSNorm
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.run.directory.durable import create_once
 from phalanx.run.directory.paths import RunDirectory
@@ -59,7 +59,7 @@ class Numerics:
 def probe(spec: RunSpec, device: torch.device) -> Numerics:
     """Computes all probes of a resolved run on ``device``; takes about a tenth of a second. A process with portable numerics has tried its bits already."""
     if spec.runtime.numerics == "portable":
-        return Numerics(socket.gethostname(), checks.DIGESTS)
+        return Numerics(socket.gethostname(), operations.DIGESTS)
     dtype = compute_dtype(spec)
     with torch.enable_grad(), torch.device(device):
         found = {name: _hash(compute()) for name, compute in _probes(spec, dtype)}

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.hardware.kernels.choose import kernels_for
 from phalanx.hardware.kernels.reference import REFERENCE, UpdateFactors
-from phalanx.model.init import flat_indices
-from phalanx.model.random_bits import random_words, stream_key
+from phalanx.model.init import flat_indices, random_words, stream_key
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.parts import Parameter
@@ -146,7 +145,7 @@ def adamw_update(
 #
 # ``bf16`` is rounded stochastically: up or down with probabilities that make the rounding right on average, because an
 # ordinary rounding would swallow the small change that a step makes to a running mean. The random bits are a function of
-# (seed, name, step, element), see ``phalanx.model.random_bits``.
+# (seed, name, step, element), see ``phalanx.model.init``.
 #
 # ``int8`` (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861) keeps a code of one byte per
 # element and the largest magnitude of every block. Blocks run along the last dimension of the whole parameter, so that they

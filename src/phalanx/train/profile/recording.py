@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.hardware.local.device import wait_for_device, wait_for_stream
-from phalanx.hardware.local.memory_peak import measure_copy_bytes_per_s
+from phalanx.hardware.local.device import measure_copy_bytes_per_s, wait_for_device, wait_for_stream
 from phalanx.observe.events import IncidentKind
 from phalanx.observe.profile.recorded_step import ORDER_FILE, rank_file, write_rank_trace
 from phalanx.observe.profile.request import ProfileRequest, ProfileRequestError

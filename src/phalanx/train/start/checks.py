@@ -13,11 +13,18 @@ from pathlib import Path
 
 from phalanx.checkpoint.committed.digest import OPTIMIZER, WEIGHTS
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.interop.huggingface.choice import family_for, unsayable
+from phalanx.checkpoint.interop.huggingface.families.known import family_for, unsayable
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.origin import open_origin
-from phalanx.data.reading.places import DatasetPlace, tokenizer_folder
-from phalanx.data.reading.sources import DataIndex, MixtureIndex, epoch_problems, index_of_places, mixture_of
+from phalanx.checkpoint.tiers.object_tier import open_origin
+from phalanx.data.reading.sources import (
+    DataIndex,
+    DatasetPlace,
+    MixtureIndex,
+    epoch_problems,
+    index_of_places,
+    mixture_of,
+    tokenizer_folder,
+)
 from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens
 from phalanx.model.facts.optimizer_state import state_bytes_by_name

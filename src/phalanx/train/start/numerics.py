@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
-from phalanx.hardware.portable.build import library_file
-from phalanx.hardware.portable.processor import unfit_processor
+from phalanx.hardware.portable.build import library_file, unfit_processor
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.rules.portable import not_portable
 from phalanx.run.spec import RunSpec

@@ -331,6 +331,6 @@ def _take_over_published(init_from: str, directory: RunDirectory) -> None:
 
 def _take_over_template(source: Path, folder: Path) -> None:
     """Has the chat template taken over. What reads it is imported here: agents and coordinators, which open no run, would wait for Jinja."""
-    from phalanx.data.chat.kept import take_over_template
+    from phalanx.data.chat.encode import take_over_template
 
     take_over_template(source, folder)

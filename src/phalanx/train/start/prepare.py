@@ -11,20 +11,20 @@ from glob import has_magic
 from pathlib import Path
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.checkpoint.tiers.origin import pinned_in_store
+from phalanx.checkpoint.tiers.object_tier import pinned_in_store
 from phalanx.data.errors import DataError
 from phalanx.data.formats.document import Document, ReadOptions
-from phalanx.data.preparing.corpus import named_corpus
-from phalanx.data.preparing.files import OnBad, files_of
+from phalanx.data.preparing.files import OnBad, files_of, named_corpus
 from phalanx.data.preparing.prepare import OnProgress, prepare
-from phalanx.data.reading.places import (
+from phalanx.data.reading.sources import (
     DatasetPlace,
+    MixtureIndex,
+    index_of_places,
     local_folder,
     open_places,
     template_folder,
     tokenizer_folder,
 )
-from phalanx.data.reading.sources import MixtureIndex, index_of_places
 from phalanx.data.stored.index import INDEX_FILE
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.hardware.local.detect import gpu_count

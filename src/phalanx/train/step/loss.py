@@ -28,12 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.model.alignment import aligned
 from phalanx.model.autograd import FunctionContext, apply_function
-from phalanx.model.layers.linear import Affine
-from phalanx.parallel.context.fixed.ranks import RankTiles
+from phalanx.model.layers.dense import Affine, aligned
+from phalanx.parallel.context.rank_tiles import RankTiles
 from phalanx.parallel.tensor.apply import VocabularyPiece
-from phalanx.parallel.tensor.tree_sums import add_in_tree
+from phalanx.parallel.tensor.sequence_comm import add_in_tree
 
 IGNORE = -100
 """A target that takes no part in the loss, as in ``torch.nn.functional.cross_entropy``."""
@@ -339,7 +338,7 @@ def summed_cross_entropy(
         chunk: Tokens whose logits are held at once.
         rows: The rows of the vocabulary that ``weight`` has; ``None`` for all.
         tiles: The context tiles that the tokens are, one after the other; ``None`` if the run has none.
-        cap: Soft cap of the logits (``phalanx.model.layers.attention.soft_cap``); 0 for none.
+        cap: Soft cap of the logits (``phalanx.model.layers.attention.attend``); 0 for none.
 
     Returns:
         0-dim, fp32: a sum, not a mean, so that slots with any number of targets can be added. It is the same on all ranks that

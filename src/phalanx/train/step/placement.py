@@ -1,6 +1,6 @@
 """The placement of a run's state: the part of each tensor that this rank holds, and the ranks that hold the same part.
 
-The tensor, expert and pipeline axes divide the model's parameters before FSDP does (``phalanx.parallel.mesh.partition``); this
+The tensor, expert and pipeline axes divide the model's parameters before FSDP does (``phalanx.parallel.mesh.mesh``); this
 table composes both, for code that works on whole tensors: initial values, checkpoints, the hash of the weights and the norm of
 the gradient.
 """
@@ -18,8 +18,7 @@ from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
 from phalanx.observe.ledger.ledger import Bucket
 from phalanx.parallel.mesh.comm_clock import CommClock
-from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.mesh.partition import Partition
+from phalanx.parallel.mesh.mesh import Mesh, Partition
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.reduction.data_parallel import DataParallel, local
 from phalanx.run.kinds.parts import Parameter

@@ -16,12 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.data.reading.documents import document_ids
 from phalanx.hardware.local.device import brought
-from phalanx.model.layers.attention.documents import Documents
-from phalanx.model.mtp import targets_ahead, tokens_ahead, training_loss
-from phalanx.parallel.context.fixed.ranks import RankTiles, tiled_positions
-from phalanx.parallel.context.head_tail import context_positions
+from phalanx.model.layers.attention.attention import Documents, document_ids
+from phalanx.model.transformer import targets_ahead, tokens_ahead, training_loss
+from phalanx.parallel.context.exchange import context_positions
+from phalanx.parallel.context.rank_tiles import RankTiles, tiled_positions
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.pipeline.runner import Accumulation, Pipeline

@@ -30,11 +30,11 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from phalanx.hardware.local.device import on_gpu
 from phalanx.model.autograd import FunctionContext, apply_function
-from phalanx.model.block import Block
+from phalanx.model.layers.dense import Linear
 from phalanx.model.layers.experts.expert_groups import Groups
 from phalanx.model.layers.experts.moe import Experts
-from phalanx.model.layers.linear import Linear
 from phalanx.model.narrow import SHARING, Quantized, Scaling, dequantize, quantize
+from phalanx.model.transformer import Block
 from phalanx.run.spec import RunSpec
 
 _BLOCK = SHARING  # also what the kernels want sums to be a multiple of

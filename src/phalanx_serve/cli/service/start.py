@@ -99,7 +99,7 @@ def start(options: ServeOptions, served: ServedRun, said: Said) -> None:
             _start(options, served, said, sock)
             return
         from phalanx.checkpoint.format.errors import CheckpointError
-        from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
+        from phalanx.checkpoint.interop.huggingface.stored_folder import stand_in
 
         with explained(CheckpointError), stand_in(path) as found:
             for note in found.notes:

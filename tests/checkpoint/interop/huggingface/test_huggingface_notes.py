@@ -18,14 +18,15 @@ from parity.hf_models import CONFIGS, SMALL, random_tokens
 from phalanx.checkpoint.interop.huggingface.config import (
     HuggingFaceError,
     UnsupportedModelError,
+    export_notes,
     hf_config_of,
+    import_notes,
     spec_of,
 )
 from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
 from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
+from phalanx.checkpoint.interop.huggingface.folders import kept_by_export, note_lost_fields
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
-from phalanx.checkpoint.interop.huggingface.notes import export_notes, import_notes
-from phalanx.checkpoint.interop.huggingface.publisher_files import kept_by_export, note_lost_fields
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 

@@ -17,8 +17,8 @@ from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.stretching import rotary_temperature
-from phalanx.model.layers.attention.cache import empty_cache
+from phalanx.model.facts.shape import rotary_temperature
+from phalanx.model.layers.attention.attention import empty_cache
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.generate import generate

@@ -19,8 +19,8 @@ from checkpoint.saved_models import restored, save_models
 from checkpoint.shards import shards_of
 from model.initialized import initialized
 from parity.hf_models import CONFIGS, MIXTURES, hf_model, our_model, random_tokens
+from phalanx.checkpoint.committed.copying import verify
 from phalanx.checkpoint.committed.digest import digest_checkpoint
-from phalanx.checkpoint.committed.verify import verify
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import Image, image_layout
 from phalanx.checkpoint.interop.huggingface.config import (

@@ -17,13 +17,12 @@ from safetensors.torch import load_file, save_file
 from checkpoint.huggingface_models import CONFIGS, edit_config, saved_by_transformers
 from parity.llama3_folder import save_llama3
 from phalanx.checkpoint.committed.digest import digest_checkpoint
-from phalanx.checkpoint.committed.restore_weights import Rows
+from phalanx.checkpoint.committed.restore import Rows
 from phalanx.checkpoint.format.errors import NoSuchStepError, StorageError
 from phalanx.checkpoint.interop.huggingface.config import HuggingFaceError
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
-from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
-from phalanx.checkpoint.interop.huggingface.stored.stand_in import stand_in
-from phalanx.checkpoint.pack.index import PackError
+from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier, stand_in
+from phalanx.checkpoint.pack.layout import PackError
 from phalanx.checkpoint.pack.writer import pack
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.files_below import files_below

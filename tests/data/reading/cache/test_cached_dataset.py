@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from data.making import write_dataset
 from phalanx.data.errors import DatasetError
-from phalanx.data.reading.cache.cached_dataset import CachedDataset, CachedShards, cached_in
-from phalanx.data.stored.block_sums import BLOCK_BYTES
+from phalanx.data.reading.cached_dataset import CachedDataset, CachedShards, cached_in
 from phalanx.data.stored.index import HELD_OUT, TRAIN
+from phalanx.data.stored.shard_writer import BLOCK_BYTES
 from phalanx.data.stored.shards import TokenShards
 from phalanx.data.tokenizers.tokenizer import train_bpe
 from phalanx.store.errors import UnavailableError

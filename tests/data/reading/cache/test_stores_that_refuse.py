@@ -10,7 +10,7 @@ import pytest
 
 from data.making import write_dataset
 from phalanx.data.errors import DatasetError
-from phalanx.data.reading.cache.cached_dataset import CachedShards, CacheOptions, cached_in, open_cached
+from phalanx.data.reading.cached_dataset import CachedShards, CacheOptions, cached_in, open_cached
 from phalanx.data.stored.index import TRAIN
 from phalanx.store.open_store import open_store
 from phalanx.store.retry import RetryPolicy

@@ -20,7 +20,7 @@ from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.errors import TokenizerError
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
-from phalanx.data.preparing.splits import split_of
+from phalanx.data.preparing.split_writer import split_of
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.stored.index import HELD_OUT
 from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.initialized import initialized
-from phalanx.model.layers.attention.absorbed import AbsorbedUp, LatentExpansion
-from phalanx.model.layers.attention.documents import Documents
-from phalanx.model.layers.attention.mla import MlaAttention
+from phalanx.model.layers.attention.attention import Documents
+from phalanx.model.layers.attention.mla import AbsorbedUp, LatentExpansion, MlaAttention
 from phalanx.model.layers.attention.rotary import rotation
-from phalanx.model.layers.linear import Linear
+from phalanx.model.layers.dense import Linear
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, RopeScalingSpec
 

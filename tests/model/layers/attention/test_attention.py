@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from model.initialized import initialized
-from phalanx.model.facts.stretching import softmax_temperature
-from phalanx.model.layers.attention.attention import Attention, CausalCore
-from phalanx.model.layers.attention.cache import empty_cache
-from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.facts.shape import softmax_temperature
+from phalanx.model.layers.attention.attend import Score, capped_attend, capped_attend_backward
+from phalanx.model.layers.attention.attention import Attention, CausalCore, Documents, empty_cache
 from phalanx.model.layers.attention.mla import MlaAttention
 from phalanx.model.layers.attention.rotary import rotate, rotation
-from phalanx.model.layers.attention.soft_cap import Score, capped_attend, capped_attend_backward
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, RopeScalingSpec
 

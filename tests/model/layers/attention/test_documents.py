@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.model.layers.attention.attention import CausalCore
-from phalanx.model.layers.attention.documents import Documents
+from phalanx.model.layers.attention.attention import CausalCore, Documents
 
 rows = st.integers(1, 12).flatmap(
     lambda seq: st.lists(st.lists(st.integers(0, 2), min_size=seq, max_size=seq), min_size=1, max_size=3)

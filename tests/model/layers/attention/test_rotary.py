@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from phalanx.checkpoint.interop.huggingface.config import hf_config_of
 from phalanx.model.facts.presets import PRESETS
-from phalanx.model.facts.stretching import rotary_temperature
+from phalanx.model.facts.shape import rotary_temperature
 from phalanx.model.layers.attention.rotary import inverse_frequencies, rotate, rotation
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, RopeScalingSpec

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.model.layers.experts.expert_groups import grouped_product, groups_of_one_slot, groups_of_slots
-from phalanx.model.layers.experts.independent_rows import independent_product
+from phalanx.model.layers.experts.moe import independent_product
 
 _WIDTH, _OUT = 64, 96
 

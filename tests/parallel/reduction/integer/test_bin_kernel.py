@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.bin_kernel import BinKernel
-from phalanx.parallel.reduction.integer import bins as binning
-from phalanx.parallel.reduction.integer.bins import BinFormat, Bins
-from phalanx.parallel.reduction.integer.spans import SpanLayout, share_layout
+from phalanx.hardware.kernels.choose import BinKernel
+from phalanx.parallel.reduction import bins as binning
+from phalanx.parallel.reduction.bins import BinFormat, Bins
+from phalanx.parallel.reduction.buckets import SpanLayout, share_layout
 
 LAYOUT = share_layout([(3, 8), (2,)], 1)
 

@@ -11,7 +11,7 @@ from phalanx.model.facts.optimizer_state import takes_matrix
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
 from phalanx.parallel.mesh.local_slice import LocalSlice
-from phalanx.parallel.mesh.partition import piece
+from phalanx.parallel.mesh.mesh import piece
 from phalanx.run.kinds.parts import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec

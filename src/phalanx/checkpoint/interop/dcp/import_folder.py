@@ -37,7 +37,7 @@ from phalanx.checkpoint.interop.huggingface.import_folder import (
     run_file_text,
 )
 from phalanx.checkpoint.interop.huggingface.names import Published, RotaryRows
-from phalanx.checkpoint.interop.huggingface.stored.weights import Weights
+from phalanx.checkpoint.interop.huggingface.stored_weights import Weights
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.run.directory.paths import RunDirectory

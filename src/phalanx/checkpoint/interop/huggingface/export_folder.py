@@ -16,33 +16,29 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.committed.digest import WEIGHTS
-from phalanx.checkpoint.committed.gather import gather
+from phalanx.checkpoint.committed.digest import WEIGHTS, gather
 from phalanx.checkpoint.format.boxes import Box, whole
 from phalanx.checkpoint.format.image import spans
 from phalanx.checkpoint.format.restore_plan import Held
 from phalanx.checkpoint.format.shards import torch_dtype
-from phalanx.checkpoint.interop.huggingface.choice import family_for
-from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError, hf_config_of
+from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError, export_notes, hf_config_of
+from phalanx.checkpoint.interop.huggingface.families.known import family_for
 from phalanx.checkpoint.interop.huggingface.folders import (
     CONFIG,
     GENERATION_CONFIG,
     PIECE_BYTES,
     SAFETENSORS_DTYPE,
+    copy_kept,
+    kept_by_export,
     new_folder,
+    note_lost_fields,
+    published_type,
     read_json,
     write_json,
 )
 from phalanx.checkpoint.interop.huggingface.names import Published, published, shared_copies
-from phalanx.checkpoint.interop.huggingface.notes import export_notes
-from phalanx.checkpoint.interop.huggingface.publisher_files import (
-    copy_kept,
-    kept_by_export,
-    note_lost_fields,
-    published_type,
-)
 from phalanx.checkpoint.tiers.tier import Tier
-from phalanx.data.chat.kept import kept_template, save_template, turn_ends
+from phalanx.data.chat.encode import kept_template, save_template, turn_ends
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.section_reader import JsonObject

@@ -1,19 +1,26 @@
-"""Folders of Hugging Face models on disk: written atomically, and read with errors that name the file."""
+"""Folders of Hugging Face models on disk: written atomically, read with errors that name the file, with the publisher's own small files."""
 
+import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError
+from phalanx.checkpoint.interop.huggingface.config import TOKEN_FIELDS, Dtype, HuggingFaceError, spec_of
+from phalanx.data.errors import TokenizerError
+from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from phalanx.run.directory.durable import sync
 from phalanx.run.directory.files_below import files_below, folders_below
 from phalanx.run.directory.regular_file import file_of_download, read_small
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.section_reader import JsonObject
+from phalanx.run.spec import ModelSpec
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -75,3 +82,217 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise HuggingFaceError(f"{path}: not a JSON object; copy or download it again")
     return content
+
+
+# The publisher's own small files of an imported model: kept with the run, and written out again by an export.
+#
+# A Hugging Face folder says more than its weights do: the longest context, the tokens that begin and end a text, the chat template,
+# how to sample. An import copies all such files as they are into the run directory (``published/``), and a run that starts from it
+# takes them over. An export then writes back what still holds, byte for byte: a tokenizer's files as long as the run has that
+# tokenizer, the context length as long as positions are rotated in the same way. What no longer holds, or never concerned the
+# weights, is left out, and a note says so.
+
+
+_LARGEST_BYTES = 64 << 20
+"""A tokenizer of a quarter of a million tokens takes half of that; what is larger is data or weights."""
+_WEIGHTS = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.npz"),
+    "*.index.json",
+)
+_TEMPLATES = "additional_chat_templates"
+_OF_THE_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model"),
+    *("tekken.json", "*.tiktoken", "chat_template*", f"{_TEMPLATES}/*"),
+)
+_TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+_CONTEXT = "max_position_embeddings"
+# Fields of config.json that change nothing in what the model computes from its weights; written again as published.
+_BESIDE_THE_MODEL = (
+    *("transformers_version", "use_cache", "pretraining_tp", "attention_dropout", "residual_dropout"),
+    *("resid_pdrop", "embd_pdrop"),
+    *(
+        "max_window_layers",
+        "ep_size",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "aux_loss_alpha",
+        "seq_aux",
+    ),
+)
+
+# Fields that follow from those that are written, and other names of theirs.
+_IMPLIED = (
+    "original_max_position_embeddings",
+    "layer_types",
+    "head_dim",
+    "qk_head_dim",
+    "num_local_experts",
+    "num_experts",
+    "num_mtp_layers",
+)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The parts that an export takes over from the publisher."""
+
+    files: tuple[str, ...] = ()
+    """Names below the publisher's folder, to be copied as they are."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Fields for ``config.json``."""
+    tokenizer: bool = False
+    """True if the tokenizer's files, and how text is generated, are among ``files``."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what is left out or was decided otherwise."""
+
+
+def copy_publisher_files(source: Path, folder: Path) -> tuple[str, ...]:
+    """Copies the files of the model in ``source`` that are not weights to the new folder ``folder``; notes on what was left.
+
+    Hidden files are passed over. Raises ``OSError``.
+    """
+    notes = []
+    folder.mkdir()
+    for path in sorted(source.iterdir()):
+        if path.name.startswith(".") or _is_like(path.name, _WEIGHTS):
+            continue
+        if path.name == _TEMPLATES:
+            (folder / path.name).mkdir()
+            for template in sorted(entry for entry in path.iterdir() if entry.is_file()):
+                name = f"{path.name}/{template.name}"
+                shutil.copyfile(file_of_download(source, name), folder / name)
+        elif not path.is_file():
+            notes.append(f"left out: the folder {path.name}")
+        elif path.stat().st_size > _LARGEST_BYTES:
+            notes.append(f"left out: {path.name}, larger than {_LARGEST_BYTES >> 20} MiB")
+        else:
+            shutil.copyfile(file_of_download(source, path.name), folder / path.name)
+    return tuple(notes)
+
+
+def kept_by_export(
+    folder: Path | None, spec: ModelSpec, tokenizer: Tokenizer | None, max_seq_len: int, trained_seq_len: int
+) -> Kept:
+    """The parts that an export of the resolved model ``spec`` takes over from the publisher's files in ``folder``.
+
+    ``tokenizer`` is the run's, ``None`` if it has none of its own. ``max_seq_len`` is the context that was asked for, 0 if none
+    was, and ``trained_seq_len`` the run's sequence length. Raises HuggingFaceError for damaged files.
+    """
+    published = _read_config(folder)
+    notes: list[str] = []
+    config = {key: published[key] for key in _BESIDE_THE_MODEL if key in published}
+    if published.get("sliding_window") and not published.get("use_sliding_window", True):
+        config["sliding_window"] = published["sliding_window"]  # switched off
+    context, said = _context(published, spec, max_seq_len, trained_seq_len)
+    config |= {_CONTEXT: context} if context else {}
+    notes += [said] if said else []
+    if folder is None:
+        return Kept(config=config, notes=tuple(notes))
+    files = sorted(path.relative_to(folder).as_posix() for path in files_below(folder) if path.is_file())
+    of_the_tokenizer = [name for name in files if _is_like(name, (*_OF_THE_TOKENIZER, GENERATION_CONFIG))]
+    wanted = [name for name in files if _is_like(name, _TERMS)]
+    keeps = keeps_tokenizer(folder, tokenizer)
+    if keeps:
+        config |= {key: published[key] for key in TOKEN_FIELDS if key in published}
+        wanted += of_the_tokenizer
+    elif of_the_tokenizer:
+        names = ", ".join(of_the_tokenizer)
+        notes.append(f"left out, since the run has another tokenizer than the published one: {names}")
+    left = [name for name in files if name not in {CONFIG, *wanted, *of_the_tokenizer}]
+    notes += [f"left out of what was published: {', '.join(left)}"] if left else []
+    return Kept(tuple(wanted), config, keeps, tuple(notes))
+
+
+def keeps_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> bool:
+    """True if the run's tokenizer is still the one in ``folder``; a run without one has not replaced it."""
+    if tokenizer is None:
+        return True
+    try:
+        return same_tokens(tokenizer, load_tokenizer(folder))
+    except TokenizerError:
+        return False
+
+
+def copy_kept(kept: Kept, folder: Path, out: Path) -> None:
+    """Copies the files of ``kept`` from the publisher's folder to ``out``. Raises ``OSError``."""
+    for name in kept.files:
+        (out / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(folder / name, out / name)
+
+
+def note_lost_fields(folder: Path | None, written: Mapping[str, object]) -> tuple[str, ...]:
+    """A note on the fields of the published ``config.json`` that the one ``written`` does not have."""
+    published = _read_config(folder)
+    lost = [
+        key
+        for key, value in published.items()
+        if key not in written and value is not None and key not in _IMPLIED and not key.startswith("_")
+    ]
+    notes = [f"left out of {CONFIG}: {', '.join(sorted(lost))}"] if lost else []
+    was = published.get("model_type")
+    if was not in (None, written["model_type"]):
+        notes.append(f"model_type {was!r} is written as {written['model_type']!r}, which computes the same")
+    return tuple(notes)
+
+
+def published_type(folder: Path | None) -> str:
+    """The ``model_type`` of the publisher's files in ``folder``; empty if there is none. Raises HuggingFaceError."""
+    return str(_read_config(folder).get("model_type", ""))
+
+
+def _read_config(folder: Path | None) -> JsonObject:
+    return read_json(folder / CONFIG) if folder is not None and (folder / CONFIG).exists() else {}
+
+
+def published_context(config: JsonObject) -> int:
+    """The most tokens of a text that a ``config.json`` speaks of; 0 if it does not say."""
+    said = config.get(_CONTEXT)
+    return said if isinstance(said, int) and not isinstance(said, bool) and said > 0 else 0
+
+
+def served_context(folder: Path, spec: ModelSpec, trained_seq_len: int) -> int:
+    """The most tokens of a text of a run with the publisher's files in ``folder``, which may not exist: those that an export writes into ``config.json``.
+
+    They are the publisher's, as long as positions are rotated as in the published model, and those of a training sequence otherwise. Raises
+    HuggingFaceError for a damaged ``config.json``.
+    """
+    config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    return _context(config, spec, 0, trained_seq_len)[0]
+
+
+def _context(
+    published: JsonObject, spec: ModelSpec, max_seq_len: int, trained_seq_len: int
+) -> tuple[int, str]:
+    """The longest context to write, 0 to leave it to the model, and a note on the choice where there was one."""
+    if max_seq_len:
+        return max_seq_len, ""
+    said = published_context(published)
+    if said:
+        if _rotates_alike(published, spec):
+            return max(said, trained_seq_len), ""
+        why = f"the rotary embedding is not that of the published model, whose context was {said}"
+    else:
+        why = "nothing was published"
+    if not trained_seq_len:
+        return 0, ""
+    return trained_seq_len, (
+        f"{_CONTEXT} = {trained_seq_len}, the run's train.seq_len, since {why}; --max-seq-len sets another"
+    )
+
+
+def _rotates_alike(published: JsonObject, spec: ModelSpec) -> bool:
+    try:
+        theirs = spec_of(published)
+    except HuggingFaceError:
+        return False
+    ours = resolve(spec)
+    fields: Iterable[Callable[[ModelSpec], object]] = (
+        lambda model: model.rope_theta,
+        lambda model: model.rope_scaling,
+        lambda model: model.mla.rope_head_dim if model.mla is not None else model.head_dim,
+    )
+    return all(field(ours) == field(theirs) for field in fields)
+
+
+def _is_like(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

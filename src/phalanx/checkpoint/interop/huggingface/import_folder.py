@@ -20,10 +20,16 @@ from phalanx.checkpoint.committed.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.format.blocks import page_aligned
 from phalanx.checkpoint.format.boxes import Box, Extent, whole
 from phalanx.checkpoint.format.image import Image, image_layout, spans
-from phalanx.checkpoint.interop.huggingface.folders import CONFIG, PIECE_BYTES, new_folder, read_json
+from phalanx.checkpoint.interop.huggingface.folders import (
+    CONFIG,
+    PIECE_BYTES,
+    copy_publisher_files,
+    new_folder,
+    published_context,
+    read_json,
+)
 from phalanx.checkpoint.interop.huggingface.names import Published
-from phalanx.checkpoint.interop.huggingface.publisher_files import copy_publisher_files, published_context
-from phalanx.checkpoint.interop.huggingface.stored.weights import Weights, open_folder, values
+from phalanx.checkpoint.interop.huggingface.stored_weights import Weights, open_folder, values
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft, Record
 from phalanx.data.errors import TokenizerError

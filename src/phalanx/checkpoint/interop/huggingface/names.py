@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.checkpoint.format.boxes import Extent
-from phalanx.checkpoint.interop.huggingface.choice import family_for
 from phalanx.checkpoint.interop.huggingface.families.family import Family
+from phalanx.checkpoint.interop.huggingface.families.known import family_for
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.run.kinds.grouped_attention import rotated_of
 from phalanx.run.kinds.parts import Parameter, by_name

@@ -8,7 +8,7 @@ is read. LongRoPE is Phi-3's: the context before stretching stands outside these
 from collections.abc import Mapping
 
 from phalanx.checkpoint.interop.huggingface.families.family import Family
-from phalanx.model.facts.stretching import rotary_temperature
+from phalanx.model.facts.shape import rotary_temperature
 from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec, RopeScalingSpec
 

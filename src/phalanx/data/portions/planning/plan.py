@@ -18,13 +18,12 @@ from pathlib import Path
 
 from phalanx.data.chat.encode import ChatEncoder, ChatLayout
 from phalanx.data.chat.template import template_beside
-from phalanx.data.dedup.near import require_rensa
+from phalanx.data.dedup import require_rensa
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import ReadOptions, Span
-from phalanx.data.formats.read import require_text, spans
-from phalanx.data.formats.recognize import Format, Kind, recognize
-from phalanx.data.portions.planning.raw_files import LocalBytes, RawFile, list_raw_files
+from phalanx.data.formats.read import Format, Kind, recognize, require_text, spans
+from phalanx.data.portions.planning.raw_files import LocalBytes, RawFile, list_raw_files, scratch_folder
 from phalanx.data.portions.planning.recipe import (
     PreparationRecipe,
     RawSource,
@@ -34,10 +33,8 @@ from phalanx.data.portions.planning.recipe import (
     recipe_table,
     sha256_hex,
 )
-from phalanx.data.portions.scratch import scratch_folder
 from phalanx.data.preparing.prepare import PREPARATION_FOLDER
-from phalanx.data.preparing.split_writer import Encoding, description, named_tokenizer
-from phalanx.data.preparing.splits import HeldOutEnd, SplitRule
+from phalanx.data.preparing.split_writer import Encoding, HeldOutEnd, SplitRule, description, named_tokenizer
 from phalanx.data.steps.choose import resolved
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.run.problems import Problem

@@ -1,4 +1,4 @@
-"""Raw files of the sources of a recipe: what there is, and whether it is still what was planned.
+"""Raw files of the sources of a recipe: what exists, whether it is still what was planned, and temporary copies of it.
 
 Files are listed by path or URL in its order, each with its size and a mark that changes with its content: the store's etag, or a local
 file's time of modification. A local file is read where it is. Of an object, the bytes that a portion needs are brought into a sparse local
@@ -7,10 +7,13 @@ file, at the places where they lie in the object, so that the same readers serve
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,3 +202,20 @@ class LocalBytes:
     def named(self, message: str) -> str:
         """A message about the local file as one about the raw file."""
         return message.replace(str(self.path), self._file.url) if self.is_copy else message
+
+
+# A temporary folder of a task, whose full disk is an error that names it.
+
+
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A folder that is removed at the end. Raises ``PreparationError`` if there is no room for it, or for what is written to it."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            yield Path(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise PreparationError(
+            f"no room in {tempfile.gettempdir()} ({error.strerror}): make room there, or set TMPDIR to a folder on another disk"
+        ) from error

@@ -70,7 +70,7 @@ class OutputRecipe:
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """``[dedup.near]``: MinHash over n-grams of words, in bands (``phalanx.data.dedup.near``)."""
+    """``[dedup.near]``: MinHash over n-grams of words, in bands (``phalanx.data.dedup``)."""
 
     bands: Annotated[int, ValueRange(at_least=1)] = 14
     rows: Annotated[int, ValueRange(at_least=1)] = 8

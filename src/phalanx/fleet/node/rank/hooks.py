@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Literal, Protocol
 
 from phalanx.checkpoint.save.saver import AsyncSaver
-from phalanx.parallel.reduction.witness import Witness
+from phalanx.parallel.reduction.checksum import Witness
 from phalanx.train.step.placement import Built
 
 GuardedPhase = Literal["optimizer", "snapshot", "recovery"]

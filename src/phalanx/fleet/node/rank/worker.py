@@ -55,10 +55,9 @@ from phalanx.fleet.node.worker_link import (
     Warm,
     WorkerEnd,
 )
-from phalanx.hardware.freed_memory import keep_freed_memory
-from phalanx.hardware.local.device import answers, give_back_memory, make_current, on_gpu
+from phalanx.hardware.local.detect import Throttles
+from phalanx.hardware.local.device import answers, give_back_memory, keep_freed_memory, make_current, on_gpu
 from phalanx.hardware.local.network import resolved
-from phalanx.hardware.local.throttle import Throttles
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.ledger.goodput import ledger_of
 from phalanx.observe.ledger.ledger import NS_PER_S, Bucket, Ledger

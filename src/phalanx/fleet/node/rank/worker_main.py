@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.fleet.node.worker_link import RunFailed, Unfit, WorkerEnd
-from phalanx.hardware.local.environment import set_for_rank
+from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
 from phalanx.process.parent import die_with_parent
 from phalanx.process.stop_signals import StopRequest

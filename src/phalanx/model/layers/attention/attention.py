@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key/value heads (arXiv 2305.13245).
+"""Causal self-attention with grouped key/value heads (arXiv 2305.13245), its cache, and documents of packed sequences.
 
 The projections and the mixing are apart: ``Attention`` makes queries, keys and values, and hands them to its ``core``,
 which whoever divides the sequence or the heads over ranks replaces. How many heads there are is read off the weights, so a
@@ -11,21 +11,171 @@ width of a value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.model.layers.attention.attend import attend_whole_rows
-from phalanx.model.layers.attention.cache import Cache
-from phalanx.model.layers.attention.documents import Documents, attend_by_document
+from phalanx.hardware.local.device import brought
+from phalanx.model.autograd import uncompiled
+from phalanx.model.layers.attention.attend import Score, attend_whole_rows
 from phalanx.model.layers.attention.rotary import rotate
-from phalanx.model.layers.attention.soft_cap import Score
-from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.norm import RMSNorm
+from phalanx.model.layers.dense import Linear, RMSNorm
+from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.grouped_attention import attention_of, window_of
 from phalanx.run.spec import ModelSpec
+
+# The keys and values of tokens that an attention layer has seen, kept during generation.
+#
+# Latent attention keeps what keys and values are expanded from instead: the normalized latent, and the rotated part of the
+# keys. Here it is expanded again for every new token, which costs time but keeps the cache as small as the method promises.
+
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What is kept of keys and values, to keys and values."""
+
+
+class Mixing(Protocol):
+    """Attention of queries to keys and values; ``phalanx.model.layers.attention.attention.Core`` without documents."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: None = None, sinks: Tensor | None = None
+    ) -> Tensor: ...
+
+
+class Cache(Protocol):
+    """What a layer has seen of one text, or of many whose rows are computed together."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that are held of the text; of many texts, each row's position must be given to the model."""
+        ...
+
+    @property
+    def takes_any_form(self) -> bool:
+        """Whether latent attention is expanded or absorbed as takes less work, whatever the run says."""
+        ...
+
+    def mix(
+        self,
+        core: Mixing,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        expand: Expand | None = None,
+    ) -> Tensor:
+        """Keeps what is given of new tokens' keys and values ``(b, k, s, .)``; the mixing of all with queries ``(b, h, s, e)``."""
+        ...
+
+
+class LayerCache:
+    """Keys and values of one layer, in buffers of fixed capacity ``(batch, kv_heads, max_len, width)``."""
+
+    takes_any_form = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._keys, self._values = keys, values
+        self.length = 0
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores ``(batch, kv_heads, new, width)`` each and returns all that is held so far.
+
+        Raises ``ValueError`` when the buffer is full.
+        """
+        end = self.length + key.shape[2]
+        if end > self._keys.shape[2]:
+            raise ValueError(f"the cache holds {self._keys.shape[2]} tokens, and {end} were asked for")
+        self._keys[:, :, self.length : end] = key
+        self._values[:, :, self.length : end] = value
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def mix(
+        self,
+        core: Mixing,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None = None,
+        expand: Expand | None = None,
+    ) -> Tensor:
+        """See ``Cache``."""
+        key, value = self.append(key, value)
+        if expand is not None:
+            key, value = expand(key, value)
+        return core(query, key, value, None, sinks)
+
+
+def empty_cache(
+    spec: ModelSpec, batch: int, max_len: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> list[LayerCache]:
+    """One empty cache for each layer of a resolved model."""
+    heads, key_width, value_width = attention_kind(spec).cache_row(spec)
+
+    def buffer(width: int) -> Tensor:
+        return torch.zeros(batch, heads, max_len, width, device=device, dtype=dtype)
+
+    return [LayerCache(buffer(key_width), buffer(value_width)) for _ in range(spec.layers)]
+
+
+# Attention within the documents of packed sequences, one document after the other.
+#
+# A mask over whole sequences would cost more than it saves: ``s * s`` bytes a sequence, the scores of every pair of tokens, and no flash
+# kernel, since those take no mask. Here each document is a sequence of its own to the causal kernel, so that the work is the sum of the
+# squares of the documents' lengths. The lengths are numbers on the host: a kernel is launched for each, and nothing waits for a device.
+
+
+@dataclass(eq=False)
+class Documents:
+    """The documents of a batch of packed sequences; tokens of different documents do not see each other. Nobody changes one.
+
+    It is not frozen, since Dynamo of PyTorch 2.11 looks into every field of a frozen dataclass (``FrozenDataClassVariable``) and compiles a
+    block anew for each number of ``lengths``; of other objects it looks at what is read.
+    """
+
+    ids: Tensor
+    """``(b, s)``, int64: the number of each token's document, the same for neighbors of one document and no others."""
+    lengths: tuple[int, ...]
+    """Tokens of each document, sequence after sequence: they add up to ``b * s``."""
+
+    @classmethod
+    def numbered(cls, ids: Tensor) -> Self:
+        """Counts the lengths of the documents of ``ids`` ``(b, s)``, which should lie on the host: others are waited for."""
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        starts = first.flatten().nonzero().flatten()
+        ends = torch.cat((starts[1:], starts.new_full((1,), ids.numel())))
+        return cls(ids, tuple((ends - starts).tolist()))
+
+    def to(self, device: torch.device) -> Self:
+        """The same documents, with their numbers on ``device``."""
+        return type(self)(brought(self.ids, device), self.lengths)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention of ``(1, h, n, e)``, ``(1, k, n, e)`` and ``(1, k, n, v)`` to ``(1, h, n, v)``."""
+
+
+@uncompiled
+def attend_by_document(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, attend: Attend
+) -> Tensor:
+    """``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)`` to ``(b, h, s, v)``: ``attend`` for each document by itself.
+
+    A compiler would make another program for every batch, so it leaves this function as it is.
+    """
+    batch, _, seq, _ = query.shape
+    # Documents lie behind each other in (b s, heads, width). The backward pass of split is one concatenation.
+    lengths = list(documents.lengths)
+    pieces = (torch.split(x.transpose(1, 2).flatten(0, 1), lengths) for x in (query, key, value))
+    mixed = [
+        attend(*(piece.transpose(0, 1).unsqueeze(0) for piece in document)).squeeze(0).transpose(0, 1)
+        for document in zip(*pieces, strict=True)
+    ]
+    together = torch.cat(mixed)  # (b s, h, v)
+    return together.view(batch, seq, *together.shape[1:]).transpose(1, 2)
 
 
 class Core(Protocol):
@@ -215,3 +365,22 @@ class Attention(nn.Module):
         """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
+
+
+# Document numbers of the tokens of a packed sequence.
+#
+# Samples are cut from documents that are joined end to end, each closed by the tokenizer's end-of-document token (``phalanx.data.preparing.prepare``;
+# some tokenizers begin each with a token too), and by nothing else: no text yields that token. So a sample needs no table of its documents:
+# they can be counted. A sample may begin amid one, and all that matters to attention is which tokens have the same number.
+
+
+def document_ids(tokens: Tensor, end_of_document: int) -> Tensor:
+    """The number, from 0, of each token's document in its sequence: ``(b, s)``, int64, for tokens ``(b, s)``.
+
+    The token that ends a document belongs to it, and so do further ones behind it: the padding of a record, or documents without text. Each
+    as a document of its own would be a kernel of its own to attention, thousands for a record of padding.
+    """
+    ends = tokens == end_of_document
+    begins = torch.zeros_like(tokens)
+    begins[..., 1:] = ends[..., :-1] & ~ends[..., 1:]
+    return begins.cumsum(-1)

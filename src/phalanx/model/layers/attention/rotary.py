@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.hardware.kernels.layer_kernel import layer_kernels
 from phalanx.model.autograd import FunctionContext, apply_function
-from phalanx.model.facts.stretching import rotary_temperature
+from phalanx.model.facts.shape import rotary_temperature
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec, RopeScalingSpec
 

@@ -9,12 +9,12 @@ the same bits for every tensor degree T that divides L, one included.
 | | a lane or a piece by itself | summed over all in tree order |
 |---|---|---|
 | attention, feed-forward, shared experts | the lane's heads or inner elements (``layers``) | result; gradient of what they read |
-| norms, routers, latents, biases of results | the piece's tokens (``pieces``) | gradient of the weights (``shares``) |
+| norms, routers, latents, biases of results | the piece's tokens (``shares``) | gradient of the weights (``shares``) |
 | weights that lanes share: norms of heads, key heads | the lane's heads | gradient of the weights |
-| embedding | the tokens that have a row here (``vocabulary``) | nothing: all others are zeros |
+| embedding | the tokens that have a row here (below) | nothing: all others are zeros |
 | scores and loss | the lane's rows of the vocabulary (``phalanx.train.step.loss``) | exponentials; gradient of what they read |
 
-Where the sequence is in context tiles too (``phalanx.parallel.context.fixed.apply``), a lane computes tile by tile, and a piece is a part of
+Where the sequence is in context tiles too (``phalanx.parallel.context.apply``), a lane computes tile by tile, and a piece is a part of
 a tile: each tile is cut into L pieces. The leaves of a gradient are ordered by tile, then lane or piece, so that whatever tensor and context
 ranks there are, each has the leaves of a subtree, or of one in each of its tiles (``shares``).
 
@@ -27,36 +27,39 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from phalanx.model.block import Block
+from phalanx.model.autograd import FunctionContext, apply_function
 from phalanx.model.layers.attention.attention import Attention, CausalCore
 from phalanx.model.layers.attention.mla import MlaAttention
+from phalanx.model.layers.dense import FeedForward, Linear, RMSNorm
 from phalanx.model.layers.experts.moe import Experts, MoE
 from phalanx.model.layers.experts.router import Router
-from phalanx.model.layers.feed_forward import FeedForward
-from phalanx.model.layers.linear import Linear
-from phalanx.model.layers.norm import RMSNorm
-from phalanx.model.mtp import PredictionAhead
-from phalanx.model.transformer import Transformer
-from phalanx.parallel.context.fixed.attention import TiledHeads
-from phalanx.parallel.context.fixed.core import TiledCore
-from phalanx.parallel.context.fixed.ranks import RankTiles
+from phalanx.model.transformer import Block, PredictionAhead, Transformer
+from phalanx.parallel.context.fixed_tiles import TiledCore, TiledHeads
+from phalanx.parallel.context.rank_tiles import RankTiles
 from phalanx.parallel.tensor.lanes.layers import (
     LanedLayer,
     LaneOutput,
     LaneParameter,
     LaneResult,
+    LaneRows,
     OnWholeSequence,
     TileByTile,
 )
-from phalanx.parallel.tensor.lanes.mixture import RoutedInPieces, ScoresInPieces
-from phalanx.parallel.tensor.lanes.pieces import InPieces, replace_method
-from phalanx.parallel.tensor.lanes.rows import LaneRows
-from phalanx.parallel.tensor.lanes.shares import Leaves, SharedParameter, Shares
-from phalanx.parallel.tensor.lanes.vocabulary import LanedEmbedding
+from phalanx.parallel.tensor.lanes.shares import (
+    InPieces,
+    Leaves,
+    RoutedInPieces,
+    ScoresInPieces,
+    SharedParameter,
+    Shares,
+    replace_method,
+)
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.kinds.parts import Parameter
 
@@ -253,3 +256,56 @@ def _lane_result(layer: _Layer, tiles: RankTiles | None) -> LaneResult:
         return TileByTile(layer.by_heads)
     core = cast(CausalCore, layer.core)
     return TiledHeads(layer, TiledCore(tiles, core.score, core.window))
+
+
+# The embedding in lanes: each tensor rank has some rows of the vocabulary.
+#
+# A token's vector comes from the one rank that has its row, and from the others zeros: their sum is exact in any order. The
+# gradient of a row is the sum over its tokens in the order that PyTorch's kernel takes, and tokens without a row here have no
+# part in it, so that it does not depend on how many rows there are.
+
+
+class _RowsContext(FunctionContext, Protocol):
+    count: int
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _RowsContext, weight: Tensor, row: Tensor) -> Tensor:
+        ctx.count = len(weight)
+        ctx.save_for_backward(row)
+        absent = (row == len(weight)).unsqueeze(-1)
+        # Zeros of one sign, as sums with other ranks' zeros have.
+        return F.embedding(row % len(weight), weight).masked_fill(absent, 0).add_(0.0)
+
+    @staticmethod
+    def backward(ctx: _RowsContext, *upstream: Tensor) -> tuple[Tensor, None]:
+        (row,) = ctx.saved_tensors
+        # The row behind the last is that of tokens whose gradient nobody wants.
+        padding = ctx.count
+        gradient = torch.ops.aten.embedding_dense_backward(
+            upstream[0].contiguous(), row, ctx.count + 1, padding, False
+        )
+        return gradient[: ctx.count], None
+
+
+class LanedEmbedding(nn.Embedding):
+    """An embedding of which this rank has the rows from ``start`` on."""
+
+    def __init__(self, whole: nn.Embedding, start: int, comm: SequenceComm | None) -> None:
+        """Takes over the parameter of ``whole``, cut already."""
+        super().__init__(1, 1, device="meta")
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.weight, self.start, self.comm = whole.weight, start, comm
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(b, s)`` of the whole vocabulary to ``(b, s / ranks, d)``."""
+        found = self.found(tokens)
+        return found if self.comm is None else self.comm.sum_scatter(found)
+
+    def found(self, tokens: Tensor) -> Tensor:
+        """The vectors ``(b, s, d)`` of tokens ``(b, s)`` that have a row here, and zeros for the others."""
+        count = self.weight.shape[0]
+        row = tokens - self.start
+        row = row.masked_fill((row < 0) | (row >= count), count)
+        return apply_function(_Rows, self.weight, row)

@@ -1,4 +1,4 @@
-"""Shares of a parameter: the names under which the lanes or the pieces of a sequence use one that is not divided.
+"""Shares of a parameter that lanes or pieces of a sequence use undivided, and the layers and routers computed by pieces.
 
 Each of L lanes (or pieces) contributes to the gradient of a norm's weight, say. These contributions are the leaves of a
 binary tree, added in fp32: first those of this rank, then across the ranks that have the others, in one collective for
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.model.autograd import FunctionContext, apply_function_of_many
-from phalanx.model.layers.linear import note_derived_weights
-from phalanx.parallel.tensor.sequence_comm import SequenceComm
-from phalanx.parallel.tensor.tree_sums import add_in_tree
+from phalanx.model.layers.dense import note_derived_weights
+from phalanx.model.layers.experts.moe import MoE
+from phalanx.model.layers.experts.router import Router
+from phalanx.parallel.tensor.sequence_comm import SequenceComm, add_in_tree, dense
 
 Report = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Makes of several parameters' sums over a context rank's tiles, fp32, what this rank reports of the sums over all tiles."""
@@ -155,3 +156,85 @@ def in_place_of(owners: Owners, tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for table, (_, name), tensor in zip(tables, owners, kept, strict=True):
             table[name] = tensor
+
+
+# Layers that see a token at a time, computed by fixed pieces of the sequence.
+#
+# Norms, routers, the projections into latents and biases that are added after a sum are not divided. With tensor ranks each
+# computes them for its part of the sequence (``phalanx.parallel.tensor.sequence_comm``). With lanes the sequence is cut into as many
+# pieces as there are lanes, whatever rank has how many of them: each is computed by itself, and so has the same shape everywhere,
+# and contributes a leaf to the gradient of the weights.
+
+
+def replace_method(module: nn.Module, name: str, method: Callable[..., object]) -> None:
+    """Makes ``module`` call ``method`` wherever it, or its owner, calls its method ``name``."""
+    if not callable(getattr(module, name)):
+        raise TypeError(f"{type(module).__name__}.{name} is no method")
+    setattr(module, name, method)
+
+
+class InPieces:
+    """Takes the place of a module's ``forward``: computes one piece after the other, each with its share of the parameters."""
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        parameters: Sequence[SharedParameter],
+        count: int,
+        dim: int = 1,
+    ) -> None:
+        """Cuts the argument of ``forward`` into ``count`` pieces along ``dim``."""
+        self._forward, self._count, self._dim = forward, count, dim
+        self._parameters = tuple(parameters)
+        self._owners = [(parameter.owner, parameter.attribute) for parameter in parameters]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``(b, s, d)`` to ``(b, s, ...)``; whatever else has its tokens along the dimension that is cut likewise."""
+        shares = zip(*(parameter.now() for parameter in self._parameters), strict=True)
+        results = []
+        for piece, own in zip(x.chunk(self._count, self._dim), shares, strict=True):
+            with in_place_of(self._owners, own):
+                results.append(dense(self._forward(dense(piece))))
+        return results[0] if self._count == 1 else torch.cat(results, self._dim)
+
+
+# A mixture of experts beside lanes: tokens in the order of the pieces of the sequence, the router one piece at a time.
+#
+# Routed experts are not cut into lanes: the rows of one expert and one micro-batch are computed together, so all of a slot's
+# tokens must come to the expert in one order. That is by piece, then sequence of the micro-batch, then position: the order in which
+# tensor ranks, each with a run of pieces, send them.
+
+
+class RoutedInPieces:
+    """Takes the place of ``MoE.routed``."""
+
+    def __init__(self, moe: MoE, count: int) -> None:
+        """For ``count`` pieces on this rank."""
+        self._moe, self._count = moe, count
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``(b, s, d)`` to the same."""
+        batch, seq, dim = x.shape
+        pieces = x.view(batch, self._count, seq // self._count, dim)
+        tokens = pieces.transpose(0, 1).reshape(-1, dim)  # by piece, sequence, position: (b s, d)
+        mixed = self._moe.exchange(tokens, self._moe.router(tokens), self._moe.experts)
+        by_piece = mixed.view(self._count, batch, seq // self._count, dim)
+        return by_piece.transpose(0, 1).reshape(x.shape)
+
+
+class ScoresInPieces:
+    """Takes the place of ``Router.scores``."""
+
+    def __init__(self, router: Router, parameters: Sequence[SharedParameter], count: int) -> None:
+        """For ``count`` pieces on this rank."""
+        scores = router.scores
+
+        def both(tokens: Tensor) -> Tensor:
+            return torch.cat(scores(tokens), dim=1)  # (n, 2 experts)
+
+        self._both = InPieces(both, parameters, count, dim=0)
+
+    def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of tokens ``(n, d)``, which lie by piece, and what they are made of: ``(n, experts)`` each, fp32."""
+        scores, logits = self._both(tokens).chunk(2, dim=1)
+        return scores, logits

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from phalanx.model.facts.matrix_owners import deal_matrices
+from phalanx.model.facts.holdings import deal_matrices
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.torch_compat import all_gather_single, device_of_messages
 
@@ -153,6 +153,6 @@ def _gathered(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 def owners_of(
     matrices: Sequence[Matrix], holders: Mapping[str, Holders], costs: Sequence[float], ranks: int
 ) -> list[int]:
-    """The owner of each matrix, by what everybody holds of it: see ``phalanx.model.facts.matrix_owners``."""
+    """The owner of each matrix, by what everybody holds of it: see ``phalanx.model.facts.holdings``."""
     whole_on = [holders[matrix.parameter].whole_on(matrix) for matrix in matrices]
     return deal_matrices(costs, whole_on, [0.0] * ranks)

@@ -31,7 +31,7 @@ from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, d
 # sends each rank its share of the change: a matrix crosses the wire twice, whatever is done to it, and its result has the
 # same bits on any number of ranks. State lives with the owner alone, so it is sharded as well as gradients are.
 #
-# Who owns what follows from costs (``phalanx.model.facts.matrix_owners``): a matrix that some rank holds whole (experts, mostly)
+# Who owns what follows from costs (``phalanx.model.facts.holdings``): a matrix that some rank holds whole (experts, mostly)
 # stays there and never crosses; the others are dealt, the costliest first, to whoever has least to do (Graham 1969). Ranks that
 # hold equal parts need not be told apart: one of them sends, all of them receive.
 

@@ -1,0 +1,439 @@
+"""A node's data port: its messages, the server that has snapshots, and the client that pushes and reads them.
+
+Each request and each answer is a short message (``phalanx.wire.messages``), followed by as many raw bytes as it announces, sent from and received into
+memory without a copy. Both ends have proven that they know the run's token. This keeps strangers out, not those who can
+rewrite traffic on its way: over such a network use TLS.
+"""
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
+from phalanx.checkpoint.format.image import ByteArray
+from phalanx.checkpoint.format.manifest import checksum
+from phalanx.checkpoint.snapshot.segments import Snapshot, SnapshotKey, SnapshotMemory, decode_record
+from phalanx.hardware.local.network import split_address
+from phalanx.wire.connection import FramedConnection, SealedConnection, authenticate, secured_client
+from phalanx.wire.messages import EndedError, MessageDecoder, UnprovenError, WireError
+from phalanx.wire.port import HANDSHAKE_S, ProvenPort
+
+PURPOSE = "phalanx data port, version 3"
+LONGEST_READ_BYTES = 64 << 20
+LONGEST_RECORD_BYTES = 256 << 20
+
+WireCount = Annotated[int, Meta(ge=0, lt=2**53)]
+WireStep = Annotated[int, Meta(ge=-1, lt=2**53)]
+WireText = Annotated[str, Meta(max_length=8192)]
+
+
+class HolderLostError(CheckpointError):
+    """The connection to a holder failed, or the holder broke the protocol; another holder may do better."""
+
+
+class HolderEndedError(HolderLostError):
+    """The holder ended the connection."""
+
+
+class BusyError(CheckpointError):
+    """The node serves as many requests as it can; worth another request after a pause."""
+
+    def __init__(self, text: str, *, ended: bool) -> None:
+        super().__init__(text)
+        self.ended = ended
+        """The connection has ended with this answer."""
+
+
+class SnapshotRefusedError(CheckpointError):
+    """The other side is not of this run, or does not accept what was sent."""
+
+
+@contextmanager
+def holder_errors() -> Iterator[None]:
+    """Raise failures of the connection to a holder as failures of the snapshot that it holds."""
+    try:
+        yield
+    except UnprovenError as error:
+        raise SnapshotRefusedError(str(error)) from error
+    except EndedError as error:
+        raise HolderEndedError(str(error)) from error
+    except WireError as error:
+        raise HolderLostError(str(error)) from error
+
+
+class _Message(Struct, frozen=True, tag=True):
+    pass
+
+
+class WireKey(Struct, frozen=True):
+    """A ``SnapshotKey`` on the wire."""
+
+    ranks: WireCount
+    rank: WireCount
+    step: WireCount
+
+    @classmethod
+    def of(cls, key: SnapshotKey) -> "WireKey":
+        return cls(key.ranks, key.rank, key.step)
+
+    def value(self) -> SnapshotKey:
+        return SnapshotKey(self.ranks, self.rank, self.step)
+
+
+class Describe(_Message, frozen=True):
+    """Request for the record of a snapshot. The answer is ``BytesFollow``."""
+
+    key: WireKey
+
+
+class ReadImage(_Message, frozen=True):
+    """Request for bytes ``start:stop`` of a snapshot's image. The answer is ``BytesFollow``."""
+
+    key: WireKey
+    start: WireCount
+    stop: WireCount
+
+
+class OfferSnapshot(_Message, frozen=True):
+    """Offer of a snapshot. After the answer ``BytesFollow`` its record follows, then its image; the last answer is ``PushAccepted``."""
+
+    run: WireText
+    key: WireKey
+    previous: WireStep
+    image_bytes: WireCount
+    record_bytes: Annotated[int, Meta(ge=0, le=LONGEST_RECORD_BYTES)]
+
+
+class BytesFollow(_Message, frozen=True):
+    """So many raw bytes follow: from the sender of this message; in the answer to ``OfferSnapshot``, from the receiver."""
+
+    nbytes: WireCount
+
+
+class PushAccepted(_Message, frozen=True):
+    """The offered snapshot is in memory, complete and checked."""
+
+
+class Missing(_Message, frozen=True):
+    """The requested snapshot is not in memory."""
+
+    text: WireText
+
+
+class SnapshotRefused(_Message, frozen=True):
+    """The request is refused; ``text`` is the reason."""
+
+    text: WireText
+
+
+class Busy(_Message, frozen=True):
+    """The node serves as many requests as it can."""
+
+    ends: bool = False
+    """The connection ends with this answer: there are too many."""
+
+
+Request = Describe | ReadImage | OfferSnapshot
+Answer = BytesFollow | PushAccepted | Missing | SnapshotRefused | Busy
+REQUESTS: MessageDecoder[Request] = MessageDecoder(Request)
+ANSWERS: MessageDecoder[Answer] = MessageDecoder(Answer)
+
+
+# The server: buddies push snapshots to it, and restoring ranks read them.
+#
+# The port is a ``ProvenPort``: strangers take no place from others. As many requests as make sense are served at once; a further one waits a
+# moment for its turn, and is then answered that the node is busy. Pushed bytes go straight into a free segment, each block is checked as it arrives, and only
+# then is the snapshot complete: a torn push leaves what was there before.
+
+
+_log = logging.getLogger(__name__)
+_IDLE_S = 600.0
+_TRANSFER_S = 30.0
+"""A client that takes or sends nothing for so long, in the middle of a request, is given up: others wait for its place."""
+_QUEUE_S = 2.0
+"""Time that a request waits for a place, before its client is told to ask again; shorter than clients' patience with silence."""
+
+
+class SnapshotServer:
+    """Serves a ``SnapshotMemory`` from construction until ``close``."""
+
+    def __init__(
+        self,
+        memory: SnapshotMemory,
+        token: str,
+        *,
+        host: str = "127.0.0.1",
+        tls: ssl.SSLContext | None = None,
+        most_newcomers: int = 256,
+        most_connections: int = 1024,
+        most_requests: int = 64,
+        handshake_timeout_s: float = HANDSHAKE_S,
+        queue_timeout_s: float = _QUEUE_S,
+    ) -> None:
+        """Listen on any free port of ``host`` (see ``port``). A connection that is silent for ten minutes is closed.
+
+        Args:
+            memory: The snapshots to serve, and the place of pushed ones.
+            token: The token that both ends of a connection must know.
+            host: The address to listen at.
+            tls: For TLS.
+            most_newcomers: Connections during their handshake.
+            most_connections: Connections that have proven themselves; further ones are answered that the node is busy.
+            most_requests: Requests that are served at once.
+            handshake_timeout_s: Limit of a whole handshake, TLS included.
+            queue_timeout_s: Time that a request waits for its turn before the server replies that it is busy.
+
+        Raises OSError if the port cannot be had.
+        """
+        self._memory, self._queue_timeout_s = memory, queue_timeout_s
+        self._room = threading.BoundedSemaphore(most_connections)
+        self._turns = threading.BoundedSemaphore(most_requests)
+        self._port = ProvenPort(
+            self._converse,
+            "snapshot-server",
+            PURPOSE,
+            token,
+            host=host,
+            tls=tls,
+            most_newcomers=most_newcomers,
+            handshake_timeout_s=handshake_timeout_s,
+        )
+
+    def change_token(self, token: str, earlier: Callable[[], Sequence[str]]) -> None:
+        """Require ``token`` of connections from now on, or one of those that ``earlier`` returns at the time."""
+        self._port.change_token(token, earlier)
+
+    @property
+    def port(self) -> int:
+        """The port number."""
+        return self._port.port
+
+    def close(self) -> None:
+        """End all connections and stop listening."""
+        self._port.close()
+
+    def _converse(self, peer: SealedConnection) -> None:
+        wire = peer.raw  # each block has a checksum of its own
+        wire.set_timeout(_IDLE_S)
+        if not self._room.acquire(blocking=False):
+            if wire.receive_message_or_end(REQUESTS) is not None:
+                wire.send_message(Busy(ends=True))
+            return
+        try:
+            while (request := wire.receive_message_or_end(REQUESTS)) is not None:
+                if not self._turns.acquire(timeout=self._queue_timeout_s):
+                    wire.send_message(Busy())
+                    continue
+                try:
+                    wire.set_timeout(_TRANSFER_S)
+                    self._answer(wire, request)
+                finally:
+                    self._turns.release()
+                wire.set_timeout(_IDLE_S)
+        finally:
+            self._room.release()
+
+    def _answer(self, wire: FramedConnection, request: Request) -> None:
+        try:
+            match request:
+                case Describe():
+                    self._describe(wire, request)
+                case ReadImage():
+                    self._read(wire, request)
+                case OfferSnapshot():
+                    self._receive(wire, request)
+        except NoSuchStepError as error:
+            wire.send_message(Missing(str(error)))
+        except CheckpointError as error:
+            _log.warning("%s: refused: %s", wire.peer, error)
+            wire.send_message(SnapshotRefused(str(error)[:8192]))
+
+    def _describe(self, wire: FramedConnection, request: Describe) -> None:
+        with self._memory.reading(request.key.value()) as (segment, _):
+            record = segment.record()
+        if record is None:
+            raise NoSuchStepError(f"{request.key.value()} was replaced meanwhile")
+        wire.send_message(BytesFollow(len(record)), record)
+
+    def _read(self, wire: FramedConnection, request: ReadImage) -> None:
+        start, stop = request.start, request.stop
+        with self._memory.reading(request.key.value()) as (segment, snapshot):
+            if not start < stop <= snapshot.nbytes or stop - start > LONGEST_READ_BYTES:
+                raise SnapshotRefusedError(
+                    f"bytes {start:,} to {stop:,} of {snapshot.nbytes:,}: not a range that is read"
+                )
+            wire.send_message(BytesFollow(stop - start), segment.image(stop)[start:].data)
+
+    def _receive(self, wire: FramedConnection, offer: OfferSnapshot) -> None:
+        key = offer.key.value()
+        if offer.run != self._memory.run:
+            raise SnapshotRefusedError(f"this memory is of run {self._memory.run}, not {offer.run}")
+        if self._memory.holds(key):
+            wire.send_message(PushAccepted())
+            return
+        with self._memory.receiving(key, offer.previous, offer.image_bytes) as segment:
+            image = segment.begin(offer.image_bytes)
+            wire.send_message(BytesFollow(offer.record_bytes + offer.image_bytes))
+            record = wire.receive(offer.record_bytes)
+            _receive_image(wire, _offered(record, offer, wire.peer), image)
+            segment.complete(offer.image_bytes, record)
+        wire.send_message(PushAccepted())
+
+
+def _offered(record: bytes, offer: OfferSnapshot, peer: str) -> Snapshot:
+    """Decode the record of a pushed snapshot. Raises WireError, which ends the connection, if it is not the offered one."""
+    try:
+        snapshot = decode_record(record, peer)
+    except CorruptError as error:
+        raise WireError(f"{peer}: pushed a damaged record") from error
+    announced = (snapshot.run, snapshot.key, snapshot.previous, snapshot.nbytes)
+    if announced != (offer.run, offer.key.value(), offer.previous, offer.image_bytes):
+        raise WireError(f"{peer}: pushed the record of another snapshot than it had offered")
+    return snapshot
+
+
+def _receive_image(wire: FramedConnection, snapshot: Snapshot, image: ByteArray) -> None:
+    """Fill ``image``. Raises CorruptError, after all of it has arrived, if a block does not have its checksum."""
+    manifest = snapshot.manifest
+    damaged = []
+    for index, start in enumerate(range(0, manifest.nbytes, manifest.block_bytes)):
+        block = image[start : start + manifest.block_bytes]
+        wire.receive_into(block.data)
+        if checksum(block) != manifest.checksums[index]:
+            damaged.append(index)
+    if damaged:
+        raise CorruptError(f"blocks {damaged[:8]} of {snapshot.key} came damaged; push it again")
+
+
+# The client: pushes a snapshot to a buddy, and reads one, or a part of it, from any holder.
+#
+# The agent pushes, from its own segments, what its workers have taken; a worker that restores reads. Calls block: an event
+# loop makes them in a thread.
+
+
+class SnapshotClient:
+    """A connection to the data port of a node's agent; for one thread at a time.
+
+    Every method raises HolderLostError if the connection fails, SnapshotRefusedError if the other side refuses, BusyError
+    if it serves too many others now, and NoSuchStepError if it does not hold the snapshot. After a HolderLostError the connection is of no
+    more use.
+    """
+
+    def __init__(
+        self, address: str, token: str, *, tls: ssl.SSLContext | None = None, timeout_s: float = 10.0
+    ) -> None:
+        """Connect to ``address`` ("host:port"). ``timeout_s`` limits the time in which the other side sends nothing.
+
+        Raises HolderEndedError if the other side ends the connection before the proof: it may have had no place.
+        """
+        self._wire = _connect(address, tls, timeout_s)
+        try:
+            with holder_errors():
+                authenticate(self._wire, token, "client", PURPOSE)
+        except BaseException:
+            self._wire.close()
+            raise
+
+    def record(self, key: SnapshotKey) -> bytes:
+        """Return the record of a snapshot, as ``decode_record`` takes it."""
+        with holder_errors():
+            nbytes = self._announced(Describe(WireKey.of(key)))
+            if nbytes > LONGEST_RECORD_BYTES:
+                raise HolderLostError(f"{self._wire.peer}: announces a record of {nbytes:,} bytes")
+            return self._wire.receive(nbytes)
+
+    def read_into(self, key: SnapshotKey, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes of a snapshot's image from byte ``start`` on. Not checked: see ``verified``."""
+        with holder_errors():
+            nbytes = self._announced(ReadImage(WireKey.of(key), start, start + len(view)))
+            if nbytes != len(view):
+                raise HolderLostError(f"{self._wire.peer}: answers {nbytes:,} bytes, not {len(view):,}")
+            self._wire.receive_into(view)
+
+    def push(self, memory: SnapshotMemory, key: SnapshotKey) -> None:
+        """Copy a snapshot that ``memory`` holds to the other side; on return it is there, complete and checked.
+
+        SnapshotRefusedError also if the bytes were damaged on the way, or the snapshot was replaced meanwhile.
+        """
+        with memory.reading(key) as (segment, snapshot), holder_errors():
+            record = segment.record()
+            if record is None:
+                raise NoSuchStepError(f"{key} was replaced meanwhile")
+            offer = OfferSnapshot(
+                snapshot.run, WireKey.of(key), snapshot.previous, snapshot.nbytes, len(record)
+            )
+            self._wire.send_message(offer)
+            answer = self._wire.receive_message(ANSWERS)
+            if isinstance(answer, BytesFollow):
+                self._wire.send(record)
+                self._wire.send(segment.image(snapshot.nbytes).data)
+                answer = self._wire.receive_message(ANSWERS)
+        if not isinstance(answer, PushAccepted):
+            raise _failure(answer, self._wire.peer)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._wire.close()
+
+    def __enter__(self) -> "SnapshotClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _announced(self, request: Describe | ReadImage) -> int:
+        """Return the number of bytes that the answer to ``request`` announces."""
+        self._wire.send_message(request)
+        answer = self._wire.receive_message(ANSWERS)
+        if not isinstance(answer, BytesFollow):
+            raise _failure(answer, self._wire.peer)
+        return answer.nbytes
+
+
+def _connect(address: str, tls: ssl.SSLContext | None, timeout_s: float) -> FramedConnection:
+    host, port = split_address(address)
+    try:
+        connection = socket.create_connection((host, int(port)), timeout_s)
+    except (OSError, ValueError) as error:
+        raise HolderLostError(f"{address}: cannot be reached ({error})") from error
+    try:
+        return FramedConnection(secured_client(connection, tls, host), address)
+    except OSError as error:
+        connection.close()
+        kind = HolderEndedError if isinstance(error, ConnectionError | ssl.SSLEOFError) else HolderLostError
+        raise kind(f"{address}: no secure connection ({error})") from error
+
+
+def _failure(answer: Answer, peer: str) -> Exception:
+    match answer:
+        case Missing(text):
+            return NoSuchStepError(f"{peer}: {text}")
+        case SnapshotRefused(text):
+            return SnapshotRefusedError(f"{peer}: {text}")
+        case Busy(ends):
+            return BusyError(f"{peer}: serves as many requests as it can; ask again later", ended=ends)
+        case _:
+            return HolderLostError(f"{peer}: answers {type(answer).__name__} to another question")
+
+
+def push(
+    address: str,
+    token: str,
+    memory: SnapshotMemory,
+    key: SnapshotKey,
+    *,
+    tls: ssl.SSLContext | None = None,
+    timeout_s: float = 10.0,
+) -> None:
+    """Push over a connection of its own (``SnapshotClient.push``)."""
+    with SnapshotClient(address, token, tls=tls, timeout_s=timeout_s) as client:
+        client.push(memory, key)

@@ -1,1 +1,0 @@
-"""Deduplication: which documents are copies of earlier ones, exactly or nearly."""

@@ -1,1 +1,0 @@
-"""What the tasks of a preparation do with their portions."""

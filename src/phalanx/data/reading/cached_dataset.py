@@ -1,0 +1,298 @@
+"""A dataset in an object store and its cache: a folder on this machine with its index, its tokenizer, and the blocks that were read.
+
+The index is read from the store each time, the other small files once; the folder is named by a digest of the index, so that all runs and
+ranks of a machine share it, whatever the URL, and another dataset under the same URL has another one.
+``CachedShards`` hands out tokens as ``TokenShards`` does of a folder: shard by shard from sparse files (``phalanx.data.reading.cached_shard``), whose missing
+blocks are fetched many at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.data.chat.template import TEMPLATE_FILE
+from phalanx.data.errors import DatasetError
+from phalanx.data.reading.cached_shard import CachedShard, Requests, Room, Traffic, in_background
+from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, parse_index
+from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
+from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
+from phalanx.data.tokenizers.tokenizer import saved_fingerprint
+from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.home import home
+from phalanx.store.errors import MissingObjectError, StoreError, UnavailableError
+from phalanx.store.open_store import open_store
+from phalanx.store.retry import RetryPolicy
+from phalanx.store.store import Store
+
+_PATIENCE_AHEAD_S = 30.0
+"""Time for which what is only read ahead is asked for: whoever comes to need it asks with all of ``CacheOptions.timeout_s``."""
+_TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Where cached datasets lie, how large they may become together, and how long a store is waited for (fields of ``[data]``)."""
+
+    cache: str = ""
+    """Folder of all cached datasets; empty is ``default_cache``."""
+    limit_bytes: int = 64 << 30
+    timeout_s: float = 1800.0
+
+
+def default_cache() -> Path:
+    """The folder of cached datasets where none is given, by the XDG Base Directory Specification."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "datasets"
+
+
+@dataclass(frozen=True)
+class CachedDataset:
+    """A dataset in ``store``. ``folder`` has ``index.json`` and the tokenizer's files; what else is in it is found as it is read."""
+
+    url: str
+    folder: Path
+    index: DatasetIndex
+    store: Store
+    store_ahead: Store
+    """The same store with less patience."""
+    room: Room
+    requests: Requests
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+def open_cached(url: str, options: CacheOptions) -> CachedDataset:
+    """The dataset at ``url``, with a cache on this machine. Raises ``DatasetError``."""
+    root = Path(options.cache).expanduser() if options.cache else default_cache()
+    try:
+        store = open_store(url, RetryPolicy(timeout_s=options.timeout_s))
+        ahead = open_store(url, RetryPolicy(timeout_s=min(_PATIENCE_AHEAD_S, options.timeout_s)))
+        return cached_in(store, ahead, root, options.limit_bytes)
+    except StoreError as error:
+        raise DatasetError(str(error)) from error
+
+
+def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) -> CachedDataset:
+    """The dataset in ``store``, with its cache below ``root``. Raises ``DatasetError``, ``StoreError``."""
+    newest = root / "newest" / _name_of(store.url.encode())
+    # Where nothing of this place was read yet, none of the three files waits for another.
+    early = {} if newest.exists() else _asked_for(store)
+    content = _index_content(store, store_ahead, root, newest)
+    # Of an index of many shards, the digest takes a fifth of the time that decoding takes.
+    named = in_background(partial(_name_of, content))
+    index = parse_index(content.decode(errors="replace"), Path(f"{store.url}/{INDEX_FILE}"))
+    folder = root / named.result()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if saved_fingerprint(_kept(folder)) != index.tokenizer_fingerprint:
+            for name, small in _tokenizer_files(store, index, early).items():
+                write_atomically(folder / name, small, durable=False)
+        here = (folder / INDEX_FILE).exists() and (folder / INDEX_FILE).stat().st_size == len(content)
+        if index.recipe.chat is not None and not here:
+            # Datasets of earlier versions have none.
+            with suppress(MissingObjectError):
+                write_atomically(folder / TEMPLATE_FILE, store.get(TEMPLATE_FILE))
+        # Nobody waits for the disk: what a power failure leaves of it is told by its size, by the folder's name, or by the index.
+        if not here:
+            write_atomically(folder / INDEX_FILE, content, durable=False)  # last: the small files are there
+        newest.parent.mkdir(exist_ok=True)
+        write_atomically(newest, folder.name.encode(), durable=False)
+    except OSError as error:
+        raise DatasetError(
+            f"cannot write the cache of {store.url} in {root} ({error.strerror}): make room there, or give another folder in data.cache"
+        ) from error
+    return CachedDataset(store.url, folder, index, store, store_ahead, Room(root, limit_bytes), Requests())
+
+
+def _index_content(store: Store, store_ahead: Store, root: Path, newest: Path) -> bytes:
+    """The index in the store; if the store does not answer, the one that it gave last.
+
+    A rank that must begin again during an outage has all that it needs in the cache, perhaps. If another dataset has come to lie
+    there since, its tokens are not taken for those of the old index: block sums tell.
+    """
+    try:
+        return _required(store_ahead, INDEX_FILE)
+    except UnavailableError:
+        with suppress(OSError):
+            name = newest.read_text()
+            content = (root / name / INDEX_FILE).read_bytes()
+            if _name_of(content) == name:
+                return content
+    return _required(store, INDEX_FILE)
+
+
+def _kept(folder: Path) -> dict[str, bytes]:
+    """The tokenizer's files in the cache, as far as they are there."""
+    found: dict[str, bytes] = {}
+    for name in _TOKENIZER_FILES:
+        with suppress(OSError):
+            found[name] = (folder / name).read_bytes()
+    return found
+
+
+def _asked_for(store: Store) -> dict[str, Future[bytes]]:
+    return {name: in_background(partial(_required, store, name)) for name in _TOKENIZER_FILES}
+
+
+def _tokenizer_files(store: Store, index: DatasetIndex, early: dict[str, Future[bytes]]) -> dict[str, bytes]:
+    """The files of the tokenizer that ``index`` names; ``early`` may bring them. Raises ``DatasetError``.
+
+    Another dataset may come to lie in the store between the requests for one and the other. Its tokenizer must not come into the folder of this one, where it
+    would be taken for this one's by every later run.
+    """
+    files = {name: small.result() for name, small in (early or _asked_for(store)).items()}
+    if saved_fingerprint(files) != index.tokenizer_fingerprint:
+        files = {name: small.result() for name, small in _asked_for(store).items()}
+    if saved_fingerprint(files) == index.tokenizer_fingerprint:
+        return files
+    raise DatasetError(
+        f"the tokenizer in {store.url} is not the one that the index there names: if another dataset is being copied there, try again once it "
+        "is whole; else copy the dataset there again (`phalanx data copy FOLDER URL`)"
+    )
+
+
+def _name_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _required(store: Store, name: str) -> bytes:
+    try:
+        return store.get(name)
+    except MissingObjectError as error:
+        raise DatasetError(
+            f"{store.url} holds no {name}; correct the URL, or copy a prepared dataset there (`phalanx data copy FOLDER URL`)"
+        ) from error
+
+
+class _Piece(NamedTuple):
+    """A stretch of one shard and where its tokens go."""
+
+    number: int
+    start_bytes: int
+    stop_bytes: int
+    row: int
+    column: int
+
+
+class CachedShards:
+    """The token stream of one split of a cached dataset, as if in one array. Threads may share it."""
+
+    def __init__(self, dataset: CachedDataset, split: str) -> None:
+        self.dtype = np.dtype(dataset.index.dtype).newbyteorder("<")
+        self._dataset = dataset
+        self._shards = dataset.index.split(split).shards
+        self._starts = np.cumsum([0, *[shard.tokens for shard in self._shards]], dtype=np.int64)
+        self._open: OrderedDict[int, CachedShard] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def tokens(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def unchecked(self) -> bool:
+        """False: every block that is read is compared with its sum."""
+        return False
+
+    def read(self, start: int, stop: int) -> TokenArray:
+        """Tokens ``start`` to ``stop`` as stored (uint16 or uint32).
+
+        Raises ``IndexError`` for a stretch that is not within the stream, ``DatasetError`` for one that cannot be had as it was written.
+        """
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(
+                f"tokens {start}..{stop} are not within the {self.tokens} of {self._dataset.url}"
+            )
+        out: TokenArray = np.empty((1, stop - start), dtype=self.dtype)
+        self._read_into(out, self._pieces(np.array([start]), stop - start, np.array([0])))
+        return out.reshape(-1)
+
+    def gather(
+        self, starts: NDArray[np.int64], length: int, out: NDArray[np.int64], rows: NDArray[np.int64]
+    ) -> None:
+        """Writes ``length`` tokens from each of ``starts`` into that of the ``rows`` of ``out``, int64. Raises as ``read`` does."""
+        if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
+            raise IndexError(
+                f"{length} tokens from {starts.min()}..{starts.max()} are not within the {self.tokens}"
+            )
+        self._read_into(out, self._pieces(starts, length, rows))
+
+    def read_ahead(self, starts: NDArray[np.int64], length: int) -> None:
+        """Has ``length`` tokens from each of ``starts`` fetched in the background, if they are not here. Returns at once."""
+        for piece in self._pieces(starts, length, np.zeros_like(starts)):
+            self._dataset.requests.ahead(partial(self._fetched, piece, self._dataset.store_ahead))
+
+    def _read_into(self, out: NDArray[np.generic], pieces: list[_Piece]) -> None:
+        missing: list[_Piece] = []
+        asked_bytes = 0
+        for piece in pieces:
+            asked_bytes += piece.stop_bytes - piece.start_bytes
+            shard = self._open_already(piece.number)
+            data = None if shard is None else shard.held(piece.start_bytes, piece.stop_bytes)
+            if data is None:
+                missing.append(piece)
+            else:
+                self._place(out, piece, data)
+        self._dataset.traffic.asked(asked_bytes)
+        if not missing:
+            return
+        calls = [partial(self._fetched, piece, self._dataset.store) for piece in missing]
+        try:
+            fetched = self._dataset.requests.results(calls)
+        except UnavailableError as error:
+            raise DatasetError(
+                f"{error}; training goes on from its last checkpoint when the store answers again (data.timeout_s is how long it waits)"
+            ) from error
+        except StoreError as error:
+            raise DatasetError(str(error)) from error
+        for piece, data in zip(missing, fetched, strict=True):
+            self._place(out, piece, data)
+
+    def _place(self, out: NDArray[np.generic], piece: _Piece, data: memoryview) -> None:
+        tokens = np.frombuffer(data, dtype=self.dtype)
+        out[piece.row, piece.column : piece.column + len(tokens)] = tokens
+
+    def _pieces(self, starts: NDArray[np.int64], length: int, rows: NDArray[np.int64]) -> list[_Piece]:
+        """What is read of which shard: one piece for each of ``starts``, or several where it lies across the ends of shards."""
+        pieces = []
+        item = self.dtype.itemsize
+        numbers = np.searchsorted(self._starts, starts, side="right") - 1
+        for start, number, row in zip(starts.tolist(), numbers.tolist(), rows.tolist(), strict=True):
+            stop, place = start + length, start
+            while place < stop:
+                begin, end = int(self._starts[number]), min(stop, int(self._starts[number + 1]))
+                pieces.append(
+                    _Piece(number, (place - begin) * item, (end - begin) * item, row, place - start)
+                )
+                place, number = end, number + 1
+        return pieces
+
+    def _open_already(self, number: int) -> CachedShard | None:
+        """The shard if it was opened before: to open it takes the disk, which is for the threads that make requests."""
+        with self._lock:
+            return self._open.get(number)
+
+    def _opened(self, number: int) -> CachedShard:
+        opened = self._open_already(number)
+        if opened is None:
+            dataset, shard = self._dataset, self._shards[number]
+            nbytes = shard.tokens * self.dtype.itemsize
+            opened = CachedShard(dataset.folder, shard, nbytes, dataset.room, dataset.traffic)
+            with self._lock:
+                self._open[number] = opened
+                if len(self._open) > MAX_OPEN_MAPS:
+                    self._open.popitem(last=False)
+        return opened
+
+    def _fetched(self, piece: _Piece, store: Store) -> memoryview:
+        return self._opened(piece.number).fetched(piece.start_bytes, piece.stop_bytes, store)

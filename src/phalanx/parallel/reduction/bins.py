@@ -1,0 +1,278 @@
+"""Sums of fp32 numbers in integers, which come out the same in any order: two words an element, one exponent a span.
+
+Adding integers rounds nothing, so neither the order of slots nor a library's choice of ring, tree or switch shows in a sum of them.
+The difficulty is the common unit: gradients arrive one slot after another, and the largest is known only at the end. A sum in one word
+would have to be shifted right whenever a larger number comes, and what that drops would depend on the order.
+
+So units are not free. The line of exponents is divided into *bins* of ``width`` bits, at fixed places: the unit of bin ``k`` is
+``2^(width k)``. A number is cut into digits, from the top: its nearest multiple of the unit of the highest bin that it can reach, then
+that of the rest in the next bin, and so on. A digit depends on the number alone, not on what else is added. Of each span of elements the
+two highest bins that any slot's numbers reach are kept, each as the integer sum of its digits (the words ``high`` and ``low``), and the
+number of the upper one (``top``). When a larger number comes, whole bins move down and out. What is left depends only on the highest
+bin, a maximum, and on sums of integers: on no order. This is the binned sum of Demmel and Nguyen, "Parallel Reproducible
+Summation" (IEEE Trans. Computers 64(7), 2015), and of Ahrens, Demmel and Nguyen, "Algorithms for Efficient Reproducible Floating Point
+Summation" (ACM TOMS 46(3), 2020), with integers in the place of their floating-point words: 32 bits a word instead of 24 for the
+same four bytes, and no renormalization.
+
+**Error.** Every slot's number is rounded to the nearest multiple of the lower unit ``u``, once. With ``n`` slots and ``M`` the largest
+magnitude in the span in any slot, ``u <= 2^(1 - width) M`` and
+
+    |sum - exact sum| <= n u / 2 <= n 2^-width M,      and then the sum is rounded to fp32.
+
+That is the worst case, in which ``M`` just reaches its bin; on average there are ``width / 2`` bits more. A word must hold ``n`` digits of at
+most ``2^(width - 1)``: ``width`` is 28 for 8 slots, 25 for 64, 22 for 1,023. Beyond 1,024 slots words are int64, and 32 bits wide.
+
+**Why not otherwise.** One word with an exponent agreed by all slots is half the bytes, but all slots of a step must be there when
+it is agreed upon, and ranks compute theirs one after another. Exponents of the step before have to be kept with the weights, and fail in
+the rows of an embedding, which are zero until their token comes. An exponent for each element instead of each span would cost two bytes more on
+the wire to agree upon, for a bound in the element's own terms. ``bench.train.integer_sums`` measures the first choice beside
+this one and the fp32 tree.
+
+Everything here but the maximum and the sums themselves is exact in floating point (scaling by powers of two, rounding to an integer,
+subtracting what was rounded), so a fused kernel cannot give other bits; on a CPU there is one (``phalanx.hardware.kernels.choose``). An element that is not finite in any slot makes its sum NaN:
+the words of its span then count, for each element, the slots in which it was not finite.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.hardware.kernels.choose import BinKernel, SpanRun
+from phalanx.hardware.kernels.compiler import NoHostKernelsError
+from phalanx.parallel.reduction.buckets import SpanLayout, share_layout, word_bytes
+
+_log = logging.getLogger(__name__)
+_EMPTY, _NOT_FINITE = -128, 127
+"""The tops of a span that has seen only zeros, and of one that has seen a number that is not finite."""
+# Elements worked on at once: their temporaries stay in a core's cache, or in a GPU's.
+_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 21
+
+
+@dataclass(frozen=True)
+class BinFormat:
+    """The width of bins and of words for sums of ``count`` numbers; a property of the run."""
+
+    count: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The integer format of the words."""
+        return torch.int32 if word_bytes(self.count) == 4 else torch.int64
+
+    @property
+    def width(self) -> int:
+        """Bits of a bin: ``count`` digits of at most ``2^(width - 1)`` fit into a word."""
+        return min((torch.iinfo(self.dtype).max // self.count).bit_length(), 32)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of all shares that is worked on at once."""
+
+    shares: slice
+    elements: slice
+    spans: slice
+    size: int
+
+    def of(self, elements: Tensor) -> Tensor:
+        """The piece of something by elements, ``(shares, elements)``: ``(shares, spans, size)``."""
+        part = elements[self.shares, self.elements]
+        return part.view(len(part), -1, self.size)
+
+    def spans_of(self, spans: Tensor) -> Tensor:
+        """The piece of something by spans, ``(shares, spans)``: ``(shares, spans, 1)``."""
+        return spans[self.shares, self.spans].unsqueeze(-1)
+
+
+@dataclass
+class Bins:
+    """The sum, so far, of gradients of shape ``(shares, elements)``."""
+
+    layout: SpanLayout
+    format: BinFormat
+    words: Tensor
+    """``(shares, 2, elements)``, int32 or int64: the sums of digits in the upper and in the lower bin."""
+    tops: Tensor
+    """``(shares, spans)``, int8: one more than the number of the upper bin, or one of the two special values."""
+    use_kernel: bool = True
+    """False: gradients are added by PyTorch's operations, also where the host has a kernel."""
+    chunk_elements: int | None = None
+    """Elements that one of PyTorch's operations takes at once; by default, as many as stay in the device's cache."""
+
+    @classmethod
+    def empty(
+        cls,
+        shares: int,
+        layout: SpanLayout,
+        form: BinFormat,
+        device: torch.device,
+        *,
+        use_kernel: bool = True,
+        chunk_elements: int | None = None,
+    ) -> Bins:
+        """The sum of nothing."""
+        words = torch.zeros((shares, 2, layout.elements), dtype=form.dtype, device=device)
+        tops = torch.full((shares, layout.spans), _EMPTY, dtype=torch.int8, device=device)
+        return cls(layout, form, words, tops, use_kernel, chunk_elements)
+
+    @torch.no_grad()
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Adds a gradient, fp32 ``(shares, elements)``."""
+        kernel = _host_kernel() if self.use_kernel and self.words.device.type == "cpu" else None
+        if kernel is not None and gradient.dtype == torch.float32 and gradient.stride(-1) == 1:
+            kernel.add(gradient, self.words, self.tops, self._runs, self.format.width)
+        else:
+            self._add_by_operations(gradient)
+
+    def _add_by_operations(self, gradient: Tensor) -> None:
+        """As ``add_gradient``, as a chain of PyTorch's operations, which any device has."""
+        width = self.format.width
+        self.raise_to(torch.maximum(self.tops, self._tops_of(gradient)))
+        bad = self.tops == _NOT_FINITE
+        any_bad = _any(bad)
+        # The whole factor can lie outside of fp32; what half of it makes too small to be exact, the other half does not bring back.
+        exponent = -width * (self._bins_above() - 1)
+        first, second = _power(exponent // 2).float(), _power(exponent - exponent // 2).float()
+        buffers = gradient.new_empty((2, self._chunk))
+        digits = self.words.new_empty(self._chunk)
+        for piece in self._pieces():
+            x = piece.of(gradient)
+            rest, high = (buffer[: x.numel()].view(x.shape) for buffer in buffers)
+            digit = digits[: x.numel()].view(x.shape)
+            if any_bad:
+                x = torch.where(piece.spans_of(bad), x.isfinite().logical_not().to(x.dtype), x)
+            torch.mul(x, piece.spans_of(first), out=rest).mul_(piece.spans_of(second))
+            torch.round(rest, out=high)
+            rest.sub_(high).mul_(2.0**width).round_()
+            for number, value in enumerate((high, rest)):
+                piece.of(self.words[:, number]).add_(digit.copy_(value))
+
+    def add(self, other: Bins) -> None:
+        """Adds another sum of gradients of the same shape, whose tops may be raised."""
+        tops = torch.maximum(self.tops, other.tops)
+        self.raise_to(tops)
+        other.raise_to(tops)
+        self.words += other.words
+
+    def raise_to(self, tops: Tensor) -> None:
+        """Moves to upper bins, ``(shares, spans)`` and none lower than it is, so that words can be added to others'."""
+        up = tops.to(torch.int16) - self.tops
+        # Zeros, such as all words at first, are the same in any bin.
+        up *= self.tops != _EMPTY
+        if _any(up):
+            for piece in self._pieces():
+                bins = piece.spans_of(up)
+                if _any(bins):
+                    high, low = (piece.of(self.words[:, number]) for number in (0, 1))
+                    low.copy_(torch.where(bins == 0, low, torch.where(bins == 1, high, 0)))
+                    high.mul_(bins == 0)
+        self.tops.copy_(tops)
+
+    def total(self, out: Tensor) -> None:
+        """Writes the sum, rounded to fp32, into ``out`` ``(shares, elements)``."""
+        width = self.format.width
+        bad, unit = self.tops == _NOT_FINITE, _power(width * (self._bins_above() - 2))
+        any_bad = _any(bad)
+        buffer = torch.empty(self._chunk, dtype=torch.float64, device=out.device)
+        for piece in self._pieces():
+            high, low = (piece.of(self.words[:, number]) for number in (0, 1))
+            value = buffer[: high.numel()].view(high.shape).copy_(high)
+            value.mul_(2.0**width).add_(low).mul_(piece.spans_of(unit))
+            if any_bad:
+                value = torch.where(piece.spans_of(bad), torch.where(high > 0, math.nan, 0.0), value)
+            piece.of(out).copy_(value)
+
+    def _tops_of(self, gradient: Tensor) -> Tensor:
+        """The tops of one gradient: a bin in which the magnitudes of a span are at most half a unit."""
+        peaks = torch.empty(self.tops.shape, dtype=gradient.dtype, device=gradient.device)
+        buffer = gradient.new_empty(self._chunk)
+        for piece in self._pieces():
+            x = piece.of(gradient)
+            magnitudes = torch.abs(x, out=buffer[: x.numel()].view(x.shape))
+            peaks[piece.shares, piece.spans] = magnitudes.amax(-1)
+        exponent = torch.frexp(peaks).exponent  # every magnitude is below 2^exponent
+        tops = torch.div(exponent + self.format.width, self.format.width, rounding_mode="floor")
+        tops = torch.where(peaks > 0, tops, _EMPTY)
+        return torch.where(peaks.isfinite(), tops, _NOT_FINITE).to(torch.int8)
+
+    def _bins_above(self) -> Tensor:
+        """The tops as int64; those of special spans are such that a digit 1 stays 1, and 0 stays 0."""
+        special = (self.tops == _EMPTY) | (self.tops == _NOT_FINITE)
+        return torch.where(special, 1, self.tops.long())
+
+    @property
+    def _runs(self) -> list[SpanRun]:
+        return [
+            (segment.first_element, segment.first_span, segment.spans, segment.size)
+            for segment in self.layout.segments
+        ]
+
+    @property
+    def _chunk(self) -> int:
+        if self.chunk_elements is not None:
+            return self.chunk_elements
+        return _CPU_CHUNK if self.words.device.type == "cpu" else _GPU_CHUNK
+
+    def _pieces(self) -> Iterator[_Piece]:
+        """All of it, in pieces of one size of span and of at most ``_chunk`` elements."""
+        for segment in self.layout.segments:
+            spans = self._chunk // segment.size  # at once, of one share
+            shares = max(spans // segment.spans, 1)
+            for share in range(0, len(self.words), shares):
+                for first in range(0, segment.spans, spans):
+                    last = min(first + spans, segment.spans)
+                    yield _Piece(
+                        slice(share, share + shares),
+                        slice(
+                            segment.first_element + first * segment.size,
+                            segment.first_element + last * segment.size,
+                        ),
+                        slice(segment.first_span + first, segment.first_span + last),
+                        segment.size,
+                    )
+
+
+def _any(mask: Tensor) -> bool:
+    """False if nothing in ``mask`` is true. To ask an accelerator would wait for it: there the answer is always yes."""
+    return mask.device.type != "cpu" or bool(mask.any())
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """Two to the power of int64 exponents, exactly: fp64."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+@functools.cache
+def _host_kernel() -> BinKernel | None:
+    """The kernel of one pass, checked once in a process; ``None``, with a warning, where there is none."""
+    try:
+        kernel = BinKernel()
+    except NoHostKernelsError as error:
+        reason = str(error)
+    else:
+        if _as_operations(kernel):
+            return kernel
+        reason = "it had other bits than PyTorch's operations"
+    _log.warning("sums in integers go over memory nine times instead of once, with the same bits: %s", reason)
+    return None
+
+
+def _as_operations(kernel: BinKernel) -> bool:
+    """True if two additions of numbers of all sizes give the same words and tops both ways."""
+    generator = torch.Generator().manual_seed(0)
+    layout = share_layout([(40, 24), (7,)], 1)
+    sums = [Bins.empty(1, layout, BinFormat(8), torch.device("cpu")) for _ in range(2)]
+    for low, high in ((-149.0, -100.0), (-60.0, 100.0)):
+        sizes = torch.empty(1, layout.elements, dtype=torch.float64)
+        gradient = sizes.uniform_(low, high, generator=generator).exp2().float()
+        gradient *= torch.randint(-1, 2, gradient.shape, generator=generator)
+        sums[0]._add_by_operations(gradient)
+        kernel.add(gradient, sums[1].words, sums[1].tops, sums[1]._runs, sums[1].format.width)
+    return torch.equal(sums[0].words, sums[1].words) and torch.equal(sums[0].tops, sums[1].tops)

@@ -1,0 +1,253 @@
+"""Gradient summation in integers: every slot's gradient is added where it is computed, and ranks exchange sums.
+
+A rank adds its slots' gradients up in bins (``bins.py``), whose sums are the same in any order. So ranks exchange once what they have:
+a maximum of the spans' exponents, then a reduce-scatter or all-reduce of integers, which the library may carry out as it likes: in a
+ring, a tree or inside the switches. With ZeRO-3 a rank has no room for whole gradients; there ranks exchange after every slot, and the
+owner of a share keeps its bins alone. The bits are the same either way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from phalanx.model.layers.experts.moe import Experts
+from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.mesh import Mesh
+from phalanx.parallel.mesh.slots import Deal, Round
+from phalanx.parallel.mesh.torch_compat import ReduceScatter, group_shapes, reduce_scatter_single
+from phalanx.parallel.reduction.bins import BinFormat, Bins
+from phalanx.parallel.reduction.buckets import SpanLayout, in_buckets, share_layout
+from phalanx.parallel.reduction.reduce_scatter import PlainBuffers
+from phalanx.parallel.reduction.slot_tree import Leaves
+from phalanx.parallel.reduction.summation import Summation, leaves_of, weakly
+from phalanx.parallel.reduction.tree import Intake
+
+
+class IntegerSummation(Summation):
+    """Adds slots up in integers, whatever rank computed them and when.
+
+    Args:
+        mesh: The ranks' places.
+        clock: Measures exchanges.
+        deal: Which rank computes which slots.
+        each_round: True if shares of gradients are exchanged after every round, so that no rank holds whole sums.
+        reporters: Context ranks of which one alone has a number for each element of a slot's gradient, and the others zeros; 1 if each has
+            one. The width of a bin follows the numbers that are added, so with it, it does not follow the context degree.
+    """
+
+    slot_by_slot = True
+
+    def __init__(
+        self, mesh: Mesh, clock: CommClock, deal: Deal, *, each_round: bool, reporters: int = 1
+    ) -> None:
+        super().__init__(mesh, clock)
+        self._deal, self._each_round, self._reporters = deal, each_round, reporters
+        self._reducers: list[IntegerReducer] = []
+        self._whole: dict[nn.Parameter, IntegerReducer] = {}
+
+    def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
+        layout = self.mesh.layout
+        for number, module in enumerate(modules):
+            experts = isinstance(module, Experts)
+            ranks = layout.expert_shard if experts else self.mesh.fsdp_ranks
+            place = (
+                int(self.mesh.expert_mesh.get_local_rank("expert_shard")) if experts else self.mesh.fsdp_rank
+            )
+            leaves = leaves_of(self.mesh, self._deal, experts=experts)
+            # Experts get all of a slot's tokens, whatever the context degree.
+            summands = leaves.count // (1 if experts else self._reporters)
+            reducer = self._reducer(str(number), leaves, summands, group_shapes(module), ranks, place)
+            self._reducers.append(reducer)
+            if ranks > 1:
+                module.set_custom_reduce_scatter(IntegerReduceScatter(reducer))
+            else:
+                # FSDP2 skips the reduce-scatter of a single rank, but calls this hook with the gradient.
+                module.set_all_reduce_hook(reducer.take_alone)
+
+    def _reducer(
+        self,
+        name: str,
+        leaves: Leaves,
+        summands: int,
+        shapes: Iterable[Sequence[int]],
+        ranks: int,
+        place: int,
+    ) -> IntegerReducer:
+        each_round = self._each_round and ranks > 1
+        return IntegerReducer(
+            *(name, self.mesh, self.clock, leaves, summands, self.intake, share_layout(shapes, ranks)),
+            shares=ranks,
+            place=place,
+            each_round=each_round,
+        )
+
+    def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        push = weakref.WeakMethod(self._push)  # see TreeSummation
+        for name, parameter in parameters.items():
+            leaves = Leaves(self._deal, 1)
+            self._whole[parameter] = self._reducer(name, leaves, leaves.count, [parameter.shape], 1, 0)
+            parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
+
+    def add_to_siblings(self) -> None:
+        """Nothing: integers have no tree."""
+
+    def _push(self, tensor: Tensor) -> None:
+        parameter = cast(nn.Parameter, tensor)
+        if self.intake.slot_complete and parameter.grad is not None:
+            self._whole[parameter].take_in(parameter.grad)
+            parameter.grad = None
+
+    def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.intake.slot_complete = True
+        for parameter in parameters:
+            self._push(parameter)
+
+    def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        for bucket in in_buckets(parameters, nn.Parameter.numel):
+            sums = [self._whole[parameter].take_out() for parameter in bucket]
+            if self.mesh.replicas > 1:
+                with self.clock.measure():
+                    _add_over_replicas(sums, self.mesh)
+            for parameter, bins in zip(bucket, sums, strict=True):
+                parameter.grad = torch.empty_like(parameter)
+                bins.total(parameter.grad.view(1, -1))
+
+    def clear(self) -> None:
+        for reducer in (*self._whole.values(), *self._reducers):
+            reducer.clear()
+
+    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  what does not count is not added
+        return 1.0
+
+
+@dataclass
+class IntegerReducer:
+    """Sums the gradient of one parameter group over all slots of a step."""
+
+    name: str
+    mesh: Mesh
+    clock: CommClock
+    leaves: Leaves
+    summands: int
+    """Numbers that are added for each element; zeros that stand for nothing are not counted."""
+    intake: Intake
+    layout: SpanLayout
+    """The spans of each of the ``shares`` into which ranks divide the group."""
+    shares: int
+    place: int
+    """Number of the share that this rank owns, and of its slot among those that the ranks of a round yield."""
+    each_round: bool
+    """True if only this rank's share is kept from one round to the next."""
+    bins: Bins | None = field(default=None, init=False)
+    _taken: set[int] = field(default_factory=set, init=False)
+
+    def take_in(self, gradient: Tensor, group: dist.ProcessGroup | None = None) -> bool:
+        """Adds this rank's gradient of the current round, all shares of it; False if that is kept out of the sum.
+
+        ``group`` is the ranks that own the shares; ``None`` for a single one.
+        """
+        if not self.intake.admit(self.name, gradient):
+            return False
+        current = self.intake.round
+        new = self._empty(gradient) if self.each_round or self.bins is None else self.bins
+        if self.place < len(self.leaves.of_round(current)):
+            if current.slot in self._taken:
+                raise ValueError(f"slot {current.slot} was given twice")
+            self._taken.add(current.slot)
+            new.add_gradient(gradient.view(self.shares, self.layout.elements))
+        if group is not None and (self.each_round or current.last):
+            with self.clock.measure():
+                new = _reduce_scatter(new, self.place, group)
+        if self.each_round and self.bins is not None:
+            self.bins.add(new)
+        else:
+            self.bins = new
+        return True
+
+    def take_out(self) -> Bins:
+        """The sum of all slots of this replica, of which nothing is kept. Raises ``ValueError`` while slots are missing."""
+        bins, taken = self.bins, len(self._taken)
+        self.clear()
+        rounds = self.leaves.deal.rounds(self.mesh.replica)
+        yields = [len(self.leaves.of_round(Round(slots, 0, counts=True, last=False))) for slots in rounds]
+        expected = sum(self.place < count for count in yields)
+        if bins is None or taken != expected:
+            raise ValueError(f"slots are missing: {self.name} has the gradients of {taken} of {expected}")
+        return bins
+
+    def finish(self, out: Tensor) -> None:
+        """Writes the sum over all slots of the fleet into ``out``, this rank's share; nothing of it is kept."""
+        bins = self.take_out()
+        if self.mesh.replicas > 1:
+            with self.clock.measure():
+                _add_over_replicas([bins], self.mesh)
+        bins.total(out.view(1, -1))
+
+    def take_alone(self, gradient: Tensor) -> None:
+        """Takes in the gradient of a group that only this rank holds, and after the last round makes it the sum."""
+        if self.take_in(gradient) and self.intake.round.last:
+            self.finish(gradient)
+
+    def clear(self) -> None:
+        """Forgets the sum."""
+        self.bins = None
+        self._taken.clear()
+
+    def _empty(self, gradient: Tensor) -> Bins:
+        return Bins.empty(self.shares, self.layout, BinFormat(self.summands), gradient.device)
+
+
+class IntegerReduceScatter(PlainBuffers, ReduceScatter):
+    """The reduce-scatter of one FSDP parameter group, in integers.
+
+    Until the last round of a step its output means nothing; whoever drives the step drops the gradients that FSDP
+    makes of it.
+    """
+
+    def __init__(self, reducer: IntegerReducer) -> None:
+        self.reducer = reducer
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,  # noqa: ARG002  the operation is a sum, whatever FSDP would have asked for
+        async_op: bool = False,  # noqa: ARG002
+    ) -> None:
+        """``input_tensor`` ``(ranks * share,)`` is this rank's slot; ``output_tensor`` ``(share,)`` is the sum."""
+        if self.reducer.take_in(input_tensor, group) and self.reducer.intake.round.last:
+            self.reducer.finish(output_tensor)
+        else:
+            output_tensor.zero_()
+
+
+def _reduce_scatter(bins: Bins, place: int, group: dist.ProcessGroup) -> Bins:
+    """The sum of the bins of all ranks of ``group``, of the share at ``place``."""
+    tops = bins.tops.clone()
+    dist.all_reduce(tops, dist.ReduceOp.MAX, group)
+    bins.raise_to(tops)
+    words = bins.words.new_empty((1, *bins.words.shape[1:]))
+    reduce_scatter_single(words.view(-1), bins.words.view(-1), group)
+    return Bins(bins.layout, bins.format, words, tops[place : place + 1].clone())
+
+
+def _add_over_replicas(sums: Sequence[Bins], mesh: Mesh) -> None:
+    """Makes each of ``sums``, of this rank's share, the sum over all replicas, in two exchanges."""
+    group = mesh.replicate_group
+    tops = torch.cat([bins.tops.view(-1) for bins in sums])
+    dist.all_reduce(tops, dist.ReduceOp.MAX, group)
+    for bins, raised in zip(sums, torch.split(tops, [bins.tops.numel() for bins in sums]), strict=True):
+        bins.raise_to(raised.view_as(bins.tops))
+    words = torch.cat([bins.words.view(-1) for bins in sums]) if len(sums) > 1 else sums[0].words.view(-1)
+    dist.all_reduce(words, group=group)
+    for bins, added in zip(sums, torch.split(words, [bins.words.numel() for bins in sums]), strict=True):
+        bins.words = added.view_as(bins.words)
