@@ -13,7 +13,7 @@ from checkpoint.worlds import blank_shards, holdings, shards_from, states
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.errors import AbandonedError, CorruptError
 from phalanx.checkpoint.snapshot.segments import SnapshotKey
-from phalanx.checkpoint.snapshot.tier import save_snapshots
+from phalanx.checkpoint.snapshot.to_disk import save_snapshots
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.snapshot.data_port import SnapshotClient
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
-from phalanx.checkpoint.snapshot.tier import save_snapshots
+from phalanx.checkpoint.snapshot.to_disk import save_snapshots
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft
 from phalanx.fleet.core.commands import SaveSnapshots
