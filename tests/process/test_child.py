@@ -152,7 +152,7 @@ time.sleep(600)
 """
 TIED = """
 import os, time
-from phalanx.process.parent import {tie}
+from phalanx.process.child import {tie}
 {tie}()
 print(os.getpid(), flush=True)
 time.sleep(600)

@@ -20,7 +20,7 @@ from phalanx.observe.record.records import code_version, package_versions, varia
 from phalanx.run.data_folders import found_again
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec
-from phalanx.store.errors import StoreError
+from phalanx.store.store import StoreError
 from phalanx_watch.runs.recorded import Recorded
 
 Weight = Literal["bits", "perhaps", "no"]

@@ -41,8 +41,8 @@ from phalanx.run.directory.paths import (
 )
 from phalanx.run.directory.regular_file import open_regular, read_small
 from phalanx.run.spec import RunSpec
-from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url
+from phalanx.store.store import StoreError
 from phalanx.train.lifecycle.ending import read_failure
 from phalanx_watch.ranks import (
     RankLateness,

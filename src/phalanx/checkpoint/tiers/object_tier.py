@@ -40,9 +40,17 @@ from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through
 from phalanx.checkpoint.tiers.collect import wrong_size
 from phalanx.checkpoint.tiers.shared_blocks import SharedBlocks
 from phalanx.checkpoint.tiers.tier import Record
-from phalanx.store.errors import ExistsError, FullError, MissingObjectError, ShortObjectError, StoreError
-from phalanx.store.hedge import HedgedReads
-from phalanx.store.store import Info, Store, require_create
+from phalanx.store.store import (
+    ExistsError,
+    FullError,
+    HedgedReads,
+    Info,
+    MissingObjectError,
+    ShortObjectError,
+    Store,
+    StoreError,
+    require_create,
+)
 
 COMMITTED, DATA, DAMAGED = "committed", "data", "damaged"
 DAY_S = 24 * 3600.0

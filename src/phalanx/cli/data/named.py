@@ -32,7 +32,7 @@ from phalanx.data.preparing.corpus import CORPORA
 from phalanx.data.preparing.files import Files
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.stored.index import DatasetIndex
-from phalanx.store.errors import StoreError
+from phalanx.store.store import StoreError
 
 
 @dataclass(frozen=True)

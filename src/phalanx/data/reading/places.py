@@ -18,8 +18,8 @@ from phalanx.data.stored.index import DatasetIndex, read_index
 from phalanx.data.stored.shards import Shards, TokenShards
 from phalanx.run.data_folders import addresses
 from phalanx.run.spec import DataSpec
-from phalanx.store.errors import StoreError
 from phalanx.store.open_store import check_url, is_remote, is_url
+from phalanx.store.store import StoreError
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The coordinator's server: one stream for each agent (``phalanx.fleet.control.streams``), and one for each request of an operator.
 
 The client side is ``phalanx.fleet.control.coordinator_link``. The first messages of a
-stream prove, in both directions, that the two ends know the run's token (``phalanx.wire.token_proof``) and belong to the same start of the
+stream prove, in both directions, that the two ends know the run's token (``phalanx.wire.messages``) and belong to the same start of the
 same run (``phalanx.run.peers.fencing``); before that an agent sends and obeys nothing. Every message after that is
 sealed with a key of that connection, which is derived from all of this: nobody in between can alter or add one, and no command of another
 start opens. A message that cannot be decoded is refused, counted and logged, and changes nothing. Nothing waits for a slow reader: its
@@ -43,10 +43,17 @@ from phalanx.fleet.core.messages import (
 )
 from phalanx.hardware.local.network import family_of, join_address
 from phalanx.run.peers.clocks import own_clock_is_wrong
-from phalanx.wire.messages import EndedError, ForgedError, MessageError, WireError
+from phalanx.wire.messages import (
+    SEAL_BYTES,
+    EndedError,
+    ForgedError,
+    MessageError,
+    Seals,
+    WireError,
+    token_name,
+)
 from phalanx.wire.port import shut
 from phalanx.wire.stream import FrameStream
-from phalanx.wire.token_proof import SEAL_BYTES, Seals, token_name
 
 MAX_REPORT_BYTES = 4 << 20
 """Largest message to the coordinator; a Joined with 65,536 snapshots stays below it."""

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.parallel.process_group.rendezvous import RendezvousError
 from phalanx.parallel.process_group.typed_gather import RankMessageError, gather_typed
-from phalanx.wire.token_proof import token_mac
+from phalanx.wire.messages import token_mac
 
 _SEAL_BYTES = 32
 _NONCE_BYTES = 32

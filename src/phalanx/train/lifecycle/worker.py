@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import capture_output
-from phalanx.process.parent import die_with_parent
+from phalanx.process.child import die_with_parent
 from phalanx.process.stop_signals import StopRequest
 from phalanx.train.lifecycle.ending import report_failure
 

@@ -28,8 +28,7 @@ from phalanx.observe.ledger.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-from phalanx.process.child import Child, end_all
-from phalanx.process.parent import die_with_parent
+from phalanx.process.child import Child, die_with_parent, end_all
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.problems import RunFileError
 from phalanx.run.read import spec_from_table, to_table

@@ -37,8 +37,8 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.launch_variables import variable_problems
 from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec, RunSpec
-from phalanx.store.errors import StoreError
 from phalanx.store.open_store import check_url, is_url
+from phalanx.store.store import StoreError
 
 _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""

@@ -33,8 +33,8 @@ from phalanx.run.identity import differences, identity, layout_changes, run_owne
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.rules.portable import ARITHMETIC
 from phalanx.run.spec import RunSpec
-from phalanx.store.errors import MissingObjectError, StoreError, UnavailableError
 from phalanx.store.open_store import open_store
+from phalanx.store.store import MissingObjectError, StoreError, UnavailableError
 
 # Makes sure whose the checkpoints in a store are, before a rank is started that could restore them or add to them.
 #

@@ -42,8 +42,8 @@ from phalanx.run.kinds.whole_model import resolve as resolve_model
 from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
-from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_remote, is_url
+from phalanx.store.store import StoreError
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.numerics import with_numerics
 from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run

@@ -42,8 +42,7 @@ from phalanx.data.steps.choose import resolved
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.run.problems import Problem
 from phalanx.run.section_reader import JsonObject
-from phalanx.store.errors import ExistsError, MissingObjectError
-from phalanx.store.store import Store
+from phalanx.store.store import ExistsError, MissingObjectError, Store
 from phalanx.version import __version__
 
 PREPARATION = PREPARATION_FOLDER

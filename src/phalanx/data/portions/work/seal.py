@@ -26,8 +26,7 @@ from phalanx.data.stored.index import (
     Split,
     digest_of_shards,
 )
-from phalanx.store.errors import ExistsError
-from phalanx.store.store import MOST_CREATED_BYTES
+from phalanx.store.store import MOST_CREATED_BYTES, ExistsError
 
 
 def seal(place: Workplace, _number: int) -> None:

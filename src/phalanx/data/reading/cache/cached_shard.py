@@ -29,8 +29,7 @@ from phalanx.data.stored.block_sums import BLOCK_BYTES, read_sums, sums_file
 from phalanx.data.stored.index import ShardFile
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.range_lock import range_locked
-from phalanx.store.errors import MissingObjectError, ShortObjectError
-from phalanx.store.store import Store
+from phalanx.store.store import MissingObjectError, ShortObjectError, Store
 
 
 @dataclass

@@ -35,7 +35,7 @@ from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.succession import Candidacy, Claim, succeeding
 from phalanx.hardware.local.network import join_address
 from phalanx.observe.logs.capture import capture_output
-from phalanx.process.parent import die_with_parent
+from phalanx.process.child import die_with_parent
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.directory.regular_file import read_small
