@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from phalanx.run.problems import Problem, listing
-from phalanx.run.section_reader import read_section
+from phalanx.run.fields import Problem, listing, read_section
 
 # The one error of this package.
 

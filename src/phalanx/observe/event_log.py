@@ -18,7 +18,7 @@ from phalanx.observe.events import Body, Event, Step, Torn, Unknown, decode, enc
 from phalanx.observe.lines.appended import AppendedFile
 from phalanx.observe.lines.step_index import StepIndexWriter, index_beside
 from phalanx.observe.lines.tail import FileTail
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.files import open_regular
 
 MOST_LINE_BYTES = 16 << 20
 """A longer line is no event that a run writes: readers pass it over, and hold not more than that of it."""

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from phalanx.run.directory.plain_json import plain_json
+from phalanx.run.directory.files import plain_json
 
 
 class IncidentKind(StrEnum):

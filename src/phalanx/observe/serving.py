@@ -19,9 +19,8 @@ from typing import Self
 
 import msgspec
 
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import read_small
 
 TOLD_EVERY_S = 5.0
 SILENT_S = 30.0

@@ -18,9 +18,8 @@ from typing import Self
 import msgspec
 
 from phalanx.observe.record.machines import place_of
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import read_small
 
 LOOK_S = 10.0
 OVER_S = 60.0

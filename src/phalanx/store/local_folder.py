@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below, sync
 from phalanx.store.store import (
     MOST_CREATED_BYTES,
     BadUrlError,

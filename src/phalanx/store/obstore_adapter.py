@@ -25,7 +25,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from phalanx.run.directory.home import home
+from phalanx.run.directory.files import home
 from phalanx.store.store import (
     MOST_CREATED_BYTES,
     BadUrlError,

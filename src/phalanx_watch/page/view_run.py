@@ -33,10 +33,9 @@ from phalanx.observe.logs.read_lines import (
     told_failure,
 )
 from phalanx.observe.serving import read_serving
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below, open_regular
 from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, read_small_json, step_folder
-from phalanx.run.directory.regular_file import open_regular
 from phalanx_watch.page.http import Parameters, RequestError
 from phalanx_watch.page.runs import Place, Runs
 from phalanx_watch.series.run_series import RunSeries

@@ -26,10 +26,8 @@ from phalanx.observe.profile.request import (
     request_path,
     write_request,
 )
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import plain_json, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.directory.plain_json import plain_json
-from phalanx.run.directory.regular_file import read_small
 from phalanx_watch.profile.chrome import packed
 from phalanx_watch.profile.operations import Prediction, predict
 from phalanx_watch.profile.summary import analyze

@@ -28,7 +28,7 @@ from phalanx.observe.lines.step_index import (
     TITLE,
     encode_record,
 )
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.files import open_regular
 from phalanx_watch.series.table import LATEST_S, step_row
 
 CHUNK_RECORDS = 1 << 16

@@ -30,7 +30,7 @@ from phalanx.observe.logs.read_lines import first_failure, read_lines
 from phalanx.observe.rank_stream import RankStream, RankStreamError
 from phalanx.observe.record.machines import machine_differences, newest_machines
 from phalanx.observe.throttling import read_throttling
-from phalanx.run.data_folders import addresses, found_again
+from phalanx.run.directory.files import open_regular, read_small
 from phalanx.run.directory.paths import (
     CHECKPOINT_INDEX,
     RunDirectory,
@@ -39,7 +39,7 @@ from phalanx.run.directory.paths import (
     read_small_json,
     step_folder,
 )
-from phalanx.run.directory.regular_file import open_regular, read_small
+from phalanx.run.resolve import addresses, found_again
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_url
 from phalanx.store.store import StoreError

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.hardware.portable import checks, operations, processor
 from phalanx.hardware.portable.checks import computations
-from phalanx.run.rules.portable import NotPortableError
+from phalanx.run.rules import NotPortableError
 
 PROGRAM = """
 import json, sys, warnings, torch

@@ -18,8 +18,8 @@ from phalanx.launch.engines.slurm_script import batch_script
 from phalanx.launch.engines.submission import problems_of
 from phalanx.launch.engines.tools import EngineError
 from phalanx.observe.sinks.base import hyperparameters
-from phalanx.run.launch_variables import variable_problems
 from phalanx.run.read import to_table
+from phalanx.run.resolve import variable_problems
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_watch.page.export import exported
 from phalanx_watch.page.runs import Runs

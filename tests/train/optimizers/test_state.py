@@ -20,7 +20,7 @@ from phalanx.model.facts.shape import parameters
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.partition import piece
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, ParallelSpec, RunSpec, TrainSpec

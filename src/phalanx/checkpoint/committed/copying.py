@@ -22,8 +22,7 @@ from phalanx.checkpoint.tiers.collect import write_record
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, store_errors
 from phalanx.checkpoint.tiers.tier import Draft, never
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below, folders_below
+from phalanx.run.directory.files import files_below, folders_below, sync
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0

@@ -40,10 +40,8 @@ from phalanx.checkpoint.pack.layout import (
 )
 from phalanx.checkpoint.pack.narrowing import RoundingMeter
 from phalanx.checkpoint.tiers.tier import ReadableTier
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below, read_small, sync
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.directory.regular_file import read_small
 
 _BATCH_BYTES = 64 << 20
 _FLUSH_BYTES = 64 << 20

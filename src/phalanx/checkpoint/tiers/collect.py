@@ -33,7 +33,7 @@ from phalanx.checkpoint.format.catalog import (
 from phalanx.checkpoint.format.errors import AbandonedError, CorruptError
 from phalanx.checkpoint.format.index import CatalogRef
 from phalanx.checkpoint.format.manifest import checksum
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 
 CATALOG_RANKS = 256
 EXTENTS = "extents.catalog"

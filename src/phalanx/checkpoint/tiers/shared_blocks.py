@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from phalanx.checkpoint.format.manifest import Manifest, checksum
-from phalanx.run.directory.range_lock import range_locked
+from phalanx.run.directory.files import range_locked
 
 _MOST_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25

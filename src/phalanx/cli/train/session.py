@@ -25,9 +25,8 @@ from phalanx.cli.train.display_stream import DisplayStream
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.ledger.recoveries import Recovery
 from phalanx.plugins import load_plugin
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
-from phalanx.run.directory.result import RunResult
-from phalanx.run.rules.expected_weights import compared
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, RunResult, read_resolved, step_of
+from phalanx.run.rules import compared
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.start.numerics import note_of_fallback

@@ -18,7 +18,7 @@ from phalanx.observe.logs.capture import also_log
 from phalanx.observe.logs.order import order_for
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.worker import EXIT_FAILED, EXIT_STOPPED, group_timeout_s, known_errors, run_rank
 

@@ -38,10 +38,10 @@ from phalanx.observe.events import Event
 from phalanx.observe.ledger.goodput import goodput
 from phalanx.observe.ledger.ledger import NS_PER_S
 from phalanx.observe.ledger.recoveries import recoveries
-from phalanx.run.degrees.smaller import halves, problems_on
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.kinds.whole_model import resolve as resolve_model
-from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.smaller_degrees import halves, problems_on
 from phalanx.run.spec import FleetSpec, RunSpec
 from phalanx.train.start.open_run import OpenRun
 from phalanx.train.start.prepare import prepare_run

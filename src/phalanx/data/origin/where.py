@@ -18,8 +18,8 @@ from phalanx.data.order.permutation import SampleOrder, key_of, place_in_permuta
 from phalanx.data.reading.places import DatasetPlace
 from phalanx.data.reading.sources import MixtureIndex, SourceUse, mixture_of, part_of, source_uses
 from phalanx.data.stored.index import TRAIN, DatasetIndex
-from phalanx.run.data_folders import ONLY
-from phalanx.run.rules.mixture_rules import stages_of
+from phalanx.run.resolve import ONLY
+from phalanx.run.rules import stages_of
 from phalanx.run.spec import RunSpec
 
 _SCANNED_TOKENS = 1 << 24

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from phalanx.data.errors import CorpusError
 from phalanx.data.formats.document import Document
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below
 
 # Tests and other people's bundled packages vary with how a Python was installed; what is left is the library itself.
 _NOT_LIBRARY = frozenset(

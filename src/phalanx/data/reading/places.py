@@ -16,7 +16,7 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.reading.cache.cached_dataset import CachedDataset, CachedShards, CacheOptions, open_cached
 from phalanx.data.stored.index import DatasetIndex, read_index
 from phalanx.data.stored.shards import Shards, TokenShards
-from phalanx.run.data_folders import addresses
+from phalanx.run.resolve import addresses
 from phalanx.run.spec import DataSpec
 from phalanx.store.open_store import check_url, is_remote, is_url
 from phalanx.store.store import StoreError

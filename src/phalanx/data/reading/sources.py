@@ -19,9 +19,9 @@ from phalanx.data.order.mixture import Mixture, Source
 from phalanx.data.reading.places import DatasetPlace, open_places
 from phalanx.data.stored.index import TRAIN, DatasetIndex
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
-from phalanx.run.data_folders import ONLY
-from phalanx.run.problems import Problem
-from phalanx.run.rules.mixture_rules import stages_of
+from phalanx.run.fields import Problem
+from phalanx.run.resolve import ONLY
+from phalanx.run.rules import stages_of
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec
 
 

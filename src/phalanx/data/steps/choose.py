@@ -14,8 +14,7 @@ from phalanx.data.steps.datatrove_filter import PREFIX, DatatroveFilter, with_ve
 from phalanx.data.steps.decontaminate import Decontaminate, digest_of_file
 from phalanx.data.steps.function import GivenFunction, with_code
 from phalanx.data.steps.rules import C4, Characters, GopherQuality, GopherRepetition, Length, Mask
-from phalanx.run.problems import Problem
-from phalanx.run.section_reader import read_section, unknown_value
+from phalanx.run.fields import Problem, read_section, unknown_value
 
 AnyStep: TypeAlias = (
     Length

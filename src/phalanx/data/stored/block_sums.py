@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
 from phalanx.data.stored.index import ShardFile
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.files import open_regular
 
 BLOCK_BYTES = 1 << 13
 _MAGIC = b"PHXSUMS1"

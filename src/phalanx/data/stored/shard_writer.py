@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from phalanx.data.errors import DatasetError
 from phalanx.data.stored.block_sums import BlockSummer, sums_file
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, ShardFile
-from phalanx.run.directory.durable import sync
+from phalanx.run.directory.files import sync
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.files import read_small, sync
 
 TokenRole = Literal["join", "operate"]
 """The use of a token: to take part with a node's agent and workers, or to drain nodes and stop the run."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx.hardware.cluster import Accelerator
 from phalanx.hardware.profiles.profile import COLLECTIVES, Constants, Profile, Provenance
 from phalanx.hardware.tables import HardwareError, Values, read_entry, read_toml, table_of
-from phalanx.run.problems import Problem, listing
+from phalanx.run.fields import Problem, listing
 
 _FOLDER = Path(__file__).parent
 _PROVENANCE = tuple(field.name for field in fields(Provenance))

@@ -17,7 +17,7 @@ from phalanx.model.facts.matrix_owners import work_of_owners
 from phalanx.model.facts.optimizer_state import adamw_state, takes_matrix
 from phalanx.model.facts.shape import parameters
 from phalanx.model.facts.stages import stage_layers
-from phalanx.run.kinds.parts import HEAD_UNIT, Parameter
+from phalanx.run.kinds.operations import HEAD_UNIT, Parameter
 from phalanx.run.layout import SPLIT_BACKWARD, Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
 

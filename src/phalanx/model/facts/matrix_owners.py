@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from phalanx.model.facts.optimizer_state import MatrixWork, matrix_work, takes_matrix
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.layout import Layout
 from phalanx.run.spec import OptimizerSpec
 

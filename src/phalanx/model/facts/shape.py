@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from phalanx.run.factory import FactoryError
 from phalanx.run.kinds import block, ends, prediction_ahead
 from phalanx.run.kinds.mixture import is_mixture
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import ModelSpec
 
 

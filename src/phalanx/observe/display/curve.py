@@ -29,7 +29,7 @@ from phalanx.observe.svg import (
     round_ticks,
 )
 from phalanx.observe.throughput import format_count, smooth
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 
 WIDTH, HEIGHT = 860, 440
 LEFT, RIGHT, TOP, BOTTOM = 58, 802, 92, 388

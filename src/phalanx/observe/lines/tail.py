@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.files import open_regular
 
 MOST_LINE_BYTES = 1 << 20
 """A longer line is no event that a run writes: it is dropped, and counted."""

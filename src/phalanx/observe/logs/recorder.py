@@ -17,7 +17,7 @@ from phalanx.observe.logs.log_file import LogFile
 from phalanx.observe.logs.masking import Mask
 from phalanx.observe.logs.order import LogOrder
 from phalanx.observe.logs.place import Place
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.files import read_small
 
 _TOKEN_FILES = ("fleet.token", "fleet.operator-token")
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{16,}")

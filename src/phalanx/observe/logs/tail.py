@@ -9,7 +9,7 @@ from pathlib import Path
 from phalanx.observe.logs.first_failure import says_its_beginning, says_its_end
 from phalanx.observe.logs.line import LogLine, decode_lines
 from phalanx.observe.logs.log_file import set_aside
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.files import open_regular
 
 _BLOCK = 64 << 10
 

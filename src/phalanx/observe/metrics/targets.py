@@ -14,10 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import plain_json, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.plain_json import plain_json
-from phalanx.run.directory.regular_file import read_small
 
 COORDINATOR = "coordinator"
 _ATTEMPT = "__meta_phalanx_attempt"

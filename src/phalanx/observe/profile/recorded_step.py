@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.regular_file import read_small
-from phalanx.run.section_reader import JsonObject
+from phalanx.run.directory.files import read_small, write_atomically
+from phalanx.run.fields import JsonObject
 
 EVENT = np.dtype(
     [

@@ -22,7 +22,7 @@ from pathlib import Path
 from phalanx import version as of_package
 from phalanx.observe.logs.masking import MASKED, Mask
 from phalanx.observe.record.control_groups import quota_cores
-from phalanx.run.launch_variables import SECRET_NAME
+from phalanx.run.resolve import SECRET_NAME
 
 PACKAGES = (
     *("torch", "numpy", "tokenizers", "safetensors", "xxhash", "triton"),

@@ -19,7 +19,7 @@ from phalanx.observe.events import Evaluated, Event, Step, decode
 from phalanx.observe.sinks.background import Background, none_missing
 from phalanx.observe.sinks.base import Sink, point_of
 from phalanx.plugins import load_plugin, plugin_names
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.files import open_regular
 
 # The points of a run's event stream that a tracker lacks: a process that is killed takes with it what its tracker had not sent.
 #

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.parallel.mesh.machines import TwoLevels, ranks_in_a_machine
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.mesh.torch_compat import group_timeout
+from phalanx.run.fields import Problem
 from phalanx.run.kinds.whole_model import key_copies
 from phalanx.run.layout import Layout, layout_of, layout_problems
-from phalanx.run.problems import Problem
 from phalanx.run.spec import RunSpec
 
 

@@ -37,7 +37,7 @@ from phalanx.observe.logs.place import Place
 from phalanx.parallel.mesh.machines import BOOT_ID, count_machine_ranks
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.process.stop_signals import StopRequest
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import CheckpointSpec, RunSpec

@@ -16,7 +16,7 @@ from phalanx.model.facts.counts import count
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.model.facts.stages import stage_layers
 from phalanx.model.transformer import Transformer
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import ModelSpec, RunSpec
 
 

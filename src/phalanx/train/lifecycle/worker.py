@@ -28,8 +28,7 @@ from phalanx.process.stop_signals import StopRequest
 from phalanx.train.lifecycle.ending import report_failure
 
 if TYPE_CHECKING:
-    from phalanx.run.directory.paths import RunDirectory
-    from phalanx.run.directory.result import RunResult
+    from phalanx.run.directory.paths import RunDirectory, RunResult
     from phalanx.run.spec import RunSpec
     from phalanx.train.assembly.assemble import EpochInputs, Training
     from phalanx.train.lifecycle.reporter import Reporter
@@ -176,7 +175,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.parallel.process_group.rendezvous import RendezvousError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
-    from phalanx.run.rules.portable import NotPortableError
+    from phalanx.run.rules import NotPortableError
     from phalanx.train.lifecycle.loop import UnsavedError
     from phalanx.train.lifecycle.progress import LossSpikeError, NonFiniteError
     from phalanx.train.measure.numerics import MixedMachinesError

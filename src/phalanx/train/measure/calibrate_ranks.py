@@ -29,8 +29,8 @@ from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.process.child import Child, die_with_parent, end_all
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.problems import RunFileError
+from phalanx.run.directory.files import write_atomically
+from phalanx.run.fields import RunFileError
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.assembly.assemble import make_deterministic

@@ -29,7 +29,7 @@ from phalanx.observe.profile.recorded_step import (
     MOST_EVENTS,
     RankTrace,
 )
-from phalanx.run.section_reader import JsonObject
+from phalanx.run.fields import JsonObject
 
 if TYPE_CHECKING:
     from torch._C._autograd import _KinetoEvent

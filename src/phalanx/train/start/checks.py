@@ -23,7 +23,6 @@ from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import parameters
 from phalanx.observe.sinks.registry import SinkError, require_sinks
-from phalanx.run.data_folders import ONLY, field_of
 from phalanx.run.directory.lineage import taken_over_problems
 from phalanx.run.directory.paths import (
     RunDirectory,
@@ -33,9 +32,9 @@ from phalanx.run.directory.paths import (
     read_resolved,
 )
 from phalanx.run.factory import FactoryError
+from phalanx.run.fields import Problem
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.launch_variables import variable_problems
-from phalanx.run.problems import Problem
+from phalanx.run.resolve import ONLY, field_of, variable_problems
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.store.open_store import check_url, is_url
 from phalanx.store.store import StoreError

@@ -22,7 +22,7 @@ from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import Partition
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.reduction.data_parallel import DataParallel, local
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import RunSpec
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart
 from phalanx.train.step.slot import SlotRunner

@@ -11,9 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below, folders_below
-from phalanx.run.directory.regular_file import file_of_download, read_small
+from phalanx.run.directory.files import file_of_download, files_below, folders_below, read_small, sync
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"

@@ -6,7 +6,7 @@ own class does not know, but never in silence: a publisher's own code might have
 
 from phalanx.checkpoint.interop.huggingface.families.known import FAMILIES
 from phalanx.checkpoint.interop.huggingface.layers import LATENT_EPS
-from phalanx.run.section_reader import JsonObject
+from phalanx.run.fields import JsonObject
 from phalanx.run.spec import ModelSpec
 
 _LAYER_CHOICE = ("decoder_sparse_step", "mlp_only_layers", "layer_types", "max_window_layers")

@@ -18,10 +18,9 @@ from phalanx.checkpoint.interop.huggingface.folders import CONFIG, GENERATION_CO
 from phalanx.checkpoint.interop.huggingface.notes import TOKEN_FIELDS
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, same_tokens
-from phalanx.run.directory.files_below import files_below
-from phalanx.run.directory.regular_file import file_of_download
+from phalanx.run.directory.files import file_of_download, files_below
+from phalanx.run.fields import JsonObject
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
 
 _LARGEST_BYTES = 64 << 20

@@ -40,8 +40,7 @@ from phalanx.data.preparing.split_writer import Encoding, description, named_tok
 from phalanx.data.preparing.splits import HeldOutEnd, SplitRule
 from phalanx.data.steps.choose import resolved
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.run.problems import Problem
-from phalanx.run.section_reader import JsonObject
+from phalanx.run.fields import JsonObject, Problem
 from phalanx.store.store import ExistsError, MissingObjectError, Store
 from phalanx.version import __version__
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.portions.planning.recipe import RawSource
 from phalanx.data.preparing.files import below, local_path
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below
 from phalanx.store.open_store import is_remote, open_store
 from phalanx.store.store import MissingObjectError, Store
 

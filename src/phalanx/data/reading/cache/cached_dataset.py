@@ -31,8 +31,7 @@ from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, parse_index
 from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.home import home
+from phalanx.run.directory.files import home, write_atomically
 from phalanx.store.open_store import open_store
 from phalanx.store.store import MissingObjectError, RetryPolicy, Store, StoreError, UnavailableError
 

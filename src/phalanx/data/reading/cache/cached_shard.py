@@ -27,8 +27,7 @@ from phalanx.data.reading.cache.requests import in_background
 from phalanx.data.reading.cache.room import Room
 from phalanx.data.stored.block_sums import BLOCK_BYTES, read_sums, sums_file
 from phalanx.data.stored.index import ShardFile
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.range_lock import range_locked
+from phalanx.run.directory.files import range_locked, write_atomically
 from phalanx.store.store import MissingObjectError, ShortObjectError, Store
 
 

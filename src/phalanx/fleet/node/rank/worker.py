@@ -69,13 +69,18 @@ from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, choose_interface, device_for, leave
 from phalanx.process.stop_signals import StopRequest
-from phalanx.run.data_folders import addresses
-from phalanx.run.degrees.smaller import divided_over
-from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.directory.result import RunResult
+from phalanx.run.directory.paths import (
+    DamagedRecordError,
+    RunDirectory,
+    RunDirectoryError,
+    RunResult,
+    read_resolved,
+)
 from phalanx.run.factory import load_factory
-from phalanx.run.peers.addresses import is_loopback
-from phalanx.run.peers.fencing import fencing_token
+from phalanx.run.identity import fencing_token
+from phalanx.run.peers import is_loopback
+from phalanx.run.resolve import addresses
+from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
 from phalanx.train.assembly.assemble import EpochInputs, WarmState, make_deterministic, warm_up
@@ -105,7 +110,7 @@ class WorkerArgs:
     segments: tuple[int, ...]
     """Descriptors of the memory for this worker's snapshots."""
     run_file_sha256: str
-    """The digest of the resolved run file that its agent read (``phalanx.run.peers.fencing``)."""
+    """The digest of the resolved run file that its agent read (``phalanx.run.identity``)."""
     local_rank: int
     node: str
     """The node's name; in a local fleet it ends with the node's number."""

@@ -58,7 +58,7 @@ from phalanx.parallel.tensor.lanes.rows import LaneRows
 from phalanx.parallel.tensor.lanes.shares import Leaves, SharedParameter, Shares
 from phalanx.parallel.tensor.lanes.vocabulary import LanedEmbedding
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 
 _UNITS = (Transformer, PredictionAhead, Block)
 _LAYERS = (Attention, MlaAttention, FeedForward)

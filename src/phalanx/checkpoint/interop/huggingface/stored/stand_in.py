@@ -19,7 +19,7 @@ from phalanx.checkpoint.interop.huggingface.import_folder import write_small_fil
 from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
 from phalanx.checkpoint.interop.huggingface.stored.weights import open_folder
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.run.directory.held_folder import held_folder
+from phalanx.run.directory.files import held_folder
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, is_published
 
 _FOLDER = "folder"

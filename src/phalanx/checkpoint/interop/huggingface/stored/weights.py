@@ -36,7 +36,7 @@ from phalanx.checkpoint.interop.huggingface.folders import (
 )
 from phalanx.checkpoint.interop.huggingface.names import Published, hf_name, published, shared_copies
 from phalanx.checkpoint.interop.huggingface.notes import import_notes
-from phalanx.run.directory.regular_file import file_of_download
+from phalanx.run.directory.files import file_of_download
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 

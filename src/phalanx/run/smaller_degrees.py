@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
+from phalanx.run.fields import Problem
 from phalanx.run.layout import layout_problems, replica_ranks
-from phalanx.run.problems import Problem
 from phalanx.run.spec import ParallelSpec, RunSpec
 
 Axis = Literal["tensor", "context"]
