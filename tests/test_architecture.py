@@ -37,8 +37,8 @@ PURE = (
     "phalanx/run/pieces.py",
     "phalanx/run/kinds",
     "phalanx/run/layout.py",
-    *(f"phalanx/observe/logs/{name}.py" for name in ("assemble", "first_failure", "line", "masking")),
-    *(f"phalanx/observe/metrics/{name}.py" for name in ("samples", "exposition", "run_facts", "run_metrics")),
+    *(f"phalanx/observe/logs/{name}.py" for name in ("assemble", "line", "masking")),
+    *(f"phalanx/observe/metrics/{name}.py" for name in ("samples", "run_metrics")),
     "phalanx/train/profile/choose.py",
     "phalanx/train/step/rules.py",
     *(
@@ -104,7 +104,7 @@ QUICK = (
     ),
     *(
         f"phalanx.observe.{name}"
-        for name in ("logs", "metrics", "rank_file", "rank_stream", "machines", "records")
+        for name in ("logs", "metrics", "rank_file", "rank_stream", "rank_writer", "record")
     ),
     "phalanx.fleet.control.coordinator",
     "phalanx.fleet.node.agent",

@@ -118,7 +118,7 @@ class Step:
 
 @dataclass(frozen=True)
 class MemoryMeasured:
-    """Memory use in step ``step`` by kind (``phalanx.observe.memory_kinds``), in bytes, on the rank with most and the one with least."""
+    """Memory use in step ``step`` by kind (``phalanx.train.step.meters``), in bytes, on the rank with most and the one with least."""
 
     step: int
     most: dict[str, int] = field(default_factory=dict)

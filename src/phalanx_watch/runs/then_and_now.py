@@ -14,9 +14,8 @@ from typing import Literal
 from phalanx.data.errors import DataError
 from phalanx.data.reading.places import open_places
 from phalanx.data.reading.sources import index_of_places
-from phalanx.observe.record.code_patch import code_patch
 from phalanx.observe.record.machines import this_machine
-from phalanx.observe.record.records import code_version, package_versions, variables
+from phalanx.observe.record.records import code_patch, code_version, package_versions, variables
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.resolve import found_again
 from phalanx.run.spec import RunSpec

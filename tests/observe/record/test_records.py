@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.observe.record import code_patch, records
+from phalanx.observe.record import records
 from phalanx.observe.record.records import (
     code_version,
     command_line,
@@ -54,10 +54,10 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_what_is_recorded_is_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
-    for module in (records, code_patch):
+    for module in (records,):
         monkeypatch.setattr(module, "is_checkout", asked.append)
     code_version()
-    code_patch.code_patch()
+    records.code_patch()
     assert asked == [Path(phalanx.__file__).resolve().parent] * 2
 
 

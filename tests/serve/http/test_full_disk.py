@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 
-from phalanx.observe.serving import read_serving
+from phalanx.observe.record.notes import read_serving
 from phalanx.run.directory.files import files_below
 from phalanx.run.directory.paths import RunDirectory
 from serve.workers.services import until

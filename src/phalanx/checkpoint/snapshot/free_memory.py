@@ -3,7 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.observe.record.control_groups import groups_of
+from phalanx.observe.record.records import groups_of
 
 _Files = tuple[str, str, str, str]
 """The names of a group's files and fields: limit, usage, and two kinds of files' pages in ``memory.stat``."""

@@ -23,7 +23,7 @@ from phalanx.cli.safe_output import unfiltered
 from phalanx.cli.text_console import text_console
 from phalanx.cli.train.display_stream import DisplayStream
 from phalanx.launch.engines.order import FOLDER
-from phalanx.observe.ledger.recoveries import Recovery
+from phalanx.observe.ledger import Recovery
 from phalanx.plugins import load_plugin
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, RunResult, read_resolved, step_of
 from phalanx.run.rules import compared
@@ -76,7 +76,7 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
     """
 
     def show(ended: Callable[[], bool]) -> None:
-        from phalanx.observe.display.live_curve import keep_drawn
+        from phalanx.observe.display.curve import keep_drawn
         from phalanx.observe.display.terminal import show_events
         from phalanx.observe.event_log import follow
 

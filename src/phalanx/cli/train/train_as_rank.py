@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from phalanx.cli.train.session import console_for
 from phalanx.hardware.local.environment import set_for_rank
 from phalanx.observe.logs.capture import also_log
-from phalanx.observe.logs.order import order_for
+from phalanx.observe.logs.log_file import order_for
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.fields import RunFileError

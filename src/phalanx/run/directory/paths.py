@@ -180,7 +180,7 @@ class RunDirectory:
 
     @property
     def targets(self) -> Path:
-        """The folder of files that say where a fleet's processes serve their metrics (``observe/metrics/targets.py``)."""
+        """The folder of files that say where a fleet's processes serve their metrics (``observe/metrics/endpoint.py``)."""
         return self.path / "targets"
 
     @property
@@ -220,7 +220,7 @@ class RunDirectory:
 
     @property
     def serving(self) -> Path:
-        """The folder of what servers of the run's weights say of themselves; it exists once one has served (``observe/serving.py``)."""
+        """The folder of what servers of the run's weights say of themselves; it exists once one has served (``observe/record/notes.py``)."""
         return self.path / "serving"
 
     @property

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.reading.dataset import RunData
-from phalanx.observe.ledger.ledger import Ledger
+from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.machines import count_machine_ranks
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.parallel.pipeline.schedules import stages_of_rank

@@ -17,8 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from phalanx.observe.logs.log_file import last_text
 from phalanx.observe.logs.masking import Mask
-from phalanx.observe.logs.tail import last_text
 from phalanx.run.directory.files import read_small, write_atomically
 
 STOP_WORDS = (

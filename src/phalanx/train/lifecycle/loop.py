@@ -17,7 +17,7 @@ from phalanx.data.errors import DataError
 from phalanx.data.reading.prefetch import WaitEndedError
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Finished, MemoryMeasured, Step, Stopped
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.run.directory.paths import RunResult
 from phalanx.train.assembly.assemble import Training

@@ -50,7 +50,7 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
     Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
     """
     from phalanx.hardware.freed_memory import keep_freed_memory
-    from phalanx.observe.ledger.ledger import Bucket, Ledger
+    from phalanx.observe.ledger import Bucket, Ledger
     from phalanx.observe.record.records import process_age_ns
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_from_environment
     from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -75,9 +75,9 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
 
     from phalanx.hardware.local.throttle import Throttles
     from phalanx.observe.event_log import EventLog
-    from phalanx.observe.rank_file.recorder import RankRecorder
-    from phalanx.observe.sinks.registry import open_sinks
-    from phalanx.observe.throttling import ThrottlingWatch
+    from phalanx.observe.rank_writer import RankRecorder
+    from phalanx.observe.record.notes import ThrottlingWatch
+    from phalanx.observe.sink_registry import open_sinks
     from phalanx.train.assembly.assemble import assemble
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter, first_of_node
@@ -170,7 +170,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.data.errors import DataError
     from phalanx.model.custom import CustomModelError
     from phalanx.observe.event_log import EventLogError
-    from phalanx.observe.sinks.registry import SinkError
+    from phalanx.observe.sink_registry import SinkError
     from phalanx.parallel.mesh.mesh import LayoutError
     from phalanx.parallel.process_group.rendezvous import RendezvousError
     from phalanx.run.directory.paths import RunDirectoryError

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from phalanx.hardware.local.device import device_of_rank, wait_for_device
-from phalanx.observe.ledger.ledger import Ledger
+from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
@@ -53,7 +53,7 @@ class MeasuredStep:
     cpu_s: float
     """Processor time of all threads of a rank."""
     memory_bytes: dict[str, int]
-    """Bytes by kind and "total", as ``phalanx.observe.memory_kinds`` names them."""
+    """Bytes by kind and "total", as ``phalanx.train.step.meters`` names them."""
 
 
 class TimeCollectives(msgspec.Struct, frozen=True, tag=True):

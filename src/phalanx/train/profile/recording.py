@@ -29,8 +29,8 @@ import torch.distributed as dist
 from phalanx.hardware.local.device import wait_for_device, wait_for_stream
 from phalanx.hardware.local.memory_peak import measure_copy_bytes_per_s
 from phalanx.observe.events import IncidentKind
-from phalanx.observe.profile.recorded_step import ORDER_FILE, rank_file, write_rank_trace
-from phalanx.observe.profile.request import ProfileRequest, ProfileRequestError
+from phalanx.observe.profile_request import ProfileRequest, ProfileRequestError
+from phalanx.observe.recorded_step import ORDER_FILE, rank_file, write_rank_trace
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.files import write_atomically
 from phalanx.train.lifecycle.observers import Observer, StepEnd

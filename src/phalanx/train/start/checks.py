@@ -22,7 +22,7 @@ from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import parameters
-from phalanx.observe.sinks.registry import SinkError, require_sinks
+from phalanx.observe.sink_registry import SinkError, require_sinks
 from phalanx.run.directory.lineage import taken_over_problems
 from phalanx.run.directory.paths import (
     RunDirectory,

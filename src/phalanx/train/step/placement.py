@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.partition import Partition

@@ -60,10 +60,10 @@ from phalanx.hardware.local.device import answers, give_back_memory, make_curren
 from phalanx.hardware.local.network import resolved
 from phalanx.hardware.local.throttle import Throttles
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.ledger.goodput import ledger_of
-from phalanx.observe.ledger.ledger import NS_PER_S, Bucket, Ledger
+from phalanx.observe.goodput import ledger_of
+from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
-from phalanx.observe.throttling import ThrottlingWatch
+from phalanx.observe.record.notes import ThrottlingWatch
 from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet

@@ -9,12 +9,19 @@ The buckets refine those of Google's ml-goodput-measurement (which counts expose
 waiting as productive), after the accounting of MegaScale (arXiv:2402.15627) and of "Revisiting
 Reliability in Large-Scale Machine Learning Research Clusters" (arXiv:2410.21680). Which of the step
 time was kept is decided later, from the events: see ``goodput``.
+
+The last section reads the cost of each recovery.
 """
+
+from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
+
+from phalanx.observe.events import Event, Restored, Step
 
 NS_PER_S = 1_000_000_000
 
@@ -174,3 +181,60 @@ def _row(name: str, value: float, whole: float, width: int, bar_width: int) -> s
     eighths = round(share * bar_width * 8)
     bar = "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
     return f"{name:<{width}}  {value:>12,.3f} s  {100 * share:>5.1f} %  {bar}".rstrip()
+
+
+# The cost of each recovery of a run, read from its events.
+#
+# Every epoch of a fleet's membership writes its events as an attempt of its own, whose ledger begins where the last one's
+# ended. What that ledger holds by its first step, beside the step itself, is what the recovery took, phase by phase.
+
+
+PHASES = (
+    Bucket.FAULT_UNDETECTED,
+    Bucket.FAULT_DRAIN,
+    Bucket.RECONFIGURE,
+    Bucket.START_RENDEZVOUS,
+    Bucket.START_PLAN_COMPILE,
+    Bucket.START_RESTORE,
+    Bucket.START_DATA_SEEK,
+    Bucket.START_WARMUP,
+)
+"""Buckets that a recovery may fill, in order."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One recovery: from the end of an epoch to the first step of the next one."""
+
+    attempt: int
+    resumed_step: int
+    """The step whose state it went on from; 0 is the beginning."""
+    lost_steps: int
+    """Steps that had ended and had to be computed again."""
+    seconds: dict[str, float]
+    """By phase, to the beginning of the first step."""
+    moved_bytes: int = 0
+    """Bytes that ranks fetched from other nodes' memory to restore the state."""
+
+
+def recoveries(events: Iterable[Event], first_attempt: int) -> list[Recovery]:
+    """All recoveries after ``first_attempt``, in order; of epochs that ended before their first step, none."""
+    found: list[Recovery] = []
+    restored: dict[int, Restored] = {}
+    done, seen = 0, {first_attempt}
+    for event in events:
+        body = event.body
+        if event.attempt < first_attempt:
+            continue
+        if isinstance(body, Restored):
+            restored[event.attempt] = body
+        if not isinstance(body, Step):
+            continue
+        if event.attempt not in seen:
+            seen.add(event.attempt)
+            source = restored.get(event.attempt, Restored(0, ""))
+            lost = max(0, done - source.step)
+            seconds = {phase.value: body.ledger[phase] for phase in PHASES if phase in body.ledger}
+            found.append(Recovery(event.attempt, source.step, lost, seconds, source.moved_bytes))
+        done = body.step
+    return found

@@ -4,6 +4,8 @@ Whoever asks writes ``profiles/request.json`` whole, by a rename; rank 0 takes i
 run directory can put anything there, so what is read is bounded and checked field by field, and a link is not followed: a request can make a
 run record itself for a few steps, and nothing else. It carries the time until which somebody waits for it; a request that a stopped run finds
 days later is stale and records nothing.
+
+The last section is rank 0's look-out for requests.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -114,3 +118,63 @@ def _ranks(found: object) -> tuple[int, ...] | str:
     if not all(type(rank) is int and rank >= 0 for rank in found):
         raise ProfileRequestError("its ranks must be numbers from 0")
     return tuple(sorted(set(found)))
+
+
+# Rank 0's look-out for requests for a profile: one ``stat`` a second, and all that is wrong with a request said once.
+
+
+_LOOK_EVERY_S = 1.0
+
+
+class ProfileDesk:
+    """Takes requests on rank 0.
+
+    Args:
+        directory: Of the run.
+        warn: Tells people about requests that are not followed.
+        look_pause_s: Least time between two looks at the disk.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, warn: Callable[[str], None], look_pause_s: float = _LOOK_EVERY_S
+    ) -> None:
+        self._directory, self._warn, self._look_pause_s = directory, warn, look_pause_s
+        self._path = request_path(directory)
+        self._look_at_s = 0.0
+        self._refused: tuple[int, int] | None = None
+        """The file that was refused and could not be removed, by inode and time of its last change."""
+        self._waiting: ProfileRequest | None = None
+
+    def pending(self) -> bool:
+        """True if a request waits to be taken. Looks at the disk once in ``look_pause_s`` at most."""
+        if self._waiting is not None:
+            return True
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return False
+        self._look_at_s = now_s + self._look_pause_s
+        try:
+            seen = self._path.lstat()
+        except OSError:
+            return False
+        if (seen.st_ino, seen.st_mtime_ns) == self._refused:
+            return False
+        self._waiting = self._read((seen.st_ino, seen.st_mtime_ns))
+        return self._waiting is not None
+
+    def take(self) -> ProfileRequest | None:
+        """The request that waits, which is nobody's concern any more afterwards."""
+        taken, self._waiting = self._waiting, None
+        return taken
+
+    def _read(self, seen: tuple[int, int]) -> ProfileRequest | None:
+        try:
+            found = read_request(self._directory, time.time())
+        except (ProfileRequestError, OSError) as error:
+            self._warn(f"the request for a profile in {self._path} is ignored: {error}")
+            self._refused, found = seen, None
+        with suppress(OSError):  # a folder, or a disk that cannot be written: it is remembered as refused
+            self._path.unlink()
+        if found is not None:
+            self._refused = seen
+        return found

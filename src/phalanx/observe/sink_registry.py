@@ -16,8 +16,7 @@ from pathlib import Path
 
 from phalanx.observe.event_log import EventLogError, lines_from_the_end
 from phalanx.observe.events import Evaluated, Event, Step, decode
-from phalanx.observe.sinks.background import Background, none_missing
-from phalanx.observe.sinks.base import Sink, point_of
+from phalanx.observe.sinks import Background, Sink, none_missing, point_of
 from phalanx.plugins import load_plugin, plugin_names
 from phalanx.run.directory.files import open_regular
 
