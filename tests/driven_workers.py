@@ -39,8 +39,7 @@ from phalanx.fleet.node.worker_link import (
     Warm,
 )
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.run.identity import identity
-from phalanx.run.peers.fencing import fencing_token
+from phalanx.run.identity import fencing_token, identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import open_run
 from phalanx.wire.connection import FramedConnection

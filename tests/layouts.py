@@ -113,7 +113,7 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2, piece_bytes: int = 8000) -
 
     import torch.distributed as dist
 
-    from phalanx.observe.ledger.ledger import Ledger
+    from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import named_parameters
     from phalanx.train.assembly.assemble import make_deterministic

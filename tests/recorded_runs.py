@@ -22,7 +22,7 @@ from phalanx.observe.events import (
     RunStarted,
     Step,
 )
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import OptimizerSpec, RunSpec, TrainSpec

@@ -27,7 +27,7 @@ from phalanx.fleet.node.worker_link import JoinEpoch
 from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.reduction import exact_sum, tree
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
-from phalanx.run.directory.result import RunResult
+from phalanx.run.directory.paths import RunResult
 from phalanx.train.lifecycle import loop, saving
 from phalanx.train.step.evaluate import evaluate
 from phalanx.train.step.slot import LoopRunner, PipelineRunner

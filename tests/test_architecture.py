@@ -34,12 +34,11 @@ PURE = (
     "phalanx/checkpoint/format/restore_plan.py",
     "phalanx/parallel/pipeline/schedules.py",
     "phalanx/process/restarts.py",
-    "phalanx/run/degrees/legality.py",
+    "phalanx/run/pieces.py",
     "phalanx/run/kinds",
     "phalanx/run/layout.py",
-    "phalanx/run/rank_places.py",
-    *(f"phalanx/observe/logs/{name}.py" for name in ("assemble", "first_failure", "line", "masking")),
-    *(f"phalanx/observe/metrics/{name}.py" for name in ("samples", "exposition", "run_facts", "run_metrics")),
+    *(f"phalanx/observe/logs/{name}.py" for name in ("assemble", "line", "masking")),
+    *(f"phalanx/observe/metrics/{name}.py" for name in ("samples", "run_metrics")),
     "phalanx/train/profile/choose.py",
     "phalanx/train/step/rules.py",
     *(
@@ -105,7 +104,7 @@ QUICK = (
     ),
     *(
         f"phalanx.observe.{name}"
-        for name in ("logs", "metrics", "rank_file", "rank_stream", "machines", "records")
+        for name in ("logs", "metrics", "rank_file", "rank_stream", "rank_writer", "record")
     ),
     "phalanx.fleet.control.coordinator",
     "phalanx.fleet.node.agent",

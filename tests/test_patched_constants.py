@@ -95,7 +95,7 @@ def test_constants_are_recognized_however_they_are_replaced() -> None:
     for line in (
         'monkeypatch.setattr(server, "_PAUSE_S", 0.1)',
         'monkeypatch.setattr(server, name="_PAUSE_S", value=0.1)',
-        'monkeypatch.setattr("phalanx.store.hedge._UNKNOWN_S", 0.1)',
+        'monkeypatch.setattr("phalanx.store.store._UNKNOWN_S", 0.1)',
         'setattr(server, "PAUSE_S", 0.1)',
         'setattr(Prefetch.__init__, "__defaults__", (1,))',
         'patch.object(blocks, "BLOCK", 1)',

@@ -106,8 +106,8 @@ def train_on_this_rank(
     import torch.distributed as dist
 
     from phalanx.observe.event_log import EventLog, next_attempt
-    from phalanx.observe.ledger.ledger import Ledger
-    from phalanx.observe.rank_file.recorder import RankRecorder
+    from phalanx.observe.ledger import Ledger
+    from phalanx.observe.rank_writer import RankRecorder
     from phalanx.parallel.mesh.mesh import BOOT_ID
     from phalanx.process.stop_signals import StopRequest
     from phalanx.run.directory.paths import RunDirectory

@@ -41,7 +41,7 @@ from bench.running import record, run_bench
 from phalanx.model.facts.shape import parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
-from phalanx.observe.ledger.ledger import Bucket, Ledger
+from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.pipeline.schedules import bubble
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave

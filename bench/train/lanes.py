@@ -56,7 +56,7 @@ def timed(specs: list[RunSpec], steps: int, seconds: float) -> list[list[tuple[f
     import torch
     import torch.distributed as dist
 
-    from phalanx.observe.ledger.ledger import Ledger
+    from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.train.assembly.assemble import make_deterministic
     from phalanx.train.assembly.compose import build_model

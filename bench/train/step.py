@@ -46,7 +46,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, parameters
 from phalanx.model.init import fill
 from phalanx.model.transformer import Transformer
-from phalanx.observe.ledger.ledger import Ledger
+from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
 from phalanx.parallel.reduction import exact_sum

@@ -41,7 +41,7 @@ from bench.fleet.outside import children
 from bench.running import run_bench
 from bench.watch.page_viewers import page, processor_s, viewers
 from bench.watch.watched_in_turns import BESIDE, ORDER, Block, Order, blocks_of, counts_as_on, environment_of
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from tiny_runs import make_dataset
 
 RANKS = 2

@@ -38,7 +38,7 @@ from bench.watch.observer import Observer, descendants, is_worker, kernel_s
 from bench.watch.spans_inside import WAITING, Spent, environment_of
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Event, Step, decode
-from phalanx.observe.ledger.goodput import goodput, ledger_of
+from phalanx.observe.goodput import goodput, ledger_of
 from phalanx.run.directory.paths import RunDirectory
 from tiny_runs import make_dataset
 

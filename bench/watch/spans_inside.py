@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.observe.ledger.ledger import Bucket, Ledger
+from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.comm_clock import CommClock
 
 WAITING = ("step.comm_exposed", "step.wait_straggler", "step.data_wait", "step.bubble")

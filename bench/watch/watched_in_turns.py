@@ -119,12 +119,12 @@ def install(order: Order) -> None:
     """Has this process turn what watches it off and on, if it is a rank."""
     if _WORKER not in sys.orig_argv:
         return
-    from phalanx.observe.ledger.ledger import Ledger
-    from phalanx.observe.throttling import ThrottlingWatch
+    from phalanx.observe.ledger import Ledger
+    from phalanx.observe.profile_request import ProfileDesk
+    from phalanx.observe.record.notes import ThrottlingWatch
     from phalanx.parallel.mesh.comm_clock import CommClock
     from phalanx.train.lifecycle import loop
     from phalanx.train.lifecycle.progress import TrainProgress
-    from phalanx.train.profile.desk import ProfileDesk
     from phalanx.train.profile.recording import Recording
     from phalanx.train.step.meters import RankTimes
 

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from phalanx.data.errors import DataError
     from phalanx.model.custom import CustomModel, CustomModelError
     from phalanx.observe.events import Event
-    from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx.run.directory.result import RunResult
+    from phalanx.run.directory.paths import RunDirectoryError, RunResult
     from phalanx.run.factory import FactoryError
-    from phalanx.run.problems import RunFileError
+    from phalanx.run.fields import RunFileError
     from phalanx.run.spec import ModelSpec, RunSpec
     from phalanx.train.lifecycle.ending import RunFailedError
     from phalanx_plan.api import plan_run
@@ -41,8 +40,8 @@ _HOMES = {
     "Run": "phalanx.api.training",
     "RunDirectoryError": "phalanx.run.directory.paths",
     "RunFailedError": "phalanx.train.lifecycle.ending",
-    "RunFileError": "phalanx.run.problems",
-    "RunResult": "phalanx.run.directory.result",
+    "RunFileError": "phalanx.run.fields",
+    "RunResult": "phalanx.run.directory.paths",
     "RunSpec": "phalanx.run.spec",
     "RunStoppedError": "phalanx.api.training",
     "generate_text": "phalanx_serve.api",

@@ -1,7 +1,7 @@
 """A fleet with too few ranks: the degree that it halves first, and the step after it has lost a node and has no spare.
 
 A run in lanes and context tiles may go on with a smaller tensor degree or with a smaller context degree, and has the same bits with either
-(``phalanx.run.degrees.smaller``). Which of them gives the shorter step depends on the model, its sequences and the network: tensor ranks gather and add
+(``phalanx.run.smaller_degrees``). Which of them gives the shorter step depends on the model, its sequences and the network: tensor ranks gather and add
 hidden states in every layer, context ranks exchange keys and values and every weight's gradient. Two estimates answer it in milliseconds.
 The answer becomes a field of the run (``fleet.halve_first``) before its fleet starts, so that coordinator and workers need no planner to agree.
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from phalanx.hardware.cluster import Cluster
 from phalanx.launch.planner import FirstHalved
 from phalanx.parallel.mesh.slots import Deal
-from phalanx.run.degrees.smaller import halves
 from phalanx.run.layout import Layout, replica_ranks
+from phalanx.run.smaller_degrees import halves
 from phalanx.run.spec import RunSpec
 from phalanx_plan.search.layout_text import estimate_written
 from phalanx_plan.workload.candidates import divisors

@@ -31,7 +31,7 @@ from phalanx_plan.step_cost.kernels import matmul_s
 from phalanx_plan.workload.candidates import Floats
 
 if TYPE_CHECKING:
-    from phalanx.run.section_reader import JsonObject
+    from phalanx.run.fields import JsonObject
 
 MeasuredPoints = Mapping[str, Sequence[tuple[tuple[float, ...], float]]]
 """Measurements by the name of the work: its sizes, and seconds."""

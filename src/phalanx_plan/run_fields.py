@@ -21,8 +21,8 @@ from functools import reduce
 from typing import Any, Literal, get_args
 
 from phalanx.hardware.cluster import Cluster
+from phalanx.run.fields import field_types
 from phalanx.run.kinds.latent_attention import is_absorbed
-from phalanx.run.section_reader import field_types
 from phalanx.run.spec import ModelSpec, RunSpec
 
 _NOTABLE_EVALUATION = 0.01

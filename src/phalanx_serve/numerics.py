@@ -22,7 +22,7 @@ import torch
 
 from phalanx.hardware.local.device import answers, device_name, give_back_memory, make_current
 from phalanx.hardware.portable.operations import begin, begun
-from phalanx.run.rules.portable import ARITHMETIC, NotPortableError
+from phalanx.run.rules import ARITHMETIC, NotPortableError
 from phalanx.run.spec import RunSpec
 from phalanx.train.score.arithmetic import other_arithmetic
 from phalanx_serve.engine.errors import (

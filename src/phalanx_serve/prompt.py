@@ -23,8 +23,8 @@ from phalanx.data.chat.template import TEMPLATE_FILE, ChatTemplate, ChatTemplate
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
-from phalanx.run.data_folders import addresses
 from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.resolve import addresses
 from phalanx_serve.http.admission import LengthLimit
 from phalanx_serve.http.protocol import Chat, RefusedError
 

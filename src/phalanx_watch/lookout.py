@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from phalanx.observe.metrics.run_samples import RunSampler
+from phalanx.observe.metrics.exporter import RunSampler
 from phalanx.observe.metrics.samples import Labels, Metric, Sample
-from phalanx.observe.serving import Serving, read_serving
+from phalanx.observe.record.notes import Serving, read_serving
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.runs.row import RunRow
 from phalanx_watch.why.observed import CODES, Reason

@@ -17,7 +17,7 @@ from phalanx.data.stored.index import read_index
 from phalanx.model.custom import custom_facts
 from phalanx.model.init import fill
 from phalanx.run.directory.paths import RunDirectoryError
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
 from phalanx.train.optimizers.optimizer import decays
 from phalanx.train.start.open_run import open_run

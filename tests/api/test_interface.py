@@ -28,7 +28,7 @@ from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Event, Message, Restored, RunStarted, Step
 from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 from phalanx.run.read import to_table
 from phalanx.run.spec import CheckpointSpec, FleetSpec, ModelSpec, ParallelSpec, RunSpec
 from phalanx.train.lifecycle.ending import Ending

@@ -36,7 +36,7 @@ from phalanx.fleet.node.worker_link import (
 )
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Step
-from phalanx.observe.ledger.recoveries import recoveries
+from phalanx.observe.ledger import recoveries
 from phalanx.run.spec import CheckpointSpec, EvalSpec, ObserveSpec, ParallelSpec, RunSpec
 from sweep_worker import END, START, Break, committed, seen_collectives, step_place, write_breaks
 from tiny_runs import make_dataset, tiny_run

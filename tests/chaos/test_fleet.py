@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import RunStarted
-from phalanx.observe.ledger.goodput import goodput
+from phalanx.observe.goodput import goodput
 from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.layout import Layout

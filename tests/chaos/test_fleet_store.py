@@ -20,7 +20,7 @@ from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.observe.display.state import State, reduce
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored, Stopped
-from phalanx.observe.ledger.goodput import goodput
+from phalanx.observe.goodput import goodput
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.store.open_store import open_store
 from phalanx.train.lifecycle.worker import EXIT_STOPPED

@@ -11,9 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.train.spec_command import command
-from phalanx.run.problems import Problem
+from phalanx.run.fields import Problem, read_section, sections
 from phalanx.run.read import read_run
-from phalanx.run.section_reader import read_section, sections
 from phalanx.run.spec import RunSpec
 from phalanx_process import run
 

@@ -11,7 +11,7 @@ from typing import Any
 import phalanx
 from contract.conftest import Contract
 from phalanx.observe import events
-from phalanx.run.section_reader import sections
+from phalanx.run.fields import sections
 from phalanx.run.spec import RunSpec
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from contract.conftest import Contract
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.identity import identity
-from phalanx.run.read import read_run
-from phalanx.run.shipped import shipped_names
+from phalanx.run.read import read_run, shipped_names
 
 
 def test_a_shipped_run_file_has_the_identity_recorded(contract: Contract) -> None:

@@ -18,8 +18,7 @@ from deploy.test_dashboards import filled
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import RunStarted, Step
 from phalanx.observe.metrics.endpoint import Endpoint
-from phalanx.observe.metrics.exporter import EXPORTER_METRICS
-from phalanx.observe.metrics.run_samples import RunSampler, run_samples
+from phalanx.observe.metrics.exporter import EXPORTER_METRICS, RunSampler, run_samples
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ObserveSpec
 from phalanx_process import RUN_FILE, start, wait_until

@@ -31,7 +31,7 @@ from phalanx.checkpoint.snapshot.segments import (
 )
 from phalanx.fleet.control.security import run_token
 from phalanx.fleet.node import worker_link as wl
-from phalanx.process.parent import die_with_parent
+from phalanx.process.child import die_with_parent
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.identity import identity
 from phalanx.wire.messages import WireError

@@ -22,7 +22,7 @@ from phalanx.hardware.kernels import choose, compiler
 from phalanx.hardware.kernels.choose import fused_kernels, kernels_for
 from phalanx.hardware.kernels.reference import REFERENCE, Kernels, TorchKernels, UpdateFactors
 from phalanx.parallel.reduction.exact_sum import extraction_constants, largest
-from phalanx.run.directory.home import temporary_home
+from phalanx.run.directory.files import temporary_home
 
 CPU = torch.device("cpu")
 sizes = st.lists(st.integers(0, 2600), min_size=1, max_size=3)

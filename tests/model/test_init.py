@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.model.init import deviation, fill, flat_indices
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 

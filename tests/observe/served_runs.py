@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.observe.serving import Serving
+from phalanx.observe.record.notes import Serving
 
 SERVED = Serving(
     model="tiny",

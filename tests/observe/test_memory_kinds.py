@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.memory_kinds import MemoryByKind
+from phalanx.train.step.meters import MemoryByKind
 
 RANK = MemoryByKind(
     parameters=4 << 20, gradients=4 << 20, optimizer=8 << 20, activations=3 << 30, buffers=12, other=0

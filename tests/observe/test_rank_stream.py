@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observe.rank_frames import drawn_frame, read, same, same_values, write
-from phalanx.observe.rank_file.format import TITLE, decode_column, encode_column, encode_frame
-from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame, RankStream, RankStreamError, RankStreamWriter
+from phalanx.observe.rank_file import TITLE, decode_column, encode_column, encode_frame
+from phalanx.observe.rank_stream import (
+    RANK_COLUMNS,
+    RankFrame,
+    RankStream,
+    RankStreamError,
+    RankStreamWriter,
+)
 
 FRAMES = st.lists(
     st.tuples(st.integers(0, 400), st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=6

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from observe.served_runs import SERVED
-from phalanx.observe.serving import MOST_NOTES, SILENT_S, Serving, ServingNote, read_serving
+from phalanx.observe.record.notes import MOST_NOTES, SILENT_S, Serving, ServingNote, read_serving
 from phalanx.run.directory.paths import RunDirectory
 
 COUNT = st.integers(0, 1 << 62)

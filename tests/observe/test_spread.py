@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.spread import usual_deviation
+from phalanx.observe.throughput import usual_deviation
 
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from phalanx.hardware.local.detect import CpuThrottles, throttled_gpus
-from phalanx.observe.throttling import OVER_S, ThrottlingWatch, read_throttling
+from phalanx.observe.record.notes import OVER_S, ThrottlingWatch, read_throttling
 from phalanx.run.directory.paths import RunDirectory
 
 

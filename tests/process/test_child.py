@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.order import LogOrder
-from phalanx.observe.logs.tail import last_lines
+from phalanx.observe.logs.log_file import LogOrder, last_lines
 from phalanx.process.child import Child, describe_exit, end_all
 from phalanx_process import alive
 
@@ -152,7 +151,7 @@ time.sleep(600)
 """
 TIED = """
 import os, time
-from phalanx.process.parent import {tie}
+from phalanx.process.child import {tie}
 {tie}()
 print(os.getpid(), flush=True)
 time.sleep(600)

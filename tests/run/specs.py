@@ -8,8 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from phalanx.run.fields import ValueRange
-from phalanx.run.section_reader import field_types
+from phalanx.run.fields import ValueRange, field_types
 from phalanx.run.spec import RunSpec
 
 

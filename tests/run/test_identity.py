@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from phalanx.model.facts.presets import PRESETS
+from phalanx.run.fields import FieldType, field_types
 from phalanx.run.identity import differences, identity, run_owned
-from phalanx.run.section_reader import FieldType, field_types
 from phalanx.run.spec import MemorySpec, MlaSpec, MoeSpec, RopeScalingSpec, RunSpec
 from run.specs import run_specs
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.run.fields import Problem, divisors_near
 from phalanx.run.layout import (
     layout_of,
     layout_problems,
@@ -17,8 +18,7 @@ from phalanx.run.layout import (
     replica_ranks,
     stages_per_rank,
 )
-from phalanx.run.problems import Problem, divisors_near
-from phalanx.run.rules.check import check
+from phalanx.run.rules import check
 from phalanx.run.spec import (
     MemorySpec,
     ModelSpec,

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.layout import Layout
-from phalanx.run.rank_places import rank_groups, rank_place
+from phalanx.run.layout import Layout, rank_groups, rank_place
 
 DEGREES = st.integers(1, 3)
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.model.facts.presets import PRESETS
+from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.problems import Problem, RunFileError
 from phalanx.run.read import override as overridden
 from phalanx.run.read import read_run, spec_from_table, to_table
-from phalanx.run.rules.check import check
+from phalanx.run.rules import check
 from phalanx.run.spec import ModelSpec, RunSpec
 from run.specs import replace_at, run_specs
 

@@ -11,8 +11,7 @@ import pytest
 import phalanx
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.fields import field_docs
-from phalanx.run.read import read_run
-from phalanx.run.shipped import first_run_file, shipped_names, shipped_or_given
+from phalanx.run.read import first_run_file, read_run, shipped_names, shipped_or_given
 from phalanx.run.spec import OptimizerSpec
 
 ROOT = Path(__file__).parents[2]

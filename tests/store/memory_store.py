@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
-from phalanx.store.errors import ExistsError, MissingObjectError, ShortObjectError
-from phalanx.store.store import Info
+from phalanx.store.store import ExistsError, Info, MissingObjectError, ShortObjectError
 
 
 def nothing(_operation: str, _key: str) -> None:

@@ -13,18 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.store.errors import (
+from phalanx.store.open_store import open_store
+from phalanx.store.store import (
     DeniedError,
     ExistsError,
     ExpiredError,
     MissingBucketError,
+    RetryPolicy,
+    Store,
     StoreError,
     UnavailableError,
     UnconditionalStoreError,
+    require_create,
 )
-from phalanx.store.open_store import open_store
-from phalanx.store.retry import RetryPolicy
-from phalanx.store.store import Store, require_create
 from store.faulty_proxy import Faults, faulty_proxy
 from store.scripted_server import scripted
 from store.servers import CREDENTIALS, Server, free_port, google_environment, s3rver

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from phalanx.store.hedge import HedgedReads
+from phalanx.store.store import HedgedReads
 
 
 def impatient_reads() -> HedgedReads:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.store.credentials import source_of
-from phalanx.store.errors import BadUrlError, DeniedError, MissingSupportError
+from phalanx.store.obstore_adapter import source_of
 from phalanx.store.open_store import check_url, is_remote, joined, open_store
+from phalanx.store.store import BadUrlError, DeniedError, MissingSupportError
 
 
 @pytest.mark.parametrize(

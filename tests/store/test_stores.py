@@ -12,10 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.store.errors import BadUrlError, ExistsError, MissingObjectError, ShortObjectError
 from phalanx.store.obstore_adapter import joined_spans
 from phalanx.store.open_store import open_store
-from phalanx.store.store import MOST_CREATED_BYTES, Store, require_create
+from phalanx.store.store import (
+    MOST_CREATED_BYTES,
+    BadUrlError,
+    ExistsError,
+    MissingObjectError,
+    ShortObjectError,
+    Store,
+    require_create,
+)
 from store.servers import Server, azurite
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from phalanx.run.kinds.parts import Parameter, ParameterKind
+from phalanx.run.kinds.operations import Parameter, ParameterKind
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import AdamW
 from phalanx.train.optimizers.optimizer import decays

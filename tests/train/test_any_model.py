@@ -12,7 +12,7 @@ import pytest
 from layouts import merged, steps_on_this_rank, tiny
 from one_hash import same
 from phalanx.run.layout import layout_problems
-from phalanx.run.rules.check import check
+from phalanx.run.rules import check
 from phalanx.run.spec import (
     MemorySpec,
     MlaSpec,

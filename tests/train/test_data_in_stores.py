@@ -20,7 +20,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message, Step, Stopped
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.identity import identity
-from phalanx.run.rules.check import check
+from phalanx.run.rules import check
 from phalanx.run.spec import RunSpec
 from phalanx_process import steps_done
 from ranks import Ranks

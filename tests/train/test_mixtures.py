@@ -13,7 +13,7 @@ from phalanx.data.reading.sources import open_places, read_data_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Evaluated
 from phalanx.run.directory.paths import RunDirectoryError
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.origins import child_run
 from phalanx.train.start.prepare import prepare_run, resolve

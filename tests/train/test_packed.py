@@ -17,9 +17,9 @@ from phalanx.data.reading.sources import open_places
 from phalanx.data.stored.index import read_index
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.mesh import build_mesh
+from phalanx.run.fields import RunFileError
 from phalanx.run.identity import identity
 from phalanx.run.kinds import whole_model
-from phalanx.run.problems import RunFileError
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec, TrainSpec
 from phalanx.train.start.checks import start_notes
 from phalanx.train.start.prepare import prepare_run, resolve

@@ -21,12 +21,13 @@ from phalanx.wire.messages import (
     ForgedError,
     MessageDecoder,
     MessageError,
+    Seal,
+    Seals,
     SilentError,
     UnprovenError,
     WireError,
 )
 from phalanx.wire.stream import SealedStream, sealed_stream
-from phalanx.wire.token_proof import Seal, Seals
 
 TOKEN, PURPOSE, PATIENCE_S = "a token that only the peers know", "test connection, version 1", 60.0
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.wire.messages import ForgedError, UnprovenError
-from phalanx.wire.token_proof import SEAL_BYTES, Role, Seals, handshake, token_name
+from phalanx.wire.messages import SEAL_BYTES, ForgedError, Role, Seals, UnprovenError, handshake, token_name
 
 TOKEN, PURPOSE = "a token that nobody guesses", "test of run-1"
 

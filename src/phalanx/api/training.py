@@ -22,12 +22,11 @@ from phalanx.launch.ranks import ranks_on_this_machine
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.event_log import follow, read_events
 from phalanx.observe.events import Event
-from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.run.directory.result import RunResult
+from phalanx.run.directory.paths import RunDirectory, RunResult, read_resolved
 from phalanx.run.factory import FactoryError, factory_name
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 from phalanx.run.read import read_run
-from phalanx.run.rules.check import check
+from phalanx.run.rules import check
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.lifecycle.ending import Ending, RunFailedError
 from phalanx.train.start.open_run import OpenRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from phalanx.run.peers.addresses import AddressError, read_address, read_host
+from phalanx.run.peers import AddressError, read_address, read_host
 
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 

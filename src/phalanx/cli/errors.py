@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import click
 
 from phalanx.run.factory import FactoryError
-from phalanx.run.problems import RunFileError
-from phalanx.run.rules.portable import NotPortableError
+from phalanx.run.fields import RunFileError
+from phalanx.run.rules import NotPortableError
 
 
 @contextmanager

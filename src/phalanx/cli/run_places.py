@@ -21,8 +21,8 @@ from phalanx.run.directory.paths import (
     locate_checkpoints,
     step_of,
 )
-from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url, open_store
+from phalanx.store.store import StoreError
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from phalanx.hardware.cluster import (
     read_toml,
     table_of,
 )
-from phalanx.run.directory.home import home
-from phalanx.run.problems import Problem, listing
-from phalanx.run.section_reader import field_types, unknown_field, unknown_value
+from phalanx.run.directory.files import home
+from phalanx.run.fields import Problem, field_types, listing, unknown_field, unknown_value
 
 # Turns the catalog's TOML tables into accelerators and systems.
 #

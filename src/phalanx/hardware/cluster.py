@@ -15,9 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
-from phalanx.run.problems import Problem, listing
-from phalanx.run.section_reader import read_section
+from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, Problem, ValueRange, listing, read_section
 
 # Reading from TOML: all that is wrong with a description is reported in one ``HardwareError``.
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from phalanx.hardware.cluster import Accelerator, HardwareError, Values, read_entry, read_toml, table_of
-from phalanx.run.fields import NOT_NEGATIVE
-from phalanx.run.problems import Problem, listing
+from phalanx.run.fields import NOT_NEGATIVE, Problem, listing
 
 NotNegative: TypeAlias = Annotated[float, NOT_NEGATIVE]
 

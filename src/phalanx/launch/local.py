@@ -15,9 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.first_failure import first_failure
-from phalanx.observe.logs.order import order_for
-from phalanx.observe.logs.tail import last_lines
+from phalanx.observe.logs.line import first_failure
+from phalanx.observe.logs.log_file import last_lines, order_for
 from phalanx.process.child import Child, describe_exit, end_all
 from phalanx.process.stop_signals import StopOrders, on_stop_signals
 from phalanx.run.factory import rank_environment

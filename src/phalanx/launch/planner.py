@@ -14,7 +14,7 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.launch.placing.seats import Order
 from phalanx.launch.placing.topology import Topology
 from phalanx.plugins import load_plugin
-from phalanx.run.degrees.smaller import Axis
+from phalanx.run.smaller_degrees import Axis
 from phalanx.run.spec import RunSpec
 
 

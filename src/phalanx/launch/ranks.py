@@ -6,8 +6,8 @@ from pathlib import Path
 
 from phalanx.hardware.local.detect import gpu_count
 from phalanx.observe.record.records import usable_cores
+from phalanx.run.fields import RunFileError
 from phalanx.run.layout import layout_problems, replica_ranks
-from phalanx.run.problems import RunFileError
 from phalanx.run.spec import RunSpec
 
 

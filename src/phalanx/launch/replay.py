@@ -17,13 +17,13 @@ import tomli_w
 
 from phalanx.hardware.local.detect import gpu_count
 from phalanx.launch.local import run_locally
-from phalanx.run.data_folders import found_again
-from phalanx.run.degrees.smaller import divided_over
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.fields import listing
 from phalanx.run.layout import layout_problems
-from phalanx.run.problems import listing
 from phalanx.run.read import to_table
+from phalanx.run.resolve import found_again
+from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.logged import Logged
 from phalanx.train.compare.observation import RankReplay, Replay, ReplayOrder, order_file, seen_file

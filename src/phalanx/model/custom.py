@@ -30,7 +30,7 @@ from phalanx.model.autograd import DispatchMode
 from phalanx.model.layers.attention.attention import Documents
 from phalanx.model.transformer import Block, Readout, logits
 from phalanx.run.factory import load_factory
-from phalanx.run.kinds.parts import Parameter, ParameterKind
+from phalanx.run.kinds.operations import Parameter, ParameterKind
 from phalanx.run.spec import ModelSpec
 
 
@@ -115,8 +115,8 @@ class Chain(nn.Module):
             positions: Not used: each rank has whole sequences.
             documents: Must be ``None``, as must ``ahead`` and ``further``.
         """
-        assert documents is None, "refused by phalanx.run.rules.check"
-        assert ahead is None, "refused by phalanx.run.rules.check"
+        assert documents is None, "refused by phalanx.run.rules"
+        assert ahead is None, "refused by phalanx.run.rules"
         assert further is None, "there is nothing that predicts ahead"
         hidden = x if self.embedding is None else self.embedding(x)
         for block in self.blocks.values():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.hardware.local.device import brought
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import ModelSpec
 
 # Elements filled at once: the int64 temporaries stay small, and a GPU has enough to do.

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from phalanx.run.directory.plain_json import plain_json
+from phalanx.run.directory.files import plain_json
 
 
 class IncidentKind(StrEnum):
@@ -118,7 +118,7 @@ class Step:
 
 @dataclass(frozen=True)
 class MemoryMeasured:
-    """Memory use in step ``step`` by kind (``phalanx.observe.memory_kinds``), in bytes, on the rank with most and the one with least."""
+    """Memory use in step ``step`` by kind (``phalanx.train.step.meters``), in bytes, on the rank with most and the one with least."""
 
     step: int
     most: dict[str, int] = field(default_factory=dict)

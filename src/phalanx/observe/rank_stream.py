@@ -2,7 +2,7 @@
 
 In a synchronous run all ranks take equally long for a step, and the slow one communicates least, since nobody lets it wait. So the stream
 keeps what is a rank's own: its computing, its waiting for samples, its memory, its temperature (``RankFrame``). A frame stands for a window of
-steps, of ``observe.ranks_every_steps``; the format is ``rank_file/format.py``'s. A stream of 100,000 ranks over days is too large to
+steps, of ``observe.ranks_every_steps``; the format is ``rank_file.py``'s. A stream of 100,000 ranks over days is too large to
 hold and too large to draw, so a ``heat_map`` is reduced while it is read: each cell is the largest value of its ranks and frames, and one
 slow rank among a thousand still shows.
 
@@ -23,9 +23,18 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.rank_file.format import RANK_COLUMNS, UNKNOWN, Codes, FrameHead, RankFrame, decode_column
-from phalanx.observe.rank_file.index import FrameIndex, RankStreamError, open_for_reading
-from phalanx.observe.rank_file.writer import RankStreamWriter
+from phalanx.observe.rank_file import (
+    RANK_COLUMNS,
+    UNKNOWN,
+    Codes,
+    FrameHead,
+    FrameIndex,
+    RankFrame,
+    RankStreamError,
+    decode_column,
+    open_for_reading,
+)
+from phalanx.observe.rank_writer import RankStreamWriter
 
 __all__ = ("RANK_COLUMNS", "HeatMap", "RankFrame", "RankStream", "RankStreamError", "RankStreamWriter")
 

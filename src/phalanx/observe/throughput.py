@@ -4,6 +4,8 @@ Step times have outliers (a checkpoint, a page fault, a neighbor), so the typica
 of the recent ones; what evaluations and checkpoints add is put back by the share of time spent in steps.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -82,3 +84,17 @@ def format_bytes(size_bytes: float) -> str:
 def _three_digits(number: float) -> str:
     size = abs(number)
     return f"{number:.0f}" if size >= 99.95 else f"{number:.1f}" if size >= 9.995 else f"{number:.2f}"
+
+
+# How far numbers usually are from the middle of them, by a measure that a few wild ones do not move.
+#
+# 1.4826 times the median absolute deviation estimates the standard deviation of normal noise (Rousseeuw and Croux, "Alternatives to the Median Absolute
+# Deviation", JASA 88, 1993). Loss spikes, stragglers and throughput are all judged by it.
+
+
+MAD_TO_DEVIATION = 1.4826
+
+
+def usual_deviation(values: Sequence[float], middle: float) -> float:
+    """The standard deviation of ``values`` about ``middle``, by their median absolute deviation; of finite numbers, at least one."""
+    return MAD_TO_DEVIATION * median(abs(one - middle) for one in values)

@@ -21,7 +21,7 @@ from phalanx.model.facts.shape import stage_layers
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.pipeline.schedules import Action, Schedule
 from phalanx.parallel.reduction.buckets import in_buckets
-from phalanx.run.kinds.parts import HEAD_UNIT, Parameter
+from phalanx.run.kinds.operations import HEAD_UNIT, Parameter
 from phalanx.run.kinds.prediction_ahead import depths
 from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import RunSpec

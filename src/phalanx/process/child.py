@@ -3,22 +3,24 @@
 The kernel may give a process id to another program once the process has been reaped, and the id of its group with it. So a child that has
 ended is observed without being reaped (``waitid`` with WNOWAIT). As a zombie it keeps its id, its group is killed under that id, and only then
 is it reaped. No signal can reach another program. A child may be signaled from any thread and from a signal handler while another thread ends it.
+
+The last section runs in the child: its tie to the parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
-
-from phalanx.process.parent import PARENT_VARIABLE
 
 _POLL_S = 0.02
 _STDERR = 2
@@ -261,3 +263,37 @@ def describe_exit(code: int) -> str:
     with suppress(ValueError):
         return f"was killed by {signal.Signals(-code).name}"
     return f"was killed by signal {-code}"
+
+
+# In the child: it ends when its parent dies, however the parent dies.
+
+
+PARENT_VARIABLE = "PHALANX_LAUNCHER"
+"""Environment variable with the parent's process id; ``Child.start`` sets it."""
+_LOOK_S = 0.5
+_EXIT_FAILED = 1
+
+
+def die_with_parent() -> None:
+    """Have Linux kill this process when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG)."""
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1  # linux/prctl.h
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != _parent():  # it died before the call
+        os._exit(_EXIT_FAILED)
+
+
+def watch_parent() -> None:
+    """End this process soon after its parent's end: for children that outlive the thread that started them."""
+    threading.Thread(target=_end_after, args=(_parent(),), daemon=True).start()
+
+
+def _parent() -> int:
+    return int(os.environ.get(PARENT_VARIABLE, os.getppid()))
+
+
+def _end_after(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(_EXIT_FAILED)

@@ -1,7 +1,7 @@
 """The layout: how a run's ranks are divided over the axes of the mesh, and which ways are legal.
 
 The planner's search enumerates the legal layouts (``phalanx_plan.search.space``). Both use the arithmetic of
-``phalanx.run.degrees.legality``, and a test compares what they accept.
+``phalanx.run.pieces``, and a test compares what they accept.
 
 The mesh is ``pipeline x replicate x shard x context x tensor``, the tensor axis fastest, because it talks most and its
 ranks should be neighbors. Experts are folded over the inner axes: the ranks that share a layer's experts are neighbors
@@ -17,12 +17,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.run.degrees.context_tiles import context_tile_problems
-from phalanx.run.degrees.lanes import lane_problems
-from phalanx.run.degrees.legality import STAGES_PER_RANK, folds, rank_pieces, team_size, width_multiple
-from phalanx.run.kinds.state_blocks import INT8_BLOCK, cut_by_tensor_ranks
-from phalanx.run.kinds.whole_model import resolve, shares_key_heads, tensor_sizes, undivided
-from phalanx.run.problems import Problem, divisors_near
+from phalanx.run.fields import Problem, divisors_near
+from phalanx.run.kinds.whole_model import (
+    INT8_BLOCK,
+    cut_by_tensor_ranks,
+    resolve,
+    shares_key_heads,
+    tensor_sizes,
+    undivided,
+)
+from phalanx.run.pieces import (
+    STAGES_PER_RANK,
+    context_tile_problems,
+    folds,
+    lane_problems,
+    rank_pieces,
+    team_size,
+    width_multiple,
+)
 from phalanx.run.spec import ParallelSpec, RunSpec
 
 SPLIT_BACKWARD = ("zbv", "dualpipev")
@@ -403,3 +415,43 @@ def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
             f"at most {train.slots * model_ranks} ranks with train.slots = {train.slots}, or more slots",
             ("train.slots",),
         )
+
+
+# Where a rank sits in the mesh, and with whom: functions on integers, for people who look for the neighbors of a slow rank.
+#
+# The mesh itself, with its process groups, is ``phalanx.parallel.mesh.mesh``; a test holds these to it.
+
+
+def rank_place(layout: Layout, rank: int) -> dict[str, int]:
+    """The index of ``rank`` on each axis of the mesh, slowest first; along "expert" only if experts are divided.
+
+    Raises ``ValueError`` for a rank that the layout does not have.
+    """
+    if not 0 <= rank < layout.ranks:
+        raise ValueError(f"there is no rank {rank} among {layout.ranks}")
+    place, rest = {}, rank
+    for axis, degree in reversed(layout.degrees.items()):
+        rest, place[axis] = divmod(rest, degree)
+    place = dict(reversed(place.items()))
+    if layout.expert > 1:
+        place["expert"] = rank // layout.expert_tensor % layout.expert
+    return place
+
+
+def rank_groups(layout: Layout, rank: int) -> dict[str, list[int]]:
+    """The ranks that differ from ``rank`` along one axis only, itself among them, for each axis of more than one rank.
+
+    Those of "expert" are the ones that share a layer's experts. Raises ``ValueError`` for a rank that the layout does not have.
+    """
+    place, groups, stride = rank_place(layout, rank), {}, 1
+    for axis, degree in reversed(layout.degrees.items()):
+        if degree > 1:
+            first = rank - place[axis] * stride
+            groups[axis] = list(range(first, first + degree * stride, stride))
+        stride *= degree
+    groups = dict(reversed(groups.items()))
+    if layout.expert > 1:
+        stride = layout.expert_tensor
+        first = rank - place["expert"] * stride
+        groups["expert"] = list(range(first, first + layout.expert * stride, stride))
+    return groups

@@ -1,14 +1,19 @@
-"""The values that "auto" stands for in a run file, by one rule for the trainer, the planner and ``phalanx show``.
+"""Values that a run file leaves to its surroundings: what "auto" stands for, folders of data, variables of processes.
 
-Who asks knows whether there is a GPU: the trainer looks at its machine, the planner at the cluster that it plans for, ``show``
-takes one for granted. Dimensions of the model that a file leaves open are filled in by ``phalanx.run.kinds.whole_model.resolve``.
+Trainer, planner and ``phalanx show`` share one rule for "auto". The caller knows whether there is a GPU: the trainer looks at its machine, the
+planner at the cluster that it plans for, ``show`` takes one for granted. ``phalanx.run.kinds.whole_model.resolve`` fills in dimensions of the model.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
 
-from phalanx.run.spec import PrecisionSpec, RuntimeSpec
+from phalanx.run.fields import JsonObject, Problem
+from phalanx.run.spec import DataSpec, LaunchSpec, PrecisionSpec, RuntimeSpec
 
 Device = Literal["cpu", "cuda"]
 
@@ -25,3 +30,86 @@ def compute_format(precision: PrecisionSpec, device: Device) -> Literal["fp32", 
     if precision.compute == "auto":
         return "bf16" if device == "cuda" else "fp32"
     return precision.compute
+
+
+# Prepared datasets of a run: folders or URLs, and where to look for folders given relative to elsewhere.
+
+
+ONLY = ""
+"""The name of the one dataset of a run without ``[[data.sources]]``."""
+
+
+def addresses(data: DataSpec) -> dict[str, str]:
+    """The path or URL of each source by its name, in the order of names; of a run without sources, ``data.path`` as ``ONLY``."""
+    named = sorted((source.name, source.path) for source in data.sources)
+    return dict(named) or {ONLY: data.path}
+
+
+def field_of(name: str) -> str:
+    """The field of the run file that gives the address of a source."""
+    return "data.path" if name == ONLY else f"data.sources.{name}.path"
+
+
+def record_of(data: DataSpec) -> dict[str, object]:
+    """The fields of ``record.json`` that say where the data of a run were found."""
+    found = {
+        name: address if "://" in address else str(Path(address).resolve())
+        for name, address in addresses(data).items()
+    }
+    return {"data_folder": found[ONLY]} if ONLY in found else {"data_folders": found}
+
+
+def found_again(data: DataSpec, record: JsonObject, *, same_end: bool = True) -> DataSpec:
+    """The data with each folder that is not there where an earlier start, of that ``record.json``, had it.
+
+    ``same_end``: Only if that path ends as the one in the run file does, so that another folder is not taken for it.
+    """
+    known: Mapping[str, str] = record.get("data_folders") or {ONLY: record.get("data_folder", "")}
+
+    def place(name: str, path: str) -> str:
+        recorded = known.get(name, "")
+        if not recorded or "://" in path or Path(path).exists():
+            return path
+        parts = Path(path).parts
+        return recorded if not same_end or Path(recorded).parts[-len(parts) :] == parts else path
+
+    sources = tuple(replace(source, path=place(source.name, source.path)) for source in data.sources)
+    return replace(data, sources=sources) if sources else replace(data, path=place(ONLY, data.path))
+
+
+# Variables of agents and workers in a run file (``launch.environment``): by value, or by name, so that the file holds no secret.
+
+
+SECRET_NAME = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|KEY|AUTH(?!ORS?(?![A-Z]))|CONNECTION_?STRING|SIGNATURE",
+    re.IGNORECASE,
+)
+"""Part of the name of a variable that holds a secret; an author (``GIT_AUTHOR_NAME``) is none."""
+
+
+class LaunchVariable(NamedTuple):
+    """A variable as ``launch.environment`` has it."""
+
+    name: str
+    value: str | None
+    """``None``: the run file has the name alone."""
+
+
+def launch_variables(launch: LaunchSpec) -> list[LaunchVariable]:
+    """Return the variables of ``launch.environment``, well written or not."""
+    parts = [text.partition("=") for text in launch.environment]
+    return [LaunchVariable(name, value if sign else None) for name, sign, value in parts]
+
+
+def variable_problems(launch: LaunchSpec) -> Iterator[Problem]:
+    """Name the variables that are badly written, and the secrets whose values would be in every copy of the run file."""
+    for name, value in launch_variables(launch):
+        if not name.isidentifier():
+            yield Problem("launch.environment", f"{name!r} is no name of a variable", "NAME=VALUE, or NAME")
+        elif value and SECRET_NAME.search(name):
+            yield Problem(
+                "launch.environment",
+                f"the value of {name} would stand in run.toml, job scripts and manifests, which others read",
+                f'write "{name}" alone and set the variable where phalanx is called, or name a file in launch.secrets',
+                ("launch.secrets",),
+            )

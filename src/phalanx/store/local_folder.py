@@ -14,20 +14,21 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below
-from phalanx.store.errors import (
+from phalanx.run.directory.files import files_below, sync
+from phalanx.store.store import (
+    MOST_CREATED_BYTES,
     BadUrlError,
     DeniedError,
     ExistsError,
     FullError,
+    Info,
     MissingObjectError,
     ShortObjectError,
     StoreError,
     UnconditionalStoreError,
+    require_key,
+    require_prefix,
 )
-from phalanx.store.keys import require_key, require_prefix
-from phalanx.store.store import MOST_CREATED_BYTES, Info
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.writing")
 _MOST_RACES = 1_000  # with deletes that remove the folder that an object is to be written to

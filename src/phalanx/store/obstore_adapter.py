@@ -13,10 +13,11 @@ import random
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,27 +25,29 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from phalanx.run.directory.home import home
-from phalanx.store.credentials import PROFILE, source_of
-from phalanx.store.errors import (
+from phalanx.run.directory.files import home
+from phalanx.store.store import (
+    MOST_CREATED_BYTES,
     BadUrlError,
     DeniedError,
     ExistsError,
     ExpiredError,
+    Info,
     MissingBucketError,
     MissingObjectError,
     MissingSupportError,
+    RetryPolicy,
     ShortObjectError,
     StoreError,
     UnavailableError,
+    require_key,
+    require_prefix,
 )
-from phalanx.store.keys import require_key, require_prefix
-from phalanx.store.retry import RetryPolicy
-from phalanx.store.store import MOST_CREATED_BYTES, Info
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ClientConfig, RetryConfig
+
 
 _JOINED_GAP_BYTES = 64 << 10
 _ONE_REQUEST_BYTES = 64 << 20
@@ -410,3 +413,71 @@ def _profile() -> Any:
             "open",
         ) from None
     return Boto3CredentialProvider()
+
+
+# The source of credentials of a store's client, so that a refusal can name whose credentials were refused.
+#
+# The order is that of the client library (Rust ``object_store`` 0.13: ``aws/builder.rs``, ``gcp/builder.rs``, ``azure/builder.rs``), which
+# reads the environment itself. AWS profiles it does not know; they go through boto3, where that is installed. No value is ever read
+# here, only whether there is one.
+
+
+PROFILE = "AWS profile"
+
+
+def source_of(scheme: str, environment: Mapping[str, str], home: Path) -> str:
+    """The source of credentials for URLs of ``scheme``, in words."""
+    if scheme == "s3":
+        return _aws(environment, home)
+    return _google(environment, home) if scheme == "gs" else _azure(environment)
+
+
+def _aws(environment: Mapping[str, str], home: Path) -> str:
+    if environment.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
+        return "none, by AWS_SKIP_SIGNATURE"
+    if environment.get("AWS_ACCESS_KEY_ID"):
+        return "environment, AWS_ACCESS_KEY_ID"
+    if environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+        return "web identity"
+    if environment.get("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI") or environment.get(
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI"
+    ):
+        return "container"
+    shared = environment.get("AWS_SHARED_CREDENTIALS_FILE") or str(home / ".aws" / "credentials")
+    if environment.get("AWS_PROFILE") or Path(shared).exists():
+        return PROFILE
+    return "instance metadata"
+
+
+def _google(environment: Mapping[str, str], home: Path) -> str:
+    for name in (
+        "GOOGLE_SERVICE_ACCOUNT",
+        "GOOGLE_SERVICE_ACCOUNT_PATH",
+        "GOOGLE_SERVICE_ACCOUNT_KEY",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+    ):
+        if environment.get(name):
+            return f"environment, {name}"
+    if (home / ".config" / "gcloud" / "application_default_credentials.json").exists():
+        return "gcloud's application default credentials"
+    return "instance metadata"
+
+
+def _azure(environment: Mapping[str, str]) -> str:
+    for name, source in (
+        ("AZURE_STORAGE_TOKEN", "environment, AZURE_STORAGE_TOKEN"),
+        ("AZURE_STORAGE_ACCOUNT_KEY", "environment, AZURE_STORAGE_ACCOUNT_KEY"),
+        ("AZURE_STORAGE_ACCESS_KEY", "environment, AZURE_STORAGE_ACCESS_KEY"),
+        ("AZURE_FEDERATED_TOKEN_FILE", "workload identity"),
+        ("AZURE_STORAGE_CLIENT_SECRET", "environment, client secret"),
+        ("AZURE_CLIENT_SECRET", "environment, client secret"),
+        ("AZURE_STORAGE_SAS_KEY", "environment, AZURE_STORAGE_SAS_KEY"),
+        ("AZURE_STORAGE_SAS_TOKEN", "environment, AZURE_STORAGE_SAS_TOKEN"),
+    ):
+        if environment.get(name):
+            return source
+    if environment.get("AZURE_USE_AZURE_CLI", "").lower() in ("1", "true"):
+        return "Azure CLI"
+    if environment.get("AZURE_STORAGE_USE_EMULATOR", "").lower() in ("1", "true"):
+        return "the emulator's own"
+    return "instance metadata"

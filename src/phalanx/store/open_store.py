@@ -1,6 +1,6 @@
 """Opens a store by its URL: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///folder`` or a path.
 
-Credentials and endpoints come from where each vendor's own tools find them (``credentials.py``), never from the URL, which stands in
+Credentials and endpoints come from where each vendor's own tools find them (``obstore_adapter.py``), never from the URL, which stands in
 run files, logs and messages. The client library is loaded here, by the first remote URL, so that no other command pays for it.
 """
 
@@ -8,9 +8,7 @@ import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from phalanx.store.errors import BadUrlError
-from phalanx.store.retry import RetryPolicy
-from phalanx.store.store import Store
+from phalanx.store.store import BadUrlError, RetryPolicy, Store
 
 REMOTE_SCHEMES = ("s3", "gs", "az")
 

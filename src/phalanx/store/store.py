@@ -3,15 +3,22 @@
 It is the part that S3, Google Cloud Storage, Azure and a file system have in common. There is no rename and no lock: whatever has to
 become visible at one moment is one small object made by ``create``, which fails if the key is taken. An object is seen whole or not at
 all, and once written it is seen by everybody (S3 and the others are strongly consistent since 2020).
+
+Beside the protocol: the rules of keys, the errors of every store, its retry policy, and hedged reads.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
-
-from phalanx.store.errors import ExistsError, StoreError, UnconditionalStoreError
+from typing import Generic, Protocol, TypeVar
 
 MOST_CREATED_BYTES = 4 << 20
 """The largest object that ``create`` makes: it must go in one request, since uploads in parts cannot be made conditional."""
@@ -107,3 +114,182 @@ def require_create(store: Store, probe_key: str) -> None:
             store.url,
             "create",
         )
+
+
+# Errors of object stores. Each names the URL, the operation and the remedy. None repeats the full text of a server or
+# library: such texts can hold signatures and keys.
+
+
+class StoreError(Exception):
+    """Any failure of an object store. ``url`` is the object's or the store's, ``operation`` the method that failed."""
+
+    def __init__(self, message: str, url: str, operation: str) -> None:
+        super().__init__(message)
+        self.url = url
+        self.operation = operation
+
+
+class BadUrlError(StoreError):
+    """The URL or key names no place in a store."""
+
+
+class MissingObjectError(StoreError):
+    """There is no such object."""
+
+
+class MissingBucketError(StoreError):
+    """There is no such bucket or container."""
+
+
+class ExistsError(StoreError):
+    """The key is taken."""
+
+
+class ShortObjectError(StoreError):
+    """The object ends before the bytes that were asked for."""
+
+
+class DeniedError(StoreError):
+    """The store refuses: no credentials, wrong ones, or no right to this."""
+
+
+class UnavailableError(StoreError):
+    """The store did not do it within the time that the retry policy gives it."""
+
+
+class ExpiredError(UnavailableError):
+    """The store refuses credentials that have expired, and no new ones came in time."""
+
+
+class FullError(StoreError):
+    """The storage has no room."""
+
+
+class UnconditionalStoreError(StoreError):
+    """The store cannot refuse to create what is there, so nothing may be committed in it."""
+
+
+class MissingSupportError(StoreError):
+    """A package is not installed that this URL or these credentials need."""
+
+
+# Keys: relative paths that mean the same in every store and on a file system.
+
+
+def require_key(key: str, url: str) -> None:
+    """Raises BadUrlError unless ``key`` is a relative path of plain segments: not empty, no ``.`` or ``..``, no ``//``, no control characters."""
+    segments = key.split("/")
+    if any(segment in ("", ".", "..") for segment in segments) or any(ord(c) < 32 or c == "\\" for c in key):
+        raise BadUrlError(
+            f"{key!r} is no key below {url}: write a relative path such as data/part-0.bin", url, "open"
+        )
+
+
+def require_prefix(prefix: str, url: str) -> None:
+    """As ``require_key``, but for the empty prefix, which means everything."""
+    if prefix:
+        require_key(prefix, url)
+
+
+# Retries.
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how long what may pass is tried again: ``retries`` times, with pauses that double from ``first_pause_s`` to
+    ``longest_pause_s`` and are spread at random, and nothing is begun again after ``timeout_s``."""
+
+    retries: int = 10
+    first_pause_s: float = 0.1
+    longest_pause_s: float = 15.0
+    timeout_s: float = 180.0
+
+
+# Hedged reads: a read that takes far longer than usual is sent a second time, and the first answer counts.
+#
+# Of many thousand requests some take a hundred times as long as the median, for no reason of their own, and whoever reads them all waits for the last.
+# A second request at such a moment is mostly answered at once (Dean and Barroso 2013, "The Tail at Scale", CACM 56(2)). It is sent only after three times the 99th percentile of
+# the latest reads, and for at most one read in twenty, so that a store that is slow as a whole is not asked twice for everything.
+
+
+_LATEST = 256
+"""Reads of which the percentile is taken."""
+_FACTOR, _LEAST_S, _UNKNOWN_S = 3.0, 0.5, 5.0
+_FEW = 16
+"""Number of reads below which there is no percentile: a second request is sent after ``unmeasured_s`` then."""
+_MOST_SHARE = 0.05
+
+T = TypeVar("T")
+
+
+class HedgedReads:
+    """Reads of one kind and size from one store, and how long they took. Threads may share it."""
+
+    def __init__(self, *, min_s: float = _LEAST_S, unmeasured_s: float = _UNKNOWN_S) -> None:
+        """
+        Args:
+            min_s: Lower bound of the wait before a second request.
+            unmeasured_s: Wait before a second request while there are too few reads for a percentile.
+        """
+        self._min_s, self._unmeasured_s = min_s, unmeasured_s
+        self.reads = 0
+        self.hedged = 0
+        """Reads that were asked for a second time."""
+        self._latest: deque[float] = deque(maxlen=_LATEST)
+        self._lock = threading.Lock()
+
+    def read(self, ask: Callable[[], T]) -> T:
+        """What ``ask`` returns, which may be called twice, at the same time in two threads. Raises what both raise, the first's."""
+        with self._lock:
+            self.reads += 1
+        begun_s = time.monotonic()
+        answers: queue.SimpleQueue[_Answer[T]] = queue.SimpleQueue()
+        _ask_in_thread(ask, answers)
+        try:
+            answer = answers.get(timeout=self.patience_s())
+        except queue.Empty:
+            asked = 1 + self._may_hedge()
+            if asked == 2:
+                _ask_in_thread(ask, answers)
+            answer = answers.get()
+            if answer.error is not None and asked == 2:
+                other = answers.get()
+                answer = answer if other.error is not None else other
+        with self._lock:
+            self._latest.append(time.monotonic() - begun_s)
+        return answer.value()
+
+    def patience_s(self) -> float:
+        """Seconds after which a read is asked for a second time."""
+        with self._lock:
+            latest = sorted(self._latest)
+        if len(latest) < _FEW:
+            return self._unmeasured_s
+        return max(self._min_s, _FACTOR * latest[math.ceil(0.99 * len(latest)) - 1])
+
+    def _may_hedge(self) -> bool:
+        with self._lock:
+            allowed = self.hedged < max(1.0, _MOST_SHARE * self.reads)
+            self.hedged += allowed
+            return allowed
+
+
+class _Answer(Generic[T]):
+    """What a call returned, or what it raised."""
+
+    def __init__(self, ask: Callable[[], T]) -> None:
+        self.error: BaseException | None = None
+        try:
+            self._value = ask()
+        except BaseException as error:  # it is raised in whoever waits
+            self.error = error
+
+    def value(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+
+def _ask_in_thread(ask: Callable[[], T], answers: queue.SimpleQueue[_Answer[T]]) -> None:
+    # A daemon: the slower of two may never be answered, and nobody waits for it.
+    threading.Thread(target=lambda: answers.put(_Answer(ask)), name="store-read", daemon=True).start()

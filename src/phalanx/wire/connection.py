@@ -23,14 +23,16 @@ from phalanx.wire.messages import (
     ForgedError,
     MessageDecoder,
     MessageError,
+    Role,
+    Seals,
     SilentError,
     UnprovenError,
     WireError,
     body_length,
     encode,
     frame,
+    handshake,
 )
-from phalanx.wire.token_proof import Role, Seals, handshake
 
 _PIECE_BYTES = 8 << 20
 _T = TypeVar("_T")

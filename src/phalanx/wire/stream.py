@@ -13,12 +13,14 @@ from phalanx.wire.messages import (
     LONGEST_MESSAGE_BYTES,
     EndedError,
     MessageDecoder,
+    Role,
+    Seals,
     UnprovenError,
     body_length,
     encode,
     frame,
+    handshake,
 )
-from phalanx.wire.token_proof import Role, Seals, handshake
 
 _T = TypeVar("_T")
 

@@ -11,7 +11,7 @@ import click
 from phalanx.cli.errors import explained
 
 if TYPE_CHECKING:
-    from phalanx.run.section_reader import JsonObject
+    from phalanx.run.fields import JsonObject
     from phalanx.run.spec import RunSpec
     from phalanx.train.measure.calibrate import Clock, Settings
     from phalanx_plan.fit_profile import CalibrationOrigin

@@ -18,7 +18,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import DataSpec, ModelSpec
 
 if TYPE_CHECKING:
-    from phalanx.run.section_reader import JsonObject
+    from phalanx.run.fields import JsonObject
 
 _SEQ_LEN = 4096
 _VOCAB = DataSpec().vocab_size

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from phalanx.hardware.catalog import cluster
 from phalanx.launch.placing.seats import Shape
+from phalanx.run.fields import listing
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_of, layout_problems
-from phalanx.run.problems import listing
 from phalanx.run.spec import RunSpec
 from phalanx_plan.search.layout_text import written_layout
 from phalanx_plan.search.query import RequestError, job_of

@@ -2,7 +2,7 @@
 
 The geometry is one axis, by far the longest: how many ranks on which axis, sequences of a micro-batch, the pipeline's schedule. It is enumerated
 row by row. Each row is legal by the rules of ``phalanx.run.layout``, with whom it shares
-their arithmetic (``phalanx.run.degrees.legality``); what a rule excludes is counted by its name. What can be chosen freely beside it
+their arithmetic (``phalanx.run.pieces``); what a rule excludes is counted by its name. What can be chosen freely beside it
 (recomputation, ZeRO stage, offload) has an axis of its own. The whole space is the product.
 """
 
@@ -13,7 +13,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from phalanx.run.degrees.legality import (
+from phalanx.run.kinds.mixture import is_mixture
+from phalanx.run.kinds.whole_model import cut_by_tensor_ranks, shares_key_heads, tensor_sizes, undivided
+from phalanx.run.pieces import (
     STAGES_PER_RANK,
     fixed_pieces,
     folds,
@@ -21,9 +23,6 @@ from phalanx.run.degrees.legality import (
     team_size,
     width_multiple,
 )
-from phalanx.run.kinds.mixture import is_mixture
-from phalanx.run.kinds.state_blocks import cut_by_tensor_ranks
-from phalanx.run.kinds.whole_model import shares_key_heads, tensor_sizes, undivided
 from phalanx_plan.search.options import Options, is_required, nothing_left, requirement
 from phalanx_plan.step_cost.pipeline import Pipelines, legal
 from phalanx_plan.workload.candidates import (
@@ -95,7 +94,7 @@ _CUT_BLOCKS = "a block of the optimizer's int8 state is cut"
 
 
 def _whole_blocks(job: Job, degrees: Ints, *, stacked: bool = False) -> Bools:
-    """The mask of tensor degrees that leave the optimizer's blocks whole (``phalanx.run.kinds.state_blocks``)."""
+    """The mask of tensor degrees that leave the optimizer's blocks whole (``phalanx.run.kinds.whole_model``)."""
     optimizer, model = job.stack.states.optimizer, job.workload.model
     if optimizer is None:  # other software, whose formats are its own
         return np.ones(degrees.shape, dtype=bool)

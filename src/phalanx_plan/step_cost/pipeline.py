@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.parallel.pipeline.schedules import Action, Schedule, ScheduleName
-from phalanx.run.degrees.legality import STAGES_PER_RANK
+from phalanx.run.pieces import STAGES_PER_RANK
 from phalanx_plan.workload.candidates import SCHEDULES, Bools, Floats, Ints
 
 # Closed forms, for arrays of layouts.

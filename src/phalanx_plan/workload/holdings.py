@@ -27,7 +27,7 @@ from phalanx.model.facts.optimizer_state import adamw_state, takes_matrix
 from phalanx.model.facts.shape import layer_costs, outside_blocks
 from phalanx.run.kinds import block
 from phalanx.run.kinds.mixture import is_mixture
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec, OptimizerSpec
 from phalanx_plan.workload.architecture import KINDS

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from phalanx.run.peers.addresses import host_name
+from phalanx.run.peers import host_name
 from phalanx_serve.http.admission import Demand, LengthLimit, Limits, Workload, retry_after
 from phalanx_serve.http.counts import CONTENT_TYPE, Counts
 from phalanx_serve.http.keys import Keys, KeyUse

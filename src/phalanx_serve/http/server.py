@@ -33,7 +33,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from phalanx.observe.serving import Serving, ServingNote
+from phalanx.observe.record.notes import Serving, ServingNote
 from phalanx_serve.http.app import Gateway, application, misread, too_many
 
 # Connections.

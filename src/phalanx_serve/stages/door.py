@@ -20,7 +20,7 @@ import msgspec
 
 from phalanx.hardware.local.network import join_address
 from phalanx.process.child import Child, describe_exit, end_all
-from phalanx.run.peers.addresses import AddressError, read_host, read_port
+from phalanx.run.peers import AddressError, read_host, read_port
 from phalanx.wire.messages import WireError
 from phalanx.wire.port import Doorway, Newcomer
 from phalanx_serve.engine.errors import EngineError

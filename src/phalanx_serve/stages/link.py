@@ -17,9 +17,8 @@ from threading import Event, Thread
 from typing import TypeVar
 
 from phalanx.wire.connection import sealed
-from phalanx.wire.messages import EndedError, MessageDecoder, SilentError, WireError, encode
+from phalanx.wire.messages import EndedError, MessageDecoder, Role, SilentError, WireError, encode
 from phalanx.wire.port import shut
-from phalanx.wire.token_proof import Role
 from phalanx_serve.engine.errors import PartLostError
 from phalanx_serve.stages import messages as m
 

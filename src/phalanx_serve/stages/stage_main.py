@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from phalanx.process.parent import die_with_parent
+from phalanx.process.child import die_with_parent
 from phalanx.wire.messages import WireError
 from phalanx_serve.stages.link import PROOF_S, StageLink
 

@@ -26,7 +26,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer
-from phalanx.run.directory.held_folder import held_folder
+from phalanx.run.directory.files import held_folder
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve

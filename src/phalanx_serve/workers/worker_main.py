@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx.process.parent import die_with_parent
+from phalanx.process.child import die_with_parent
 from phalanx.wire.connection import SealedConnection, sealed
 from phalanx.wire.messages import WireError
 from phalanx_serve.served.served_run import ServedRun

@@ -10,7 +10,7 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.text_console import text_console
-from phalanx.observe.profile.request import MOST_STEPS
+from phalanx.observe.profile_request import MOST_STEPS
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 

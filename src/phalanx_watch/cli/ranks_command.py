@@ -16,8 +16,7 @@ from phalanx.cli.text_console import text_console
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankStream, RankStreamError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.run.layout import Layout
-from phalanx.run.rank_places import rank_place
+from phalanx.run.layout import Layout, rank_place
 from phalanx_watch.cli.text.rank_map import text_map
 from phalanx_watch.ranks import (
     RankLateness,

@@ -9,7 +9,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.observe.event_log import EventLogError, read_events
-from phalanx.observe.sinks.registry import SinkError, fill_sink
+from phalanx.observe.sink_registry import SinkError, fill_sink
 from phalanx.plugins import plugin_names
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.train.start.open_run import take_lock

@@ -31,10 +31,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.hardware.local import network
 from phalanx.hardware.local.network import ListenError, is_private
+from phalanx.observe.metrics.endpoint import targets
 from phalanx.observe.metrics.exporter import Exporter
-from phalanx.observe.metrics.exposition import OPEN_METRICS, TEXT
-from phalanx.observe.metrics.samples import Labels
-from phalanx.observe.metrics.targets import targets
+from phalanx.observe.metrics.samples import OPEN_METRICS, TEXT, Labels
 from phalanx_watch.lookout import Lookout
 from phalanx_watch.page.export import ExportError, exported
 from phalanx_watch.page.http import (

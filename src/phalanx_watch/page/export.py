@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from phalanx_watch.page.http import Parameters, RequestError, json_bytes
 from phalanx_watch.page.runs import Place, Runs
 from phalanx_watch.page.view_curves import AXES, curves_view

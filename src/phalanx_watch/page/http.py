@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from phalanx.hardware.local.network import is_private
-from phalanx.run.peers.addresses import host_name, loopback_names
+from phalanx.run.peers import host_name, loopback_names
 
 # Access.
 

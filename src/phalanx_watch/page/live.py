@@ -19,7 +19,7 @@ import msgspec
 from anyio import to_thread
 from starlette.types import Receive, Send
 
-from phalanx.observe.serving import read_serving
+from phalanx.observe.record.notes import read_serving
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.page.runs import Place
 

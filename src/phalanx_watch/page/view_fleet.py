@@ -13,10 +13,15 @@ import msgspec
 
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, Happening, read_fleet_file
 from phalanx.observe.events import EpochLeft, Event
-from phalanx.observe.ledger.goodput import AttemptAccount, Goodput, attempt_accounts, goodput
-from phalanx.observe.ledger.ledger import NS_PER_S
-from phalanx.observe.ledger.other_goodputs import google_goodput, meta_ettr
-from phalanx.observe.ledger.recoveries import Recovery, recoveries
+from phalanx.observe.goodput import (
+    AttemptAccount,
+    Goodput,
+    attempt_accounts,
+    goodput,
+    google_goodput,
+    meta_ettr,
+)
+from phalanx.observe.ledger import NS_PER_S, Recovery, recoveries
 from phalanx_watch.page.http import Parameters, RequestError
 from phalanx_watch.page.runs import Place, Runs
 

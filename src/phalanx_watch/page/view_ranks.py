@@ -17,8 +17,7 @@ from starlette.responses import Response
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankStreamError
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.layout import Layout, layout_of
-from phalanx.run.rank_places import rank_groups, rank_place
+from phalanx.run.layout import Layout, layout_of, rank_groups, rank_place
 from phalanx_watch.page.http import Parameters, RequestError, json_bytes, not_found
 from phalanx_watch.page.runs import Place, Runs
 from phalanx_watch.profile.read import ProfileError, profiles, read_summary, trace_path

@@ -20,8 +20,7 @@ from phalanx.checkpoint.format.manifest import Index, decode_index
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.fleet.control.fleet_file import path_in
 from phalanx.observe.events import Event, RunStarted
-from phalanx.observe.logs.first_failure import what_happened
-from phalanx.observe.logs.line import LEVELS
+from phalanx.observe.logs.line import LEVELS, what_happened
 from phalanx.observe.logs.masking import run_file_mask
 from phalanx.observe.logs.read_lines import (
     LogGroup,
@@ -32,11 +31,10 @@ from phalanx.observe.logs.read_lines import (
     recovered_step,
     told_failure,
 )
-from phalanx.observe.serving import read_serving
-from phalanx.run.directory.files_below import files_below
+from phalanx.observe.record.notes import read_serving
+from phalanx.run.directory.files import files_below, open_regular
 from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, read_small_json, step_folder
-from phalanx.run.directory.regular_file import open_regular
 from phalanx_watch.page.http import Parameters, RequestError
 from phalanx_watch.page.runs import Place, Runs
 from phalanx_watch.series.run_series import RunSeries

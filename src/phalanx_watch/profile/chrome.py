@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.observe.profile.recorded_step import COPY, KERNEL, RankTrace
+from phalanx.observe.recorded_step import COPY, KERNEL, RankTrace
 from phalanx_watch.profile.memory import MemoryLine
 from phalanx_watch.profile.waits import ClockFit, Waits
 

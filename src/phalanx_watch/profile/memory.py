@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.profile.recorded_step import RankTrace
+from phalanx.observe.recorded_step import RankTrace
 from phalanx_watch.profile.partition import BACKWARD, COMM, DATA, FORWARD, OPTIMIZER, StepPieces
 
 KINDS = (

@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.hardware.cluster import HardwareError
 from phalanx.launch.planner import PlannerError, installed_planner
-from phalanx.observe.profile.recorded_step import RankTrace
+from phalanx.observe.recorded_step import RankTrace
 from phalanx.run.spec import RunSpec
 from phalanx_watch.profile.partition import (
     BACKWARD,

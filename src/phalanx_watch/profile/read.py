@@ -12,24 +12,22 @@ from typing import Any
 
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import IncidentKind, Message, Step
-from phalanx.observe.profile.recorded_step import (
-    ORDER_FILE,
-    ProfileFileError,
-    RankTrace,
-    rank_file,
-    read_rank_trace,
-)
-from phalanx.observe.profile.request import (
+from phalanx.observe.profile_request import (
     ProfileRequest,
     is_profile_name,
     new_name,
     request_path,
     write_request,
 )
-from phalanx.run.directory.durable import write_atomically
+from phalanx.observe.recorded_step import (
+    ORDER_FILE,
+    ProfileFileError,
+    RankTrace,
+    rank_file,
+    read_rank_trace,
+)
+from phalanx.run.directory.files import plain_json, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.directory.plain_json import plain_json
-from phalanx.run.directory.regular_file import read_small
 from phalanx_watch.profile.chrome import packed
 from phalanx_watch.profile.operations import Prediction, predict
 from phalanx_watch.profile.summary import analyze

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from phalanx.observe.profile.recorded_step import RankTrace
+from phalanx.observe.recorded_step import RankTrace
 from phalanx.observe.throughput import format_bytes
 from phalanx_watch.profile.chrome import merged
 from phalanx_watch.profile.memory import memory_line

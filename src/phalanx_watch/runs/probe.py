@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 from phalanx.observe.event_log import lines_from_the_end
 from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped, decode
+from phalanx.run.directory.files import open_regular, read_small
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import open_regular, read_small
 
 # The lock.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import RunStarted
-from phalanx.observe.ledger.goodput import Goodput, goodput
+from phalanx.observe.goodput import Goodput, goodput
 from phalanx.observe.record.machines import (
     Machine,
     MachineDifference,

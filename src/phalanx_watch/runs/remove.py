@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.run.directory.files import read_small
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.run.directory.regular_file import read_small
 from phalanx.train.start.open_run import take_lock
 from phalanx_watch.runs.index import REMOVED, RunIndex, found_in
 from phalanx_watch.runs.probe import KernelLocks

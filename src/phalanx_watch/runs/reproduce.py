@@ -24,10 +24,10 @@ import tomli_w
 import phalanx
 from phalanx.observe.record.records import git
 from phalanx.process.child import Child
-from phalanx.run.data_folders import found_again
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.read import to_table
+from phalanx.run.resolve import found_again
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_watch.runs.probe import read_tail
 from phalanx_watch.runs.recorded import Recorded

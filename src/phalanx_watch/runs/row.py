@@ -21,12 +21,9 @@ from typing import Literal
 
 from phalanx.launch.engines.order import FOLDER, LEAD_EXIT
 from phalanx.observe.events import Finished, Stopped
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import plain_json, read_small, write_atomically
 from phalanx.run.directory.lineage import Origin, read_lineage
-from phalanx.run.directory.paths import DamagedRecordError, RunDirectory
-from phalanx.run.directory.plain_json import plain_json
-from phalanx.run.directory.regular_file import read_small
-from phalanx.run.directory.result import read_result
+from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, read_result
 from phalanx_watch.runs.probe import Tail, read_tail
 
 # Labels.

@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from phalanx.run.directory.files import read_small
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import read_small
-from phalanx.run.section_reader import field_types, sections
+from phalanx.run.fields import field_types, sections
 from phalanx.run.spec import RunSpec
 from phalanx_watch.runs.row import RunRow
 

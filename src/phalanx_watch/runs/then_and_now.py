@@ -13,13 +13,12 @@ from typing import Literal
 
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import index_of_places, open_places
-from phalanx.observe.record.code_patch import code_patch
 from phalanx.observe.record.machines import this_machine
-from phalanx.observe.record.records import code_version, package_versions, variables
-from phalanx.run.data_folders import found_again
+from phalanx.observe.record.records import code_patch, code_version, package_versions, variables
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.resolve import found_again
 from phalanx.run.spec import RunSpec
-from phalanx.store.errors import StoreError
+from phalanx.store.store import StoreError
 from phalanx_watch.runs.recorded import Recorded
 
 Weight = Literal["bits", "perhaps", "no"]

@@ -1,6 +1,6 @@
 """Reads logged steps from the index beside an event stream, and holds it against the stream: a hundred thousand steps in some milliseconds.
 
-The index (``observe/lines/step_index.py``) may be torn, old, or of another stream, and the stream is the truth. So records count only where their checksum is
+The index (``observe/event_log.py``) may be torn, old, or of another stream, and the stream is the truth. So records count only where their checksum is
 right, they follow each other in the stream, and some of each chunk say exactly what their lines say; lines that have no record are given as text, to
 be parsed as if there were no index. From the first chunk that does not hold on, everything is.
 """
@@ -19,7 +19,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.lines.step_index import (
+from phalanx.observe.event_log import (
     FINE,
     MIXERS,
     MOST_WHOLE,
@@ -28,7 +28,7 @@ from phalanx.observe.lines.step_index import (
     TITLE,
     encode_record,
 )
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.files import open_regular
 from phalanx_watch.series.table import LATEST_S, step_row
 
 CHUNK_RECORDS = 1 << 16

@@ -5,7 +5,7 @@ of which answers with what is known so far. Nothing here writes, locks or waits,
 
 A step's event carries the ledger up to it, so of many steps in a row the last one tells what they all took, unless a checkpoint, a
 restart or a step that was skipped divides them. The steps next to such a place are kept, and read again from the file at their offsets:
-``phalanx.observe.ledger.goodput`` then gives exactly what it gives of all events (a test holds it to that).
+``phalanx.observe.goodput`` then gives exactly what it gives of all events (a test holds it to that).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.observe.event_log import MOST_STEP, Row, index_beside, row_of
 from phalanx.observe.events import (
     FROM_OUTSIDE,
     CheckpointCopied,
@@ -41,8 +42,7 @@ from phalanx.observe.events import (
     Unknown,
     decode,
 )
-from phalanx.observe.lines.step_index import MOST_STEP, Row, index_beside, row_of
-from phalanx.observe.lines.tail import FileTail, Position, read_lines_at
+from phalanx.observe.lines import FileTail, Position, read_lines_at
 from phalanx.observe.throughput import format_bytes, format_duration
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.series.indexed import CHUNK_RECORDS, Chunk, StepIndex, columns_of

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from phalanx_watch.series.run_series import USUAL_BUDGET_S, RunSeries, SeriesState
 
 # The series of runs that were looked at lately, within a bound of memory.

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.observe.lines.step_index import FINE, Number, Row, row_of
+from phalanx.observe.event_log import FINE, Number, Row, row_of
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ LATER = ("eval_loss", "eval_bits_per_byte")
 NAMES = ("loss", *(name for name in LOGGED if name != "has_ledger"), *LATER)
 """The curves that there may be, but for those of memory by kind."""
 ROW = (*KEPT_WHOLE, *LOGGED)
-"""The order of numbers in a row (``phalanx.observe.lines.step_index.Row``)."""
+"""The order of numbers in a row (``phalanx.observe.event_log.Row``)."""
 _TYPES: dict[str, npt.DTypeLike] = {
     **dict.fromkeys((*LOGGED, *LATER), np.float32),
     **dict.fromkeys(("t", "tokens", "loss"), np.float64),

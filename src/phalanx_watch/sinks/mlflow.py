@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.observe.events import Event, Finished, RunStarted, Stopped
-from phalanx.observe.sinks.base import (
+from phalanx.observe.sinks import (
     GOODPUT_COLUMNS,
     Setting,
     goodput_rows,

@@ -31,9 +31,8 @@ from phalanx.observe.events import (
     Stopped,
     encode,
 )
-from phalanx.observe.ledger.recoveries import PHASES
-from phalanx.observe.metrics.run_facts import RunFacts
-from phalanx.observe.metrics.run_metrics import RUN_METRICS
+from phalanx.observe.ledger import PHASES
+from phalanx.observe.metrics.run_metrics import RUN_METRICS, RunFacts
 from phalanx.observe.metrics.samples import Derived, Labels, collect
 
 _NS = 1_000_000_000

@@ -14,7 +14,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.summary import hparams, scalar
 
 from phalanx.observe.events import EpochLeft, Event, Message, RunStarted
-from phalanx.observe.sinks.base import (
+from phalanx.observe.sinks import (
     GOODPUT_COLUMNS,
     goodput_rows,
     hyperparameters,

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStarted
-from phalanx.observe.sinks.base import (
+from phalanx.observe.sinks import (
     GOODPUT_COLUMNS,
     goodput_rows,
     hyperparameters,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.observe.sinks.base import Sink
-from phalanx.observe.sinks.registry import Vendor
+from phalanx.observe.sink_registry import Vendor
+from phalanx.observe.sinks import Sink
 
 
 def _open_tensorboard(run_directory: Path, run: str) -> Sink:  # noqa: ARG001 (the folder names the run)

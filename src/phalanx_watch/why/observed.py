@@ -24,7 +24,7 @@ from phalanx.observe.events import (
     Step,
     Stopped,
 )
-from phalanx.observe.throttling import Throttling
+from phalanx.observe.record.notes import Throttling
 from phalanx.run.spec import RunSpec
 
 Code = Literal[

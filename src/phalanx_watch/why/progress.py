@@ -12,8 +12,7 @@ from statistics import median
 
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import CheckpointSaved, Evaluated, Evaluating, IncidentKind, Message, Step
-from phalanx.observe.spread import usual_deviation
-from phalanx.observe.throughput import format_duration
+from phalanx.observe.throughput import format_duration, usual_deviation
 from phalanx_watch.why.observed import (
     DATA_SHARE,
     FLEET_PATIENCE_S,

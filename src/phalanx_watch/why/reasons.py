@@ -25,12 +25,12 @@ from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in,
 from phalanx.launch.engines.standing import JobStanding
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.events import Event, decode
-from phalanx.observe.logs.first_failure import what_happened, who
+from phalanx.observe.logs.line import what_happened, who
 from phalanx.observe.logs.read_lines import first_failure, read_lines
 from phalanx.observe.rank_stream import RankStream, RankStreamError
 from phalanx.observe.record.machines import machine_differences, newest_machines
-from phalanx.observe.throttling import read_throttling
-from phalanx.run.data_folders import addresses, found_again
+from phalanx.observe.record.notes import read_throttling
+from phalanx.run.directory.files import open_regular, read_small
 from phalanx.run.directory.paths import (
     CHECKPOINT_INDEX,
     RunDirectory,
@@ -39,10 +39,10 @@ from phalanx.run.directory.paths import (
     read_small_json,
     step_folder,
 )
-from phalanx.run.directory.regular_file import open_regular, read_small
+from phalanx.run.resolve import addresses, found_again
 from phalanx.run.spec import RunSpec
-from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_url
+from phalanx.store.store import StoreError
 from phalanx.train.lifecycle.ending import read_failure
 from phalanx_watch.ranks import (
     RankLateness,

@@ -32,7 +32,7 @@ from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Message
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory
 from phalanx.run.spec import CheckpointSpec, RunSpec, TrainSpec
-from phalanx.store.errors import UnavailableError
+from phalanx.store.store import UnavailableError
 from store.memory_store import MemoryStore
 
 RANKS = 4

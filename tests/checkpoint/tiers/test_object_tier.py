@@ -48,9 +48,8 @@ from phalanx.checkpoint.format.errors import (
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
-from phalanx.store.hedge import HedgedReads
 from phalanx.store.open_store import open_store
-from phalanx.store.retry import RetryPolicy
+from phalanx.store.store import HedgedReads, RetryPolicy
 from store.faulty_proxy import Faults, faulty_proxy
 from store.memory_store import MemoryStore
 from store.servers import Server

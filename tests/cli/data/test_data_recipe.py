@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from data.portions.making_raw import raw_folder, recipe_file
 from phalanx.cli.data.data_command import command
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below
 
 
 def said(*arguments: str, code: int = 0) -> str:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from phalanx.cli.train.session import _sample
-from phalanx.run.rules.portable import NotPortableError
+from phalanx.run.rules import NotPortableError
 from phalanx.run.spec import SampleSpec
 
 

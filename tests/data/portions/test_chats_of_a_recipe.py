@@ -18,7 +18,7 @@ from phalanx.data.portions.executors.clusters import Processes
 from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.reading.sources import open_place
 from phalanx.data.stored.index import read_index
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 from phalanx.store.open_store import open_store
 from store.servers import Server
 

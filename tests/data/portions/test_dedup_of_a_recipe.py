@@ -14,7 +14,7 @@ from phalanx.data.portions.planning.recipe import read_recipe
 from phalanx.data.reading.dataset import verify_dataset
 from phalanx.data.stored.index import TRAIN
 from phalanx.data.stored.shards import TokenShards
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 
 EXACT = "[dedup]"
 BOTH = "[dedup]\nnear = {ngram = 2}"

@@ -11,7 +11,7 @@ from data.portions.making_raw import objects, prepared, raw_folder, recipe_file,
 from phalanx.data.errors import PreparationError
 from phalanx.data.portions.executors.clusters import Processes
 from phalanx.data.portions.planning.recipe import read_recipe
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 
 FILTER = """
 from phalanx.data.steps.step import Document, Dropped

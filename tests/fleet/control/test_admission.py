@@ -30,9 +30,9 @@ from phalanx.fleet.control.streams import HandshakeStream, Method
 from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.identity import FencingToken
 from phalanx.run.spec import RunSpec
-from phalanx.wire.token_proof import Role, Seals
+from phalanx.wire.messages import Role, Seals
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import Eligibility, FleetPhase
 from phalanx.observe.event_log import read_events
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.peers.fencing import fencing_token
+from phalanx.run.identity import fencing_token
 
 
 def make_coordinator(run_dir: Path, renew_journal_bytes: int = RENEW_BYTES) -> Coordinator:

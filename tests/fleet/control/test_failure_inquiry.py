@@ -9,8 +9,7 @@ import pytest
 
 from phalanx.fleet.control.inquiry.failure_inquiry import FailureInquiry
 from phalanx.fleet.core import messages as m
-from phalanx.observe.logs.first_failure import ended_text
-from phalanx.observe.logs.line import LogLine, encode
+from phalanx.observe.logs.line import LogLine, encode, ended_text
 from phalanx.run.directory.paths import RunDirectory
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:29574"

@@ -32,7 +32,7 @@ from phalanx.fleet.control.turn import token_rotation
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.node.agent import Agent
 from phalanx.fleet.node.agent_args import AgentArgs
-from phalanx.wire.token_proof import token_name
+from phalanx.wire.messages import token_name
 
 PATIENCE_S = 200.0
 

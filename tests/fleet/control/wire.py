@@ -13,7 +13,7 @@ from phalanx.fleet.control.streams import END, Facts, Greeting, HandshakeStream,
 from phalanx.fleet.control.transport import AgentLink, FleetServer
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.identity import FencingToken
 from phalanx.wire.messages import WireError
 
 CREDENTIALS = Credentials(

@@ -19,7 +19,7 @@ from phalanx.fleet.core.invariants import check, mark
 from phalanx.fleet.core.resync import resync
 from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import FleetPhase
-from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.identity import FencingToken
 
 
 def test_a_run_that_ends_before_all_are_heard_to_have_begun_has_ended() -> None:

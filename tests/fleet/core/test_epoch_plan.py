@@ -27,8 +27,8 @@ from phalanx.fleet.core.epochs.seating import common_levels
 from phalanx.fleet.core.orders import bind
 from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.fleet.core.state import RestorePoint
-from phalanx.run.degrees.smaller import divided_over
 from phalanx.run.layout import layout_of, layout_problems
+from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import FleetSpec, ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 
 RACKS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("123")), min_size=1, max_size=12)

@@ -7,7 +7,7 @@ from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import FleetPhase, RestorePoint
-from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.identity import FencingToken
 
 
 def test_the_first_epoch_begins_fresh_when_all_wanted_nodes_are_ready() -> None:

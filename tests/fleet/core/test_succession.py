@@ -31,7 +31,7 @@ from phalanx.fleet.core.succession import (
     stands_after_s,
     succeeding,
 )
-from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.identity import FencingToken
 
 START = FencingToken(0, "")
 

@@ -38,7 +38,7 @@ def audited_steps(
 
     from phalanx.fleet.health.audit import Verdict
     from phalanx.fleet.health.live_audit import CorruptionFoundError, LiveAudit
-    from phalanx.observe.ledger.ledger import Ledger
+    from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import local
     from phalanx.train.assembly.assemble import make_deterministic

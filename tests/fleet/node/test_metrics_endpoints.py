@@ -15,7 +15,7 @@ import tomli_w
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from fleet.fleet_processes import FLEET, PATIENCE_S, Fleet, make_run
-from phalanx.observe.metrics.targets import targets
+from phalanx.observe.metrics.endpoint import targets
 from phalanx.run.read import to_table
 from phalanx.run.spec import ObserveSpec
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.fleet.node.worker_pool import WorkerProcess
-from phalanx.observe.logs.order import LogOrder
-from phalanx.observe.logs.tail import last_lines
+from phalanx.observe.logs.log_file import LogOrder, last_lines
 from phalanx.process.child import Child
 from phalanx.run.spec import RuntimeSpec
 

@@ -19,7 +19,7 @@ from phalanx.hardware.local.network import (
     local_interfaces,
     split_address,
 )
-from phalanx.run.peers.addresses import is_loopback
+from phalanx.run.peers import is_loopback
 
 INTERFACES = [
     Interface("lo", "127.0.0.1"),

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.hardware.portable import build, operations
 from phalanx.hardware.portable.operations import computations
-from phalanx.run.rules.portable import NotPortableError
+from phalanx.run.rules import NotPortableError
 
 PROGRAM = """
 import json, sys, warnings, torch

@@ -17,9 +17,9 @@ from phalanx.launch.engines.private_variables import private_exports, private_va
 from phalanx.launch.engines.slurm_script import batch_script
 from phalanx.launch.engines.submission import problems_of
 from phalanx.launch.engines.tools import EngineError
-from phalanx.observe.sinks.base import hyperparameters
-from phalanx.run.launch_variables import variable_problems
+from phalanx.observe.sinks import hyperparameters
 from phalanx.run.read import to_table
+from phalanx.run.resolve import variable_problems
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_watch.page.export import exported
 from phalanx_watch.page.runs import Runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from observe.recorded import crashed_run, step
-from phalanx.observe.display.live_curve import EVERY_S, SHARE, draw_run, keep_drawn
+from phalanx.observe.display.curve import EVERY_S, SHARE, draw_run, keep_drawn
 from phalanx.observe.events import Event, encode
 
 

@@ -35,7 +35,7 @@ from phalanx.observe.events import (
     Unknown,
     encode,
 )
-from phalanx.observe.ledger.goodput import format_goodput, goodput
+from phalanx.observe.goodput import format_goodput, goodput
 
 
 def state_after(events: Iterable[Event]) -> State:

@@ -16,8 +16,8 @@ from phalanx.observe.events import (
     RunStarted,
     Step,
 )
-from phalanx.observe.ledger.goodput import format_goodput, goodput
-from phalanx.observe.ledger.ledger import NS_PER_S
+from phalanx.observe.goodput import format_goodput, goodput
+from phalanx.observe.ledger import NS_PER_S
 
 
 def s(seconds: float) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.ledger.ledger import (
+from phalanx.observe.ledger import (
     Bucket,
     Ledger,
     LedgerError,

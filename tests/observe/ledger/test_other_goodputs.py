@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observe.recorded import crashed_run
-from phalanx.observe.ledger.goodput import Goodput, goodput
-from phalanx.observe.ledger.ledger import NS_PER_S, Bucket
-from phalanx.observe.ledger.other_goodputs import google_goodput, meta_ettr
+from phalanx.observe.goodput import Goodput, goodput, google_goodput, meta_ettr
+from phalanx.observe.ledger import NS_PER_S, Bucket
 
 NS = st.integers(0, 10**15)
 

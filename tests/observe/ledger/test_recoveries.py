@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.observe.events import Body, Event, Message, Restored, Step
-from phalanx.observe.ledger.recoveries import recoveries
+from phalanx.observe.ledger import recoveries
 
 
 def step(number: int, **ledger: float) -> Step:

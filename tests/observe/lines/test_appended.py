@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe.lines.appended import AppendedFile
+from phalanx.observe.lines import AppendedFile
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.lines.tail import FileTail, read_lines_at
+from phalanx.observe.lines import FileTail, read_lines_at
 
 
 def _all(tail: FileTail) -> list[bytes]:

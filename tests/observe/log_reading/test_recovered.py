@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.main import phalanx_command
-from phalanx.observe.logs.first_failure import ended_text
+from phalanx.observe.logs.line import ended_text
 from phalanx.observe.logs.read_lines import recovered_step, told_failure
 from recorded_runs import RecordedRun
 

@@ -10,9 +10,7 @@ from pathlib import Path
 
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.line import LogLine
-from phalanx.observe.logs.log_file import Bounds, set_aside
-from phalanx.observe.logs.order import LogOrder
-from phalanx.observe.logs.tail import last_lines
+from phalanx.observe.logs.log_file import Bounds, LogOrder, last_lines, set_aside
 
 CAUGHT = "import os, sys; from phalanx.observe.logs.capture import capture_output; place = capture_output(os.environ)\n"
 """What a process of Phalanx begins with."""

@@ -15,9 +15,7 @@ import pytest
 
 from observe.logs.said import run
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.log_file import Bounds
-from phalanx.observe.logs.order import LogOrder
-from phalanx.observe.logs.tail import last_lines
+from phalanx.observe.logs.log_file import Bounds, LogOrder, last_lines
 
 C = "import ctypes; libc = ctypes.CDLL(None)\n"
 
@@ -213,7 +211,7 @@ import os, subprocess, sys
 from observe.logs.said import CAUGHT
 from pathlib import Path
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.order import LogOrder
+from phalanx.observe.logs.log_file import LogOrder
 output = ChildOutput(LogOrder(Path({str(order.path)!r}), "a", 0), {{}})
 child = subprocess.Popen([sys.executable, "-c", CAUGHT + "for n in range(20_000): print('x' * 99)\\nopen('done', 'w')"],
     env={{**os.environ, **output.environment}}, stdout=output.descriptor, stderr=2, pass_fds=output.inherited)

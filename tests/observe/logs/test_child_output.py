@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.order import LogOrder, order_for
+from phalanx.observe.logs.log_file import LogOrder, order_for
 from phalanx.run.spec import ObserveSpec
 
 

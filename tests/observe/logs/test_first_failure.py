@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.logs.first_failure import comes_of_another, ended_text, first_failure, what_happened
-from phalanx.observe.logs.line import LogLine
+from phalanx.observe.logs.line import LogLine, comes_of_another, ended_text, first_failure, what_happened
 
 TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n'
 OWN = f"{TRACE}ValueError: bad luck"

@@ -16,10 +16,20 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from phalanx.observe.metrics.endpoint import Answer, Endpoint, MetricsServer, json_page, metrics_page
+from phalanx.observe.metrics.endpoint import (
+    Answer,
+    Endpoint,
+    MetricsServer,
+    Target,
+    announce,
+    json_page,
+    metrics_page,
+    targets,
+    withdraw,
+    withdraw_earlier,
+)
 from phalanx.observe.metrics.exporter import Exporter
 from phalanx.observe.metrics.samples import Derived, Labels, Metric, Sample, collect
-from phalanx.observe.metrics.targets import Target, announce, targets, withdraw, withdraw_earlier
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import ObserveSpec
 

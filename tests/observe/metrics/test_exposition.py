@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from phalanx.observe.metrics.exposition import render
-from phalanx.observe.metrics.samples import Labels, Metric, Sample
+from phalanx.observe.metrics.samples import Labels, Metric, Sample, render
 
 METRICS = (
     Metric("phalanx_a_seconds", "gauge", 'Seconds; a "quote", a \\ and\na line.', "test"),

@@ -24,9 +24,9 @@ from phalanx.observe.events import (
     Step,
     encode,
 )
-from phalanx.observe.ledger.goodput import goodput
-from phalanx.observe.metrics.run_facts import RunFacts
-from phalanx.observe.metrics.run_samples import RunSampler, run_samples
+from phalanx.observe.goodput import goodput
+from phalanx.observe.metrics.exporter import RunSampler, run_samples
+from phalanx.observe.metrics.run_metrics import RunFacts
 from phalanx.observe.metrics.samples import Sample
 
 

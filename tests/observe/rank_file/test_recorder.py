@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 from observe.rank_frames import drawn_frame, read, same
-from phalanx.observe.rank_file import recorder as module
-from phalanx.observe.rank_file.recorder import RankRecorder
+from phalanx.observe.rank_writer import _QUEUE_FRAMES, RankRecorder
 
 
 def test_all_that_was_recorded_is_in_the_file_once_it_is_closed(tmp_path: Path) -> None:
@@ -38,7 +37,7 @@ def test_a_disk_that_hangs_holds_nobody_up_and_the_frames_that_do_not_fit_are_dr
     recorder = RankRecorder(tmp_path / "ranks.bin")
     hanging = threading.Event()
     recorder._work = hanging.wait  # type: ignore[method-assign]  a write that does not come back
-    told = [recorder.record(drawn_frame(1, step, 3)) for step in range(2 * module._QUEUE_FRAMES)]
+    told = [recorder.record(drawn_frame(1, step, 3)) for step in range(2 * _QUEUE_FRAMES)]
     assert [text for text in told if text] == [
         f"{tmp_path}/ranks.bin is written too slowly; training goes on, and some of the ranks' numbers will be missing"
     ]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observe.rank_frames import drawn_frame, read, same, write
-from phalanx.observe.rank_file.format import FrameHead, encode_frame
-from phalanx.observe.rank_file.writer import coarser
+from phalanx.observe.rank_file import FrameHead, encode_frame
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankStream, RankStreamError, RankStreamWriter
+from phalanx.observe.rank_writer import coarser
 
 RANKS = 8
 FRAME_BYTES = len(encode_frame(drawn_frame(0, 0, RANKS)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from observe.record.test_records import git
-from phalanx.observe.record.code_patch import code_patch
+from phalanx.observe.record.records import code_patch
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe.record.control_groups import quota_cores
+from phalanx.observe.record.records import quota_cores
 
 
 def write_proc(proc: Path, line: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.observe.record import code_patch, records
+from phalanx.observe.record import records
 from phalanx.observe.record.records import (
     code_version,
     command_line,
@@ -54,10 +54,10 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_what_is_recorded_is_the_whole_package(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
-    for module in (records, code_patch):
+    for module in (records,):
         monkeypatch.setattr(module, "is_checkout", asked.append)
     code_version()
-    code_patch.code_patch()
+    records.code_patch()
     assert asked == [Path(phalanx.__file__).resolve().parent] * 2
 
 
@@ -143,10 +143,10 @@ def test_nothing_here_imports_torch_or_a_higher_floor(ranks: bool, arrays: list[
     code = f"""
 import pkgutil, importlib, sys, phalanx.observe
 for module in pkgutil.walk_packages(phalanx.observe.__path__, "phalanx.observe."):
-    if module.name.rpartition(".")[2] not in ("tensorboard", "wandb", "mlflow") and ({ranks} or not {{"rank_stream", "rank_file", "profile"}} & set(module.name.split("."))):
+    if module.name.rpartition(".")[2] not in ("tensorboard", "wandb", "mlflow") and ({ranks} or not {{"rank_stream", "rank_file", "rank_writer", "recorded_step"}} & set(module.name.split("."))):
         importlib.import_module(module.name)
 ours = {{name.split(".")[1] for name in sys.modules if name.startswith("phalanx.")}}
-print(sorted({{"torch", "numpy", "wandb", "tensorboardX"}} & set(sys.modules)), sorted(ours - {{"run", "version"}}))
+print(sorted({{"torch", "numpy", "wandb", "tensorboardX"}} & set(sys.modules)), sorted(ours - {{"run", "version", "plugins"}}))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{arrays} ['observe']"

@@ -9,9 +9,18 @@ import pytest
 
 from observe.recorded import crashed_run, step
 from phalanx.observe.events import Evaluated, Event, Message, encode
-from phalanx.observe.sinks.background import FAILURES_IN_A_ROW, Background, SinkHealth, close_sinks
-from phalanx.observe.sinks.base import Sink, hyperparameters, point_of, scalars, step_of
-from phalanx.observe.sinks.registry import SinkError, Vendor, fill_sink, missing_points, open_sinks
+from phalanx.observe.sink_registry import SinkError, Vendor, fill_sink, missing_points, open_sinks
+from phalanx.observe.sinks import (
+    FAILURES_IN_A_ROW,
+    Background,
+    Sink,
+    SinkHealth,
+    close_sinks,
+    hyperparameters,
+    point_of,
+    scalars,
+    step_of,
+)
 
 
 class Recording:
@@ -163,7 +172,7 @@ def test_a_process_exits_while_its_sink_hangs_for_ever() -> None:
     code = """
 import threading
 from phalanx.observe.events import Event, Message
-from phalanx.observe.sinks.background import Background
+from phalanx.observe.sinks import Background
 class Hanging:
     def holds(self, event): return False
     def write(self, event): threading.Event().wait()

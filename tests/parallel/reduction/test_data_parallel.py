@@ -21,7 +21,7 @@ def gathers_and_routers() -> list[str]:
 
     from phalanx.model.layers.experts.moe import Experts
     from phalanx.model.layers.experts.router import routers
-    from phalanx.observe.ledger.ledger import Ledger
+    from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh.comm_clock import CommClock
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
@@ -72,7 +72,7 @@ def gathers_and_exchanges(sharding: str, tied: bool) -> tuple[list[str], list[st
 
     import torch.distributed as dist
 
-    from phalanx.observe.ledger.ledger import Ledger
+    from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh.comm_clock import CommClock
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.mesh.torch_compat import group_shapes

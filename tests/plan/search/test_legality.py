@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from phalanx.hardware.catalog import cluster
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_problems
-from phalanx.run.rules.check import check
+from phalanx.run.rules import check
 from phalanx.run.spec import ModelSpec, MoeSpec, OptimizerSpec, RunSpec, RuntimeSpec, TrainSpec
 from phalanx_plan.search.layout_text import parallel_of, run_of_layout, written_layout
 from phalanx_plan.search.options import Options

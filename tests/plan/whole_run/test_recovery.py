@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_clusters import h100s
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx_plan.whole_run.recovery import (
     TIER_OF,
     RecoveryError,

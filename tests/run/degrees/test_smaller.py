@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
-from phalanx.run.degrees.smaller import divided_over, problems_on, smaller_degree_problems
 from phalanx.run.layout import replica_ranks
+from phalanx.run.smaller_degrees import divided_over, problems_on, smaller_degree_problems
 from phalanx.run.spec import FleetSpec, ModelSpec, MoeSpec, ParallelSpec, RunSpec, TrainSpec
 
 MODEL = ModelSpec(layers=2, dim=64, heads=8, ffn_dim=64, vocab_size=128, lanes=4)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run.directory import durable
-from phalanx.run.directory.durable import remove_temporaries, write_atomically
+from phalanx.run.directory import files
+from phalanx.run.directory.files import remove_temporaries, write_atomically
 
 OLD, NEW = b"old " * 5000, b"new " * 7000
 
 KILLED_AT_EACH_CALL = """
 import os, signal, sys
 from pathlib import Path
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 
 calls, deadly = 0, 0
 
@@ -83,7 +83,7 @@ def test_where_the_disk_fails_the_old_content_stays_and_nothing_else(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as broken:
-        broken.setattr(durable.os, call, failing)
+        broken.setattr(files.os, call, failing)
         with pytest.raises(OSError, match="Input/output"):
             write_atomically(path, NEW)
     assert path.read_bytes() == OLD
@@ -114,7 +114,7 @@ def test_writers_with_one_number_of_a_thread_do_not_share_a_temporary_file(
         return opened(name, *given)
 
     with monkeypatch.context() as patched:
-        patched.setattr(durable.os, "open", noted)
+        patched.setattr(files.os, "open", noted)
         write_atomically(path, OLD)
     assert len(set(names)) == 2
     assert path.read_bytes() == OLD
@@ -140,7 +140,7 @@ def test_a_status_is_replaced_without_waiting_for_the_disk(
 ) -> None:
     path = tmp_path / "file"
     synced: list[int] = []
-    monkeypatch.setattr(durable.os, "fsync", synced.append)
+    monkeypatch.setattr(files.os, "fsync", synced.append)
     write_atomically(path, OLD, durable=False)
     assert not synced
     write_atomically(path, NEW)

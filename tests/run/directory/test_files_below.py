@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.run.directory.files_below import files_below, folders_below
+from phalanx.run.directory.files import files_below, folders_below
 
 names = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map("/".join)
 

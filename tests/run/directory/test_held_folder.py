@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run.directory.held_folder import held_folder
+from phalanx.run.directory.files import held_folder
 
 PREFIX = "phalanx-tried-"
 HOLDER = f"""
 import sys, time
-from phalanx.run.directory.held_folder import held_folder
+from phalanx.run.directory.files import held_folder
 with held_folder("{PREFIX}") as folder:
     (folder / "file").write_text("kept")
     print(folder, flush=True)

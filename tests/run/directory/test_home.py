@@ -14,7 +14,7 @@ import pytest
 
 PROGRAM = """
 import os, sys
-from phalanx.run.directory.home import home
+from phalanx.run.directory.files import home
 os.setuid(int(sys.argv[1]))
 print(home())
 """

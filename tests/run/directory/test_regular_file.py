@@ -10,8 +10,8 @@ import pytest
 from phalanx.data.errors import DatasetError
 from phalanx.data.stored.index import INDEX_FILE, read_index
 from phalanx.observe.logs.read_blocks import streams
+from phalanx.run.directory.files import leads_out, open_regular, read_small
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import leads_out, open_regular, read_small
 
 
 @pytest.fixture

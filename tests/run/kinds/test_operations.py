@@ -13,8 +13,7 @@ from phalanx.model.facts.shape import count, outside_blocks
 from phalanx.run.kinds import block, ends, prediction_ahead
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.mixture import is_mixture
-from phalanx.run.kinds.operations import AttentionCore, MatrixProduct, Norm, Operation, Rotation
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import AttentionCore, MatrixProduct, Norm, Operation, Parameter, Rotation
 from phalanx.run.kinds.whole_model import resolve, shares_key_heads, tensor_sizes, tiny
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, ParallelSpec, RunSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.run.peers.addresses import AddressError, read_address, read_host, read_port
+from phalanx.run.peers import AddressError, read_address, read_host, read_port
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.run.peers.clocks import ALIKE_S, own_clock_is_wrong
+from phalanx.run.peers import ALIKE_S, own_clock_is_wrong
 
 
 def test_a_clock_from_which_all_others_are_apart_alike_is_the_wrong_one() -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.model.facts.presets import PRESETS
+from phalanx.run.fields import Problem
 from phalanx.run.layout import layout_problems
-from phalanx.run.problems import Problem
-from phalanx.run.rules.check import check
+from phalanx.run.rules import check
 from phalanx.run.spec import (
     MlaSpec,
     ModelSpec,

@@ -8,10 +8,9 @@ import pytest
 from rich.console import Console
 
 from phalanx.cli.train.result_table import result_table
-from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.result import RunResult
+from phalanx.run.directory.paths import RunDirectory, RunResult
 from phalanx.run.identity import run_owned
-from phalanx.run.rules.expected_weights import Comparison, compared, problems
+from phalanx.run.rules import Comparison, compared, expected_weights_problems
 from phalanx.run.spec import ExpectSpec, RunSpec
 
 KEY, WEIGHTS, OTHER = "0123456789abcdef" * 4, "a" * 64, "b" * 64
@@ -40,7 +39,7 @@ def test_another_run_or_dataset_is_not_compared() -> None:
     "entry", ["", KEY, f"0123 {WEIGHTS}", f"{KEY} {WEIGHTS[1:]}", f"{KEY.upper()} {WEIGHTS}"]
 )
 def test_an_entry_that_is_no_key_and_hash_is_refused_by_its_field(entry: str) -> None:
-    (problem,) = problems(expecting(f"{KEY} {WEIGHTS}", entry))
+    (problem,) = expected_weights_problems(expecting(f"{KEY} {WEIGHTS}", entry))
     assert problem.path == "expect.weights[1]"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.run.rules.independent_rows import problems
+from phalanx.run.rules import independent_rows_problems
 from phalanx.run.spec import (
     ModelSpec,
     MoeSpec,
@@ -26,7 +26,7 @@ ODD = ModelSpec(dim=64, ffn_dim=96, moe=MoeSpec(experts=8, ffn_dim=40))
 
 
 def test_a_mixture_of_fitting_widths_is_accepted() -> None:
-    assert list(problems(RUN)) == []
+    assert list(independent_rows_problems(RUN)) == []
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_a_mixture_of_fitting_widths_is_accepted() -> None:
     ],
 )
 def test_what_mixes_rows_is_refused_by_its_field(path: str, spec: RunSpec) -> None:
-    assert [problem.path for problem in problems(spec)] == [path]
+    assert [problem.path for problem in independent_rows_problems(spec)] == [path]
 
 
 def test_a_run_that_does_not_ask_for_it_is_not_held_to_it() -> None:
-    assert list(problems(replace(RUN, model=ODD, precision=PrecisionSpec()))) == []
+    assert list(independent_rows_problems(replace(RUN, model=ODD, precision=PrecisionSpec()))) == []

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from phalanx.run.fields import RunFileError
 from phalanx.run.identity import differences, identity
-from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run, read_table, to_table
-from phalanx.run.rules.mixture_rules import problems
+from phalanx.run.rules import mixture_problems
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec
 
 FILE = """
@@ -72,8 +72,8 @@ def test_an_override_that_does_not_fit_is_refused(file: Path, override: str, say
 
 
 def test_sources_that_fit_are_not_refused() -> None:
-    assert not list(problems(MIXED))
-    assert not list(problems(DataSpec(path="alone", corpus=("x",))))
+    assert not list(mixture_problems(MIXED))
+    assert not list(mixture_problems(DataSpec(path="alone", corpus=("x",))))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_sources_that_fit_are_not_refused() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_by_field(data: DataSpec, path: str, says: str) -> None:
-    found = list(problems(data))
+    found = list(mixture_problems(data))
     assert found[0].path == path
     assert says in found[0].found
 

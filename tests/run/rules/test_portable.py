@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.run.identity import differences, identity, run_owned
 from phalanx.run.resolve import device_of
-from phalanx.run.rules.portable import problems
+from phalanx.run.rules import portable_problems
 from phalanx.run.spec import ModelSpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
 
 RUN = RunSpec(name="portable", runtime=RuntimeSpec(numerics="portable"))
@@ -27,10 +27,10 @@ RUN = RunSpec(name="portable", runtime=RuntimeSpec(numerics="portable"))
     ],
 )
 def test_what_its_kernels_do_not_compute_is_refused_by_its_field(path: str, spec: RunSpec) -> None:
-    (problem,) = problems(spec)
+    (problem,) = portable_problems(spec)
     assert problem.path == path
     assert 'runtime.numerics = "native"' in problem.remedy
-    assert list(problems(replace(spec, runtime=replace(spec.runtime, numerics="native")))) == []
+    assert list(portable_problems(replace(spec, runtime=replace(spec.runtime, numerics="native")))) == []
 
 
 def with_numerics(numerics: str) -> RunSpec:

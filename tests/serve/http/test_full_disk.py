@@ -15,8 +15,8 @@ import httpx
 import pytest
 import torch
 
-from phalanx.observe.serving import read_serving
-from phalanx.run.directory.files_below import files_below
+from phalanx.observe.record.notes import read_serving
+from phalanx.run.directory.files import files_below
 from phalanx.run.directory.paths import RunDirectory
 from serve.workers.services import until
 from small_disks import fill, small_disk

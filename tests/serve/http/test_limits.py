@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from phalanx.data.chat.template import ChatTemplate
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, train_bpe
-from phalanx.run.peers.addresses import loopback_names
+from phalanx.run.peers import loopback_names
 from phalanx_serve.cli.serve_command import command
 from phalanx_serve.http.app import Gateway, application
 from phalanx_serve.http.keys import add_key, parse_limits, read_keys

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from openai import OpenAI
 
-from phalanx.observe.serving import read_serving
+from phalanx.observe.record.notes import read_serving
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_serve.cli.serve_command import command
 from serve.http.served import server

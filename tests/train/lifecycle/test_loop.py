@@ -22,7 +22,7 @@ from phalanx.observe.events import (
     Restored,
     Step,
 )
-from phalanx.observe.ledger.goodput import goodput
+from phalanx.observe.goodput import goodput
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.spec import CheckpointSpec, EvalSpec, RunSpec
 from phalanx.train.lifecycle import loop, observers

@@ -11,7 +11,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.rules.check import check
+from phalanx.run.rules import check
 from phalanx.run.spec import CheckpointSpec, FleetSpec, RunSpec
 from ranks import Ranks
 from tiny_runs import tiny_run, train_on_this_rank

@@ -21,13 +21,13 @@ from phalanx.data.reading.sources import open_place
 from phalanx.data.stored.index import read_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Restored
-from phalanx.run.data_folders import ONLY
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.identity import identity
-from phalanx.run.rules.check import check
+from phalanx.run.resolve import ONLY
+from phalanx.run.rules import check
 from phalanx.run.spec import RunSpec
-from phalanx.store.errors import UnavailableError
 from phalanx.store.open_store import open_store
+from phalanx.store.store import UnavailableError
 from phalanx.train.start import open_run as claim_module
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.open_run import claim_store

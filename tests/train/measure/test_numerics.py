@@ -20,7 +20,7 @@ from forked_python import Popen
 from phalanx.data.stored.index import read_index
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message, RunStarted
-from phalanx.run.directory.durable import create_once
+from phalanx.run.directory.files import create_once
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import MlaSpec, RunSpec
 from phalanx.train.assembly import assemble

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.model.facts.optimizer_state import INT8_BLOCK
 from phalanx.model.init import random_words, stream_key
 from phalanx.parallel.mesh.local_slice import LocalSlice
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import (
     AdamW,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import OptimizerSpec
 from quick_cases import quick
 from ranks import Ranks

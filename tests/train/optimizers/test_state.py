@@ -18,7 +18,7 @@ from phalanx.model.facts.shape import fleet_state_bytes, parameters
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.mesh import piece
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, ParallelSpec, RunSpec, TrainSpec

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe.profile.request import ProfileRequest, request_path, write_request
+from phalanx.observe.profile_request import ProfileDesk, ProfileRequest, request_path, write_request
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.train.profile.desk import ProfileDesk
 
 
 @pytest.fixture

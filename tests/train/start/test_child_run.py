@@ -20,7 +20,7 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Restored, Step
 from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_small_json
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.origins import changes_from_parent, child_run
 from phalanx.train.start.prepare import prepare_run, resolve

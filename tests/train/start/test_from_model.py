@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.tokenizers.tokenizer import train_bpe
-from phalanx.run.data_folders import ONLY
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.read import read_table
+from phalanx.run.resolve import ONLY
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.origins import fields_from_model
 from phalanx.train.start.prepare import ready_data

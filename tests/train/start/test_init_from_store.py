@@ -13,7 +13,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.data.reading.sources import open_places
 from phalanx.run.directory.paths import read_small_json
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 from phalanx.run.spec import DataSpec, RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.train.start.checks import start_problems

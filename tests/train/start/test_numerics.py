@@ -14,7 +14,7 @@ from phalanx.hardware.portable.build import library_file, unfit_processor
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.identity import identity
 from phalanx.run.read import to_table
-from phalanx.run.rules.portable import not_portable
+from phalanx.run.rules import not_portable
 from phalanx.run.spec import CheckpointSpec, OptimizerSpec, RunSpec, RuntimeSpec
 from phalanx.train.start.numerics import note_of_fallback, reason_for_native, with_numerics
 from phalanx.train.start.open_run import choose, open_run

@@ -16,10 +16,10 @@ from phalanx.run.directory.paths import (
     CHECKPOINT_INDEX,
     RunDirectory,
     RunDirectoryError,
+    RunResult,
     read_resolved,
     step_folder,
 )
-from phalanx.run.directory.result import RunResult
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import OpenRun, choose, open_run, run_key
 from run.specs import replace_at

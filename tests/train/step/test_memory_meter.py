@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.observe.memory_kinds import MemoryByKind
 from phalanx.run.spec import MemorySpec, RunSpec
-from phalanx.train.step.meters import MemoryMeter, storage_bytes
+from phalanx.train.step.meters import MemoryByKind, MemoryMeter, storage_bytes
 from phalanx.train.transforms.offload import FileStore, offload_activations
 from phalanx.train.transforms.recompute import apply_recompute
 from ranks import Ranks

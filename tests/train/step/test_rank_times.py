@@ -18,7 +18,7 @@ from phalanx.fleet.health.straggler_watch import StragglerWatch
 from phalanx.hardware.local.device import Event, QueueTimes
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.run.spec import ObserveSpec, RunSpec

@@ -212,7 +212,7 @@ def test_what_a_gpu_offloads_changes_no_bit(tmp_path: Path, where: Any) -> None:
 
 
 def test_an_optimizer_steps_to_the_same_bits_wherever_its_moments_live(tmp_path: Path) -> None:
-    from phalanx.run.kinds.parts import Parameter
+    from phalanx.run.kinds.operations import Parameter
     from phalanx.run.spec import OptimizerSpec
     from phalanx.train.optimizers.adamw import AdamW
 

@@ -15,10 +15,9 @@ from starlette.testclient import TestClient
 from observe.recorded import step
 from observe.served_runs import SERVED
 from phalanx.observe.events import Event, Finished, RunStarted
-from phalanx.observe.metrics.exposition import render
-from phalanx.observe.metrics.samples import Labels
-from phalanx.observe.metrics.targets import Target, announce
-from phalanx.observe.serving import SILENT_S, ServingNote
+from phalanx.observe.metrics.endpoint import Target, announce
+from phalanx.observe.metrics.samples import Labels, render
+from phalanx.observe.record.notes import SILENT_S, ServingNote
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.lookout import (
     ACKNOWLEDGED,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from observe.served_runs import SERVED
-from phalanx.observe.serving import ServingNote
+from phalanx.observe.record.notes import ServingNote
 from phalanx.run.directory.paths import RunDirectory
 from recorded_runs import RecordedRun, a_folder_of_runs, renamed
 from watch.page.browsing import (

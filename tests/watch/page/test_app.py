@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from observe.recorded import crashed_run, step
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStarted
-from phalanx.observe.ledger.goodput import goodput
+from phalanx.observe.goodput import goodput
 from phalanx_watch.page.app import application
 from phalanx_watch.page.http import access_for
 from phalanx_watch.page.runs import Runs

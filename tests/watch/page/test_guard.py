@@ -6,7 +6,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from phalanx.run.peers.addresses import is_loopback
+from phalanx.run.peers import is_loopback
 from phalanx_watch.page.http import Access, Guard, access_for
 
 TOKEN = "a-token-that-nobody-guesses"

@@ -13,7 +13,7 @@ import pytest
 from observe.recorded import step
 from observe.served_runs import SERVED
 from phalanx.observe.events import Event
-from phalanx.observe.serving import SILENT_S, ServingNote
+from phalanx.observe.record.notes import SILENT_S, ServingNote
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.page.live import MOST_PAUSE_S, MOST_VIEWERS, Live, Pace, Viewer
 from phalanx_watch.page.runs import Runs

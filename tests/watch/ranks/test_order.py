@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.run.layout import Layout
-from phalanx.run.rank_places import rank_place
+from phalanx.run.layout import Layout, rank_place
 from phalanx_watch.ranks import in_order, orders
 
 degree = st.integers(1, 3)

@@ -12,8 +12,7 @@ import tomli_w
 from observe.recorded import step
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Evaluated, Finished, RunStarted, Stopped
-from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.result import RunResult
+from phalanx.run.directory.paths import RunDirectory, RunResult
 from phalanx.run.identity import identity
 from phalanx.run.read import to_table
 from phalanx.run.spec import OptimizerSpec, RunSpec, TrainSpec

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from observe.recorded import crashed_run, step
-from phalanx.observe.event_log import EventLog
+from phalanx.observe.event_log import GROUP, RECORD_BYTES, TITLE, EventLog, Row, encode_record
 from phalanx.observe.events import CheckpointSaved, Evaluated, Event, Message, Step
-from phalanx.observe.lines.step_index import GROUP, RECORD_BYTES, TITLE, Row, encode_record
 from phalanx_watch.series.indexed import CHUNK_RECORDS, StepIndex
 from phalanx_watch.series.run_series import RunSeries
 from phalanx_watch.series.table import step_row

@@ -21,8 +21,8 @@ from phalanx.observe.events import (
     RunStarted,
     Stopped,
 )
-from phalanx.observe.ledger.goodput import attempt_accounts, goodput
-from phalanx.observe.ledger.recoveries import recoveries
+from phalanx.observe.goodput import attempt_accounts, goodput
+from phalanx.observe.ledger import recoveries
 from phalanx_watch.series.run_series import RunSeries, thinned_events
 from watch.made_runs import write_events
 

@@ -22,8 +22,8 @@ import pytest
 
 from observe.recorded import crashed_run
 from phalanx.observe.events import Event, Finished, Message, RunStarted, Step, encode
-from phalanx.observe.sinks.background import close_sinks
-from phalanx.observe.sinks.registry import open_sinks
+from phalanx.observe.sink_registry import open_sinks
+from phalanx.observe.sinks import close_sinks
 
 COMMIT = "c0ffee" * 6
 PATIENCE_S = 800
@@ -228,8 +228,8 @@ send(sys.argv[2], Path(sys.argv[3]), recorded_run()[:int(sys.argv[4]) or None])
 OFFER = """
 import sys, time; from pathlib import Path; sys.path.insert(0, sys.argv[1])
 from observe.sinks.test_vendors import recorded_run
-from phalanx.observe.sinks.background import close_sinks
-from phalanx.observe.sinks.registry import open_sinks
+from phalanx.observe.sinks import close_sinks
+from phalanx.observe.sink_registry import open_sinks
 (sink,) = open_sinks([sys.argv[2]], Path(sys.argv[3]), "tiny")
 began = time.monotonic()
 for event in recorded_run(): sink.offer(event)

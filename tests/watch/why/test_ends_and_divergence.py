@@ -22,8 +22,7 @@ from phalanx.observe.events import (
     Stopped,
     decode,
 )
-from phalanx.observe.logs.first_failure import ended_text
-from phalanx.observe.logs.line import LogLine, encode
+from phalanx.observe.logs.line import LogLine, encode, ended_text
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx_watch.why.observed import DiskSeen, ProcessSeen
 from phalanx_watch.why.reasons import processes_of, reasons

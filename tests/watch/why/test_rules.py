@@ -22,7 +22,7 @@ from phalanx.observe.events import (
     RunStarted,
     Stopped,
 )
-from phalanx.observe.throttling import Throttling
+from phalanx.observe.record.notes import Throttling
 from phalanx.run.spec import CheckpointSpec, EvalSpec, FleetSpec, MoeSpec, RunSpec
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 from phalanx_watch.why.observed import DiskSeen, Reason, SlowRankSeen

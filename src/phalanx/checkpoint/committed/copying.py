@@ -23,8 +23,7 @@ from phalanx.checkpoint.tiers.catalogued import CatalogReader, StepFiles, write_
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, store_errors
 from phalanx.checkpoint.tiers.tier import Draft, never
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below, folders_below
+from phalanx.run.directory.files import files_below, folders_below, sync
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
 # Verification: committed steps read back in full, with a report of everything that is wrong with them.

@@ -47,10 +47,8 @@ from phalanx.checkpoint.pack.layout import (
 )
 from phalanx.checkpoint.tiers.tier import ReadableTier
 from phalanx.model.narrow import quantize
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below, read_small, sync
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.directory.regular_file import read_small
 
 # Bytes of packed tensors from fp32 weights, and tensors back from the bytes: rounding, scales, and what they have changed.
 

@@ -32,7 +32,7 @@ import xxhash
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray
 from phalanx.checkpoint.format.manifest import Manifest, checksum, decode_manifest
-from phalanx.observe.record.control_groups import groups_of
+from phalanx.observe.record.records import groups_of
 
 # The memory that a process can still fill, by what the machine and its control groups (cgroups(7)) leave.
 

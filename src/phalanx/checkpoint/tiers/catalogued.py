@@ -40,7 +40,7 @@ from phalanx.checkpoint.format.manifest import (
     join_catalogs,
 )
 from phalanx.checkpoint.format.restore_plan import BoxLocation, Held, PlannedRead
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 
 # Drafts on disk, gathered from what the ranks have written: in two levels, so that no rank's work grows with the fleet.
 #

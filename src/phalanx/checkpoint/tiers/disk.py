@@ -52,8 +52,7 @@ from phalanx.checkpoint.tiers.catalogued import (
     wrong_size,
 )
 from phalanx.checkpoint.tiers.tier import Draft, Record, always, never
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below, sync
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
 
 _log = logging.getLogger(__name__)

@@ -44,12 +44,20 @@ from phalanx.checkpoint.format.restore_plan import REMOTE, Held, PlannedRead
 from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through, wrong_size
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Record
+from phalanx.run.directory.files import range_locked
 from phalanx.run.directory.paths import step_folder, step_of
-from phalanx.run.directory.range_lock import range_locked
-from phalanx.store.errors import ExistsError, FullError, MissingObjectError, ShortObjectError, StoreError
-from phalanx.store.hedge import HedgedReads
 from phalanx.store.open_store import is_url, joined, open_store
-from phalanx.store.store import Info, Store, require_create
+from phalanx.store.store import (
+    ExistsError,
+    FullError,
+    HedgedReads,
+    Info,
+    MissingObjectError,
+    ShortObjectError,
+    Store,
+    StoreError,
+    require_create,
+)
 
 # Blocks of a checkpoint in a store, fetched once by the ranks of one machine that all restore it.
 #

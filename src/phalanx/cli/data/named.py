@@ -29,7 +29,7 @@ from phalanx.data.portions.planning.recipe import OutputRecipe
 from phalanx.data.preparing.files import CORPORA, Files
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.stored.index import DatasetIndex
-from phalanx.store.errors import StoreError
+from phalanx.store.store import StoreError
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from phalanx.data.reading.sources import MixtureIndex, cache_options, open_place
 from phalanx.data.stored.index import TRAIN, DatasetIndex
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.model.facts.presets import PRESETS
-from phalanx.run.data_folders import ONLY, addresses, found_again
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, step_of
 from phalanx.run.read import RUN_FILE, read_run
+from phalanx.run.resolve import ONLY, addresses, found_again
 from phalanx.run.spec import RunSpec
 
 _SHOWN_STEPS = 20

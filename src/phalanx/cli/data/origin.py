@@ -16,7 +16,7 @@ from phalanx.data.portions.planning.plan import PLAN_KEY
 from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Stage, Workplace, total
 from phalanx.data.stored.index import HELD_OUT, INDEX_FILE, SPLITS, TRAIN, DatasetIndex, parse_index
-from phalanx.store.errors import MissingObjectError, StoreError
+from phalanx.store.store import MissingObjectError, StoreError
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _PLACE = click.argument("place", metavar="FOLDER_OR_URL")

@@ -30,7 +30,7 @@ from phalanx.data.portions.stages import stages_of
 from phalanx.data.portions.tasks import Workplace
 from phalanx.data.preparing.prepare import PreparedDataset
 from phalanx.run.fields import POSITIVE
-from phalanx.store.errors import StoreError
+from phalanx.store.store import StoreError
 
 if TYPE_CHECKING:
     from click import Context

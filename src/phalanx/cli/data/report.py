@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.run.sections.train import TrainSpec
+from phalanx.run.sections import TrainSpec
 
 if TYPE_CHECKING:
     from phalanx.data.formats.read import Format

@@ -120,7 +120,7 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
     from phalanx.fleet.node.agent import AgentError, run_agent
     from phalanx.fleet.node.agent_args import AgentArgs, own_host
     from phalanx.observe.logs.capture import also_log
-    from phalanx.observe.logs.order import order_for
+    from phalanx.observe.logs.log_file import order_for
 
     with explained(RunDirectoryError, SecurityError):
         args = AgentArgs(

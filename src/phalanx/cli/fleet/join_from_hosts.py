@@ -19,7 +19,7 @@ from phalanx.launch.engines.submission import Submitted, order_of
 from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.placing.topology import Topology, TopologyError
 from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, loses_more, too_slow
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import RunSpec
 

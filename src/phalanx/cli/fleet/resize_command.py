@@ -206,7 +206,7 @@ def _joining_script(run_dir: Path, by: int, made: Submitted) -> tuple[Path, dict
     from phalanx.launch.engines.slurm_script import joining_script
     from phalanx.launch.engines.submission import order_of
     from phalanx.launch.engines.tools import EngineError
-    from phalanx.run.directory.durable import write_atomically
+    from phalanx.run.directory.files import write_atomically
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
     with explained(RunDirectoryError):

@@ -18,8 +18,8 @@ from phalanx.cli.text_console import text_console
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
+from phalanx.run.directory.files import read_small
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.directory.regular_file import read_small
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -12,8 +12,7 @@ import click
 
 from phalanx.cli.launch.log_options import LogsOptions
 from phalanx.observe.logs.assemble import clean
-from phalanx.observe.logs.first_failure import what_happened, who
-from phalanx.observe.logs.line import LogLine, encode
+from phalanx.observe.logs.line import LogLine, encode, what_happened, who
 from phalanx.observe.logs.read_lines import (
     Follower,
     LogGroup,

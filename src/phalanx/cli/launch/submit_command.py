@@ -147,7 +147,7 @@ def _checked(run_file: Path, spec: RunSpec, working_dir: Path) -> RunSpec:
     """The run with its directory. Raises ``RunFileError`` with what is wrong with it before any engine is asked."""
     from phalanx.launch.engines.submission import problems_of, with_run_dir
     from phalanx.launch.kubernetes.request import with_pod_run_dir
-    from phalanx.run.problems import RunFileError
+    from phalanx.run.fields import RunFileError
 
     kubernetes = spec.launch.engine == "kubernetes"
     spec = with_pod_run_dir(spec) if kubernetes else with_run_dir(spec, working_dir)

@@ -26,8 +26,7 @@ from phalanx.launch.engines.submission import (
 from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.placing.topology import TopologyError
 from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, too_slow
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.spec import RunSpec
 
 _THIS_MACHINE = Host("this-machine", HERE, 0, "127.0.0.1")

@@ -19,9 +19,9 @@ from phalanx.data.reading.sources import index_of_places
 from phalanx.launch.ranks import ranks_on_this_machine
 from phalanx.launch.replay import ReplayError, replay_locally
 from phalanx.run.directory.paths import RunDirectoryError, step_of
+from phalanx.run.fields import RunFileError
 from phalanx.run.identity import identity
 from phalanx.run.layout import Layout, layout_of
-from phalanx.run.problems import RunFileError
 from phalanx.run.read import override
 from phalanx.run.spec import RunSpec
 from phalanx.train.compare.logged import bits

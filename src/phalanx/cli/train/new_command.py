@@ -8,9 +8,8 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.model.facts.presets import PRESETS
-from phalanx.run.problems import RunFileError
-from phalanx.run.read import read_table
-from phalanx.run.shipped import first_run_file, shipped_names
+from phalanx.run.fields import RunFileError
+from phalanx.run.read import first_run_file, read_table, shipped_names
 
 
 @click.command("new")

@@ -9,9 +9,8 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.result import RunResult
-from phalanx.run.rules.expected_weights import Comparison
+from phalanx.run.directory.paths import RunDirectory, RunResult
+from phalanx.run.rules import Comparison
 
 _ABOVE = " (above the measured peak: other work slowed that measurement when the run began)"
 

@@ -23,11 +23,10 @@ from phalanx.cli.safe_output import unfiltered
 from phalanx.cli.text_console import text_console
 from phalanx.cli.train.display_stream import DisplayStream
 from phalanx.launch.engines.order import FOLDER
-from phalanx.observe.ledger.recoveries import Recovery
+from phalanx.observe.ledger import Recovery
 from phalanx.plugins import load_plugin
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, step_of
-from phalanx.run.directory.result import RunResult
-from phalanx.run.rules.expected_weights import compared
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, RunResult, read_resolved, step_of
+from phalanx.run.rules import compared
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
 from phalanx.train.start.numerics import note_of_fallback
@@ -77,7 +76,7 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
     """
 
     def show(ended: Callable[[], bool]) -> None:
-        from phalanx.observe.display.live_curve import keep_drawn
+        from phalanx.observe.display.curve import keep_drawn
         from phalanx.observe.display.terminal import show_events
         from phalanx.observe.event_log import follow
 

@@ -19,10 +19,9 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, fleet_state_bytes, stage_layers
 from phalanx.observe.throughput import format_bytes, format_count
 from phalanx.parallel.collectives import collectives, rounds_per_step
-from phalanx.run.fields import POSITIVE
+from phalanx.run.fields import POSITIVE, RunFileError
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems, micro_batches_per_slot
-from phalanx.run.problems import RunFileError
 from phalanx.run.read import read_run
 from phalanx.run.resolve import compute_format, device_of
 from phalanx.run.spec import RunSpec
@@ -30,7 +29,7 @@ from phalanx.run.spec import RunSpec
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from phalanx.run.section_reader import JsonObject
+    from phalanx.run.fields import JsonObject
     from phalanx.train.measure.dry_run import Comparison
 
 

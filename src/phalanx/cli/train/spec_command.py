@@ -13,8 +13,7 @@ from dataclasses import is_dataclass
 import click
 import tomli_w
 
-from phalanx.run.fields import field_docs
-from phalanx.run.section_reader import FieldType, field_types, is_tables, sections
+from phalanx.run.fields import FieldType, field_docs, field_types, is_tables, sections
 from phalanx.run.spec import RunSpec
 
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from phalanx.cli.train.session import console_for
 from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import also_log
-from phalanx.observe.logs.order import order_for
+from phalanx.observe.logs.log_file import order_for
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.worker import EXIT_FAILED, EXIT_STOPPED, group_timeout_s, known_errors, run_rank
 

@@ -35,13 +35,12 @@ from phalanx.hardware.local.detect import system_here
 from phalanx.launch.planner import installed_planner
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.events import Event
-from phalanx.observe.ledger.goodput import goodput
-from phalanx.observe.ledger.ledger import NS_PER_S
-from phalanx.observe.ledger.recoveries import recoveries
-from phalanx.run.degrees.smaller import halves, problems_on
+from phalanx.observe.goodput import goodput
+from phalanx.observe.ledger import NS_PER_S, recoveries
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.kinds.whole_model import resolve as resolve_model
-from phalanx.run.problems import Problem, RunFileError
+from phalanx.run.smaller_degrees import halves, problems_on
 from phalanx.run.spec import FleetSpec, RunSpec
 from phalanx.train.start.open_run import OpenRun
 from phalanx.train.start.prepare import prepare_run

@@ -18,7 +18,7 @@ from phalanx.cli.weights.export_command import export_to
 from phalanx.observe.throughput import format_bytes
 
 if TYPE_CHECKING:
-    from phalanx.run.section_reader import JsonObject
+    from phalanx.run.fields import JsonObject
 
 
 @click.group("checkpoint")

@@ -16,7 +16,7 @@ from phalanx.data.reading.sources import DataIndex, DatasetPlace, MixtureIndex, 
 from phalanx.data.stored.index import TRAIN, DatasetIndex
 from phalanx.data.tokenizers.published.byte_fallback import FallbackTokenizer
 from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_tokenizer
-from phalanx.run.data_folders import ONLY
+from phalanx.run.resolve import ONLY
 from phalanx.run.spec import RunSpec
 
 # Where the tokens of a run come from: of each dataset its address, the hash of its manifest, and the recipe that made it.

@@ -24,8 +24,8 @@ from phalanx.data.reading.sources import (
     source_uses,
 )
 from phalanx.data.stored.index import TRAIN, DatasetIndex
-from phalanx.run.data_folders import ONLY
-from phalanx.run.rules.mixture_rules import stages_of
+from phalanx.run.resolve import ONLY
+from phalanx.run.rules import stages_of
 from phalanx.run.spec import RunSpec
 
 _SCANNED_TOKENS = 1 << 24

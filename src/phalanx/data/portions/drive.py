@@ -34,9 +34,8 @@ from phalanx.data.preparing.prepare import PreparedDataset
 from phalanx.data.preparing.split_writer import held_out_end
 from phalanx.data.stored.index import DatasetIndex, parse_index
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.store.errors import MissingObjectError
 from phalanx.store.open_store import is_remote, is_url
-from phalanx.store.store import require_create
+from phalanx.store.store import MissingObjectError, require_create
 
 _MOST_LOSSES = 3
 _LOOK_S = 1.0

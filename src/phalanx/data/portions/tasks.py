@@ -25,10 +25,9 @@ from phalanx.data.portions.planning.raw_files import scratch_folder
 from phalanx.data.preparing.split_writer import Encoding
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from phalanx.run.section_reader import JsonObject
-from phalanx.store.errors import ExistsError, MissingObjectError
+from phalanx.run.fields import JsonObject
 from phalanx.store.open_store import open_store
-from phalanx.store.store import Store
+from phalanx.store.store import ExistsError, MissingObjectError, Store
 
 SEAL = "seal"
 _READ_AT_ONCE = 16

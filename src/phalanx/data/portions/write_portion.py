@@ -38,8 +38,7 @@ from phalanx.data.stored.index import (
 )
 from phalanx.data.stored.shard_writer import BlockSummer, OpenShard, ShardWriter
 from phalanx.data.tokenizers.tokenizer import train_bpe
-from phalanx.store.errors import ExistsError
-from phalanx.store.store import MOST_CREATED_BYTES
+from phalanx.store.store import MOST_CREATED_BYTES, ExistsError
 
 _MOST_SHARDS_OF_A_PORTION = 1_000
 

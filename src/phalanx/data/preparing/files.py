@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 from phalanx.data.errors import CorpusError, FormatError
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions
 from phalanx.data.formats.read import Format, Kind, documents, recognize, require_text, spans
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below
 from phalanx.store.open_store import is_remote, is_url
 
 OnBad = Literal["stop", "skip"]

@@ -51,7 +51,7 @@ from phalanx.data.stored.index import (
 from phalanx.data.stored.shard_writer import ShardFolder, ShardWriter, commit
 from phalanx.data.stored.shards import TokenShards
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from phalanx.run.directory.held_folder import held_folder
+from phalanx.run.directory.files import held_folder
 
 DEFAULT_BPE_VOCAB_SIZE = 32_768
 DEFAULT_SHARD_TOKENS = 1 << 28

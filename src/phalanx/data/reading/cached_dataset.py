@@ -29,12 +29,9 @@ from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, parse_index
 from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.home import home
-from phalanx.store.errors import MissingObjectError, StoreError, UnavailableError
+from phalanx.run.directory.files import home, write_atomically
 from phalanx.store.open_store import open_store
-from phalanx.store.retry import RetryPolicy
-from phalanx.store.store import Store
+from phalanx.store.store import MissingObjectError, RetryPolicy, Store, StoreError, UnavailableError
 
 _PATIENCE_AHEAD_S = 30.0
 """Time for which what is only read ahead is asked for: whoever comes to need it asks with all of ``CacheOptions.timeout_s``."""

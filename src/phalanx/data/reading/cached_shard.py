@@ -31,10 +31,8 @@ from numpy.typing import NDArray
 from phalanx.data.errors import DatasetError
 from phalanx.data.stored.index import ShardFile
 from phalanx.data.stored.shard_writer import BLOCK_BYTES, read_sums, sums_file
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.range_lock import range_locked
-from phalanx.store.errors import MissingObjectError, ShortObjectError
-from phalanx.store.store import Store
+from phalanx.run.directory.files import range_locked, write_atomically
+from phalanx.store.store import MissingObjectError, ShortObjectError, Store
 
 # Room on the disk: all cached datasets of one folder together stay below a limit.
 #

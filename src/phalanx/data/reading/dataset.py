@@ -32,7 +32,7 @@ from phalanx.data.reading.sources import (
 from phalanx.data.stored.index import HELD_OUT, TRAIN, DatasetIndex
 from phalanx.data.stored.shards import verify
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from phalanx.run.data_folders import ONLY
+from phalanx.run.resolve import ONLY
 from phalanx.run.spec import RunSpec
 
 # Where the samples of a run lie, located for a stretch at once where they are asked for one after another.

@@ -23,12 +23,12 @@ from phalanx.data.reading.cached_dataset import CachedDataset, CachedShards, Cac
 from phalanx.data.stored.index import TRAIN, DatasetIndex, read_index
 from phalanx.data.stored.shards import Shards, TokenShards
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
-from phalanx.run.data_folders import ONLY, addresses
-from phalanx.run.problems import Problem
-from phalanx.run.rules.mixture_rules import stages_of
+from phalanx.run.fields import Problem
+from phalanx.run.resolve import ONLY, addresses
+from phalanx.run.rules import stages_of
 from phalanx.run.spec import DataSpec, RunSpec, SourceSpec
-from phalanx.store.errors import StoreError
 from phalanx.store.open_store import check_url, is_remote, is_url
+from phalanx.store.store import StoreError
 
 # Places of a run's datasets: folders, or caches on this machine of datasets in object stores.
 #

@@ -23,9 +23,7 @@ from phalanx.data.formats.read import documents, recognize, spans
 from phalanx.data.steps.rules import C4, Characters, GopherQuality, GopherRepetition, Length, Mask
 from phalanx.data.steps.step import Dropped
 from phalanx.data.words import words_of
-from phalanx.run.fields import ValueRange
-from phalanx.run.problems import Problem
-from phalanx.run.section_reader import read_section, unknown_value
+from phalanx.run.fields import Problem, ValueRange, read_section, unknown_value
 
 # Steps that are filters of datatrove, by their names: ``use = "datatrove:GopherQualityFilter"``.
 #

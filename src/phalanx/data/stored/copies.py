@@ -20,9 +20,8 @@ from phalanx.data.stored.index import INDEX_FILE, SPLITS, DatasetIndex, ShardFil
 from phalanx.data.stored.shard_writer import BlockSummer, sums_header
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import saved_fingerprint
-from phalanx.store.errors import ExistsError, MissingObjectError, ShortObjectError, StoreError
 from phalanx.store.open_store import open_store
-from phalanx.store.store import Store
+from phalanx.store.store import ExistsError, MissingObjectError, ShortObjectError, Store, StoreError
 
 _READ_BYTES = 8 << 20
 _READ_AT_ONCE = 4

@@ -17,9 +17,8 @@ from typing import Annotated
 import msgspec
 
 from phalanx.data.errors import DatasetError
-from phalanx.run.directory.regular_file import open_regular
-from phalanx.run.problems import Problem
-from phalanx.run.section_reader import read_section, unknown_value
+from phalanx.run.directory.files import open_regular
+from phalanx.run.fields import Problem, read_section, unknown_value
 
 INDEX_FILE = "index.json"
 VERSION = 1

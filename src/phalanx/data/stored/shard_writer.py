@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.errors import DatasetError
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, ShardFile
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.files import open_regular, sync
 
 # Block sums: a checksum of each 8 KiB of a token shard, so that every token is checked before it is trained on.
 #

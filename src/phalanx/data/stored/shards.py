@@ -37,8 +37,7 @@ from phalanx.data.stored.shard_writer import (
     read_sums,
     sums_file,
 )
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.regular_file import open_regular
+from phalanx.run.directory.files import open_regular, write_atomically
 
 # Each map and that of its sums hold a file descriptor, of which many systems give a process 1,024; trillions of tokens have more shards.
 MAX_OPEN_MAPS = 256

@@ -53,11 +53,11 @@ from phalanx.fleet.core.state import FleetPhase, Incident
 from phalanx.hardware.local.network import join_address
 from phalanx.observe.logs.capture import capture_output
 from phalanx.observe.metrics.endpoint import Endpoint
-from phalanx.observe.metrics.run_samples import RunSampler
-from phalanx.process.parent import die_with_parent
+from phalanx.observe.metrics.exporter import RunSampler
+from phalanx.process.child import die_with_parent
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import RunSpec
-from phalanx.wire.token_proof import token_name
+from phalanx.wire.messages import token_name
 
 _LONGEST_TICK_S = 1.0
 _UNSYNCED_BYTES = 1 << 20

@@ -1,7 +1,7 @@
 """The credentials of one process of a fleet: the secrets and names that it shows and proves at the begin of every stream.
 
 A client is sent away before the handshake if it says that it belongs to another run, or to another start of it; the handshake then
-proves both that and the token (``phalanx.wire.token_proof``, ``phalanx.run.peers.fencing``).
+proves both that and the token (``phalanx.wire.messages``, ``phalanx.run.identity``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from phalanx.fleet.control.security import (
 )
 from phalanx.fleet.control.streams import Facts, HandshakeStream, Method, RefusalCode
 from phalanx.fleet.core.messages import PROTOCOL_VERSION
-from phalanx.run.identity import identity
-from phalanx.run.peers.fencing import FencingToken, fencing_token
+from phalanx.run.identity import FencingToken, fencing_token, identity
 from phalanx.run.spec import RunSpec
 from phalanx.version import __version__
-from phalanx.wire.messages import UnprovenError
+from phalanx.wire.messages import Role, Seals, UnprovenError, token_name
 from phalanx.wire.stream import authenticate
-from phalanx.wire.token_proof import Role, Seals, token_name
 
 HANDSHAKE_S = 120.0
 """For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up

@@ -9,9 +9,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import read_small
 
 
 def _file(directory: RunDirectory) -> Path:

@@ -22,9 +22,8 @@ from phalanx.fleet.core.resize import GIVEN_BACK
 from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase, FleetState, Incident, Node
 from phalanx.fleet.core.succession import Claim
 from phalanx.observe.events import EpochLeft, IncidentKind
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.run.directory.regular_file import read_small
 
 _STALE_S = 10.0
 """A file of a living coordinator is younger."""

@@ -3,7 +3,7 @@
 Without them, everybody who can reach the coordinator's port could end a run or send it false reports. There are two: one to take part,
 and one to operate, so that whoever has got hold of an agent's cannot stop the run with it. The run's launcher makes them when the fleet
 is first started, and they lie in the run directory, readable by its owner only; on every connection both sides prove that they know the
-one that it takes, and never send it (``phalanx.wire.token_proof``). On a network that others can listen to, give certificates too: a
+one that it takes, and never send it (``phalanx.wire.messages``). On a network that others can listen to, give certificates too: a
 folder with ``ca.pem``, ``node.pem`` and ``node.key``. Then both sides must show a certificate that the run's own authority has signed.
 """
 
@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.files import read_small, sync
 
 TokenRole = Literal["join", "operate"]
 """The use of a token: to take part with a node's agent and workers, or to drain nodes and stop the run."""

@@ -1,7 +1,7 @@
 """Streams between the processes of a fleet: frames over TCP, under mutual TLS if there are certificates, and the messages of their handshake.
 
 A client greets with facts about itself, none of them secret. The server turns it away with a reason, or both prove that they know the run's token
-(``phalanx.wire.token_proof``). Every frame after that is sealed; after an empty one its sender sends nothing more.
+(``phalanx.wire.messages``). Every frame after that is sealed; after an empty one its sender sends nothing more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The coordinator's server: one stream for each agent (``phalanx.fleet.control.streams``), and one for each request of an operator.
 
 The client side is ``phalanx.fleet.control.coordinator_link``. The first messages of a
-stream prove, in both directions, that the two ends know the run's token (``phalanx.wire.token_proof``) and belong to the same start of the
-same run (``phalanx.run.peers.fencing``); before that an agent sends and obeys nothing. Every message after that is
+stream prove, in both directions, that the two ends know the run's token (``phalanx.wire.messages``) and belong to the same start of the
+same run (``phalanx.run.identity``); before that an agent sends and obeys nothing. Every message after that is
 sealed with a key of that connection, which is derived from all of this: nobody in between can alter or add one, and no command of another
 start opens. A message that cannot be decoded is refused, counted and logged, and changes nothing. Nothing waits for a slow reader: its
 queue is short, and when it is full the connection is closed; the agent reconnects and describes itself. If connections are too many, one that
@@ -42,11 +42,18 @@ from phalanx.fleet.core.messages import (
     encode,
 )
 from phalanx.hardware.local.network import family_of, join_address
-from phalanx.run.peers.clocks import own_clock_is_wrong
-from phalanx.wire.messages import EndedError, ForgedError, MessageError, WireError
+from phalanx.run.peers import own_clock_is_wrong
+from phalanx.wire.messages import (
+    SEAL_BYTES,
+    EndedError,
+    ForgedError,
+    MessageError,
+    Seals,
+    WireError,
+    token_name,
+)
 from phalanx.wire.port import shut
 from phalanx.wire.stream import FrameStream
-from phalanx.wire.token_proof import SEAL_BYTES, Seals, token_name
 
 MAX_REPORT_BYTES = 4 << 20
 """Largest message to the coordinator; a Joined with 65,536 snapshots stays below it."""

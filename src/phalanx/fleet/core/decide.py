@@ -38,7 +38,7 @@ from phalanx.fleet.core.state import (
     trusts,
 )
 from phalanx.observe.events import IncidentKind
-from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.identity import FencingToken
 
 CoreStep = Callable[[FleetState, m.CoreEvent, float], tuple[FleetState, list[Order]]]
 """The type of ``step``; the simulator also runs variants of it that are broken on purpose."""

@@ -7,8 +7,8 @@ import bisect
 from msgspec import Struct
 
 from phalanx.launch.placing.seats import Order, block_seats
-from phalanx.run.degrees.smaller import divisions, legal_ranks
 from phalanx.run.layout import replica_ranks
+from phalanx.run.smaller_degrees import divisions, legal_ranks
 from phalanx.run.spec import FleetSpec, RunSpec
 
 _SHORTEST_LEAVE_S = 5.0

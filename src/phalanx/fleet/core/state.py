@@ -29,7 +29,7 @@ from phalanx.fleet.core.messages import (
 )
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.observe.events import IncidentKind
-from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.identity import FencingToken
 
 NO_SEAT = -1
 UNMET = 0

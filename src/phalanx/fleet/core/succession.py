@@ -42,7 +42,7 @@ from phalanx.fleet.core.state import (
     put,
 )
 from phalanx.observe.events import IncidentKind
-from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.identity import FencingToken
 
 NOT_LED = 0
 """The term of an agent that no head has led yet; claims begin with 1."""

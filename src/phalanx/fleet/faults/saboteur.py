@@ -37,7 +37,7 @@ from phalanx.fleet.faults.fault import (
     parse_fault,
 )
 from phalanx.fleet.faults.fault_list import fault_marker
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.parallel.reduction.checksum import Witness, attach
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.train.step.placement import Built

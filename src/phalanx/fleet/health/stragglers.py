@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.observe.spread import MAD_TO_DEVIATION
+from phalanx.observe.throughput import MAD_TO_DEVIATION
 from phalanx.run.layout import Layout
 
 

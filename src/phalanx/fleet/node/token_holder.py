@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.fleet.control.credentials import Credentials
 from phalanx.fleet.control.security import Keyring, SecurityError, read_keyring
-from phalanx.wire.token_proof import token_name
+from phalanx.wire.messages import token_name
 
 _NEW_TOKEN_S, _LOOK_AGAIN_S = 60.0, 0.5
 

@@ -19,8 +19,7 @@ from phalanx.fleet.control.security import TOKEN_VARIABLES
 from phalanx.fleet.node.agent_args import AgentArgs
 from phalanx.fleet.node.worker_link import TO_AGENT, ToAgent, ToWorker
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.order import LogOrder, order_for
-from phalanx.observe.logs.tail import last_text
+from phalanx.observe.logs.log_file import LogOrder, last_text, order_for
 from phalanx.process.child import Child
 from phalanx.process.restarts import RestartPolicy
 from phalanx.run.directory.paths import RunDirectory

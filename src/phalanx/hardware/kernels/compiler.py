@@ -27,7 +27,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.run.directory.home import home, temporary_home
+from phalanx.run.directory.files import home, temporary_home
 
 OPTIONS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 """Each operation rounded by itself; a square root may be an instruction, since nobody asks for ``errno``."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from phalanx.run.peers.addresses import is_loopback
+from phalanx.run.peers import is_loopback
 
 _DEFAULT_ROUTE = "192.0.2.1", "2001:db8::1"
 """Addresses of documentation (RFC 5737, RFC 3849), which only a default route leads to."""

@@ -22,7 +22,7 @@ from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.portable import library
 from phalanx.hardware.portable.build import unfit_processor
 from phalanx.hardware.portable.library import KERNELS
-from phalanx.run.rules.portable import NotPortableError
+from phalanx.run.rules import NotPortableError
 
 _REMEDY = 'set runtime.numerics to "native", or train on another machine'
 _ended: list[Callable[[], None]] = []

@@ -32,8 +32,8 @@ from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.private_variables import private_exports
 from phalanx.launch.engines.submission import refuse_stopped
 from phalanx.launch.engines.tools import EngineError, run_tool
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.peers.clocks import own_clock_is_wrong
+from phalanx.run.directory.files import write_atomically
+from phalanx.run.peers import own_clock_is_wrong
 
 T = TypeVar("T")
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-T")

@@ -20,7 +20,7 @@ from phalanx.launch.engines.ports import port_of
 from phalanx.launch.engines.private_variables import exports_of
 from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.placing.topology import Topology, TopologyError, from_domains
-from phalanx.run.peers.addresses import is_loopback
+from phalanx.run.peers import is_loopback
 
 ASKED = "asked-to-end"
 """Begins the names of the folders that say which sessions have got SIGTERM."""

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from phalanx.launch.engines.tools import EngineError
-from phalanx.run.directory.regular_file import open_regular
-from phalanx.run.launch_variables import launch_variables
+from phalanx.run.directory.files import open_regular
+from phalanx.run.resolve import launch_variables
 from phalanx.run.spec import LaunchSpec
 
 _MOST_BYTES = 1 << 20

@@ -26,7 +26,7 @@ from phalanx.launch.engines.ports import port_in_shell
 from phalanx.launch.engines.private_variables import exports_of
 from phalanx.launch.engines.slurm_options import options_in, refuse
 from phalanx.launch.engines.tools import EngineError
-from phalanx.run.launch_variables import launch_variables
+from phalanx.run.resolve import launch_variables
 
 COMMENT, JOINING_COMMENT = "phalanx:", "phalanx-joining:"
 """Begin the comment of a job, before its run directory: of one that trains a run, and of one whose nodes join the fleet of another."""

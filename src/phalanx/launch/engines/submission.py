@@ -21,12 +21,12 @@ from phalanx.launch.engines.order import FOLDER, LaunchOrder
 from phalanx.launch.engines.ports import range_of_connections
 from phalanx.launch.engines.slurm_options import options_in
 from phalanx.launch.engines.tools import EngineError
-from phalanx.run.degrees.smaller import problems_on
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.launch_variables import variable_problems
-from phalanx.run.problems import Problem
+from phalanx.run.fields import Problem
 from phalanx.run.read import to_table
+from phalanx.run.resolve import variable_problems
+from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import LaunchSpec, RunSpec
 
 _RECORD = "submitted.json"

@@ -19,7 +19,7 @@ from phalanx.launch.engines.order import FOLDER
 from phalanx.launch.engines.submission import OF_PODS, STOPPED
 from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.kubernetes.manifests import EXIT_GOES_ON, EXIT_OVER
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_small_json
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx.launch.engines.tools import EngineError
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.files import read_small
 
 _OWNED = (
     ("metadata", "labels", "phalanx.run/name"),

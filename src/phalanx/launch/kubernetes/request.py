@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from phalanx.launch.engines.submission import default_name
 from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.kubernetes.pod_patch import read_pod_patch
-from phalanx.run.launch_variables import launch_variables
+from phalanx.run.resolve import launch_variables
 from phalanx.run.spec import LaunchSpec, RunSpec
 
 PORT = 29_400

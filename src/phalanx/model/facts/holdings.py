@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from phalanx.model.facts.optimizer_state import MatrixWork, adamw_state, matrix_work, takes_matrix
 from phalanx.model.facts.shape import parameters, stage_layers
-from phalanx.run.kinds.parts import HEAD_UNIT, Parameter
+from phalanx.run.kinds.operations import HEAD_UNIT, Parameter
 from phalanx.run.layout import SPLIT_BACKWARD, Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
 

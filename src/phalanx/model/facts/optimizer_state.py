@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.run.kinds.parts import Parameter
-from phalanx.run.kinds.state_blocks import INT8_BLOCK
+from phalanx.run.kinds.operations import Parameter
+from phalanx.run.kinds.whole_model import INT8_BLOCK
 from phalanx.run.spec import OptimizerSpec
 
 StateFormat = Literal["fp32", "bf16", "uint8"]

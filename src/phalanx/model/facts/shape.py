@@ -18,8 +18,7 @@ from phalanx.run.kinds import block, ends, prediction_ahead
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.kinds.mixture import is_mixture
-from phalanx.run.kinds.operations import AttentionCore, square_keys
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import AttentionCore, Parameter, square_keys
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import stages_per_rank
 from phalanx.run.spec import ModelSpec, OptimizerSpec, RopeScalingSpec, RunSpec

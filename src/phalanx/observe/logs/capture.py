@@ -23,12 +23,10 @@ from types import TracebackType
 from typing import BinaryIO, TextIO
 
 from phalanx.observe.logs.assemble import Assembler, Record, clean, shortened
-from phalanx.observe.logs.first_failure import begun_text
-from phalanx.observe.logs.line import Level
+from phalanx.observe.logs.line import Level, begun_text
+from phalanx.observe.logs.log_file import LogOrder, taken_from
 from phalanx.observe.logs.masking import Mask
-from phalanx.observe.logs.order import LogOrder, taken_from
-from phalanx.observe.logs.place import Place
-from phalanx.observe.logs.recorder import Recorder
+from phalanx.observe.logs.recorder import Place, Recorder
 
 _LONG = 4096
 _TALKATIVE = "phalanx"

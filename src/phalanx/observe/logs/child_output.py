@@ -18,13 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from phalanx.observe.logs.assemble import Assembler, Record
-from phalanx.observe.logs.first_failure import ended_text
-from phalanx.observe.logs.flood import PER_LINE
-from phalanx.observe.logs.line import Level
+from phalanx.observe.logs.line import Level, ended_text
+from phalanx.observe.logs.log_file import VARIABLE, LogOrder
 from phalanx.observe.logs.masking import Mask
-from phalanx.observe.logs.order import VARIABLE, LogOrder
-from phalanx.observe.logs.place import Place
-from phalanx.observe.logs.recorder import Recorder
+from phalanx.observe.logs.recorder import PER_LINE, Place, Recorder
 
 _PIPE_BYTES = 1 << 20
 _READ_BYTES = 1 << 18

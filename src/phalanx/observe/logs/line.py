@@ -5,11 +5,15 @@ A log is a file of JSON objects, one a line, in the order in which one process s
     {"t": 1732519237.123456, "level": "warning", "node": "node-1", "rank": 3, "epoch": 2, "attempt": 0, "step": 117, "text": "...", "process": "node-1-0"}
 
 What is not known is null. Readers skip lines that are no such object: the last one of a writer that was killed, or a stranger's.
+
+The last section separates the first failure from the failures that followed it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import msgspec
@@ -146,3 +150,146 @@ def level_of(text: str) -> Level:
     if _WARNING.search(head):
         return "warning"
     return "debug" if _DEBUG.search(head) else "info"
+
+
+# Tells the failure that came first from those that came of it, by what the processes of a run said.
+#
+# When a rank fails, all others fail too: their collectives break, connections are reset, the launcher ends them. Each of them says so as an
+# error, and clocks of machines differ by more than that takes. So what an error *says* counts before its time: one that speaks of a lost peer, a
+# timeout of a collective, or an order to end, comes of another failure; any other is a cause. Among causes, and if there is none among the
+# others, the earliest came first. Of a chain of exceptions the first decides: it is what happened, the others came while it was handled.
+#
+# Only the newest burst of failures is looked at, since a fleet survives many: the failures before which nothing failed for a minute.
+
+
+_QUIET_S = 60.0
+_INNOCENT = 2
+_ENDED = "its process "
+"""How a launcher begins the line that says how a process ended."""
+_BEGUN = re.compile(r"process \d+ begins: ")
+_FAILURE = re.compile(
+    r"^(?:\[rank\d+\]:\s?)?(?:Traceback |[Ee]rror: |Fatal |its process |unfit: |(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)(?::|$))"
+)
+_OF_ANOTHER = re.compile(
+    r"[Cc]onnection (?:closed|reset|refused|was (?:closed|reset)|lost|aborted)|[Cc]onnectionReset|[Cc]onnectionRefused|[Bb]roken ?[Pp]ipe|reset by peer"
+    r"|closed by (?:the )?(?:peer|remote)|[Ss]ocket (?:[Tt]imeout|closed)|[Rr]emote (?:process|peer)|remote_?error|ncclRemoteError|NCCL communicator was aborted"
+    r"|[Pp]eer (?:closed|is gone|has gone|went away)|pair closure|(?:gloo|transport/tcp).{0,200}(?:[Tt]imeout|[Tt]imed out|error|closed)"
+    r"|[Tt]imed out (?:waiting|after|while)|[Ww]atchdog|[Cc]ollective.{0,80}(?:aborted|time|broken|failed)|[Rr]ecv(?:Value|Bytes|Buf)? ?failed|[Ff]ailed to (?:recv|send|connect)"
+    r"|[Rr]endezvous|DistNetworkError|DistStoreError|SIGTERM|by its launcher|its agent (?:is gone|has ended)|was told to end|another rank",
+)
+_EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s?)?[A-Za-z_][\w.]*(?::|$)")
+_TRACE = "Traceback (most recent call last)"
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """The failure that came first, and why it is taken for that."""
+
+    line: LogLine
+    evidence: tuple[str, ...]
+    followers: tuple[LogLine, ...] = ()
+    """One failure of each other process of the same burst."""
+
+
+def who(line: LogLine) -> str:
+    """The process that said a line, in words."""
+    name = f"rank {line.rank}" if line.rank is not None else line.process or "a process"
+    return f"{name} on {line.node}" if line.node and not name.startswith(line.node) else name
+
+
+def what_happened(text: str) -> str:
+    """The error that a text is about: of a traceback the message of the first exception of its chain, else its first line."""
+    lines = text.splitlines()
+    if not any(_TRACE in line for line in lines):
+        return lines[0] if lines else ""
+    traced = False
+    for number, line in enumerate(lines):
+        traced = traced or _TRACE in line
+        if traced and _TRACE not in line and not line.startswith(" ") and _EXCEPTION.match(line):
+            message = [line]
+            for more in lines[number + 1 :]:
+                if not more or _TRACE in more:
+                    break
+                message.append(more)
+            return "\n".join(message)
+    return lines[-1]
+
+
+def comes_of_another(text: str) -> bool:
+    """True if an error says by itself that another process failed before."""
+    return _OF_ANOTHER.search(what_happened(text)[:4000]) is not None
+
+
+def first_failure(lines: Iterable[LogLine]) -> FirstFailure | None:
+    """The first failure of the newest burst among the errors of all processes of a run, in any order; ``None`` if nothing failed."""
+    failures = _newest_burst(sorted((line for line in lines if _is_failure(line)), key=lambda line: line.t))
+    if not failures:
+        return None
+    own: dict[str, LogLine] = {}
+    for line in failures:
+        key = line.process or who(line)
+        # Of one process its earliest failure, unless that came of another and a later one did not. How it ended only says that it did.
+        if key not in own or (
+            _guilt(own[key]) == _INNOCENT and not says_its_end(line) and _guilt(line) < _INNOCENT
+        ):
+            own[key] = line
+    ranked = sorted(own.values(), key=lambda line: (_guilt(line), line.t))
+    first, others = ranked[0], ranked[1:]
+    return FirstFailure(
+        first, tuple(_evidence(first, others)), tuple(sorted(others, key=lambda line: line.t))
+    )
+
+
+def _guilt(line: LogLine) -> int:
+    """0 for an error that is a cause, or a kill; 1 for an end without a word; 2 for what comes of another failure."""
+    if comes_of_another(line.text):
+        return _INNOCENT
+    return 1 if line.text.startswith(f"{_ENDED}ended with code") else 0
+
+
+def _is_failure(line: LogLine) -> bool:
+    return line.level == "error" and _FAILURE.match(line.text) is not None
+
+
+def _newest_burst(failures: Sequence[LogLine]) -> Sequence[LogLine]:
+    for number in range(len(failures) - 1, 0, -1):
+        if failures[number].t - failures[number - 1].t > _QUIET_S:
+            return failures[number:]
+    return failures
+
+
+def _evidence(first: LogLine, others: Sequence[LogLine]) -> Iterable[str]:
+    if comes_of_another(first.text):
+        yield "every error speaks of a lost peer, a timeout or an order to end; this one is the earliest, and its cause has left no word"
+    else:
+        yield "its error does not come of losing another process"
+    causes = [line for line in others if not comes_of_another(line.text)]
+    if causes:
+        yield f"{len(causes)} more failed by themselves, the next {min(c.t for c in causes) - first.t:.3f} s after it: {_named(causes)}"
+    if followers := [line for line in others if comes_of_another(line.text)]:
+        yield f"{len(followers)} failed because another process had: {_named(followers)}"
+
+
+def _named(lines: Sequence[LogLine], most: int = 4) -> str:
+    names = [who(line) for line in lines]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def ended_text(how: str) -> str:
+    """The text of the line by which a launcher says how a process ended; ``how`` begins with "ended with code" or "was killed by"."""
+    return f"{_ENDED}{how}"
+
+
+def begun_text(process: int, command: str) -> str:
+    """The text of the first line of a process."""
+    return f"process {process} begins: {command}"
+
+
+def says_its_beginning(line: LogLine) -> bool:
+    """True if the line only says that a process began; those before it are of another one under the same name."""
+    return _BEGUN.match(line.text) is not None
+
+
+def says_its_end(line: LogLine) -> bool:
+    """True if the line only says that, and how, a process ended."""
+    return line.text.startswith(_ENDED)

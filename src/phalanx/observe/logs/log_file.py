@@ -5,19 +5,27 @@ is renamed once and never again (``NAME.jsonl`` becomes ``NAME.r0007.jsonl``), s
 
 Nothing is buffered: a line that was written is in the kernel, and survives a kill of the process. Nothing raises: a disk that is full or
 gone costs lines. They are counted, the owner is told once, and the count is written as soon as there is room.
+
+Below: the end of a log, and the settings of a log that a parent passes to its child.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phalanx.observe.lines.appended import AppendedFile
+import msgspec
+
+from phalanx.observe.lines import AppendedFile
+from phalanx.observe.logs.line import LogLine, decode_lines, says_its_beginning, says_its_end
+from phalanx.run.directory.files import open_regular
+from phalanx.run.spec import ObserveSpec
 
 _AGAIN_S = 1.0
 """After a failure, the disk is tried again after so long."""
@@ -129,3 +137,96 @@ class LogFile:
             with suppress(OSError):
                 path.unlink()
         return self._open()
+
+
+# The end of a log: what a process said last, from its own file and from that of its descriptors, in the order of time.
+
+
+_BLOCK = 64 << 10
+
+
+def raw_of(path: Path) -> Path:
+    """Beside the log ``path`` of a process: that of what it wrote past Python."""
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.out.jsonl")
+
+
+def last_lines(path: Path, most: int) -> list[LogLine]:
+    """The last lines of the process whose log is ``path``, at most so many; empty if there are none that can be read."""
+    found = [*_last(path), *_last(raw_of(path))]
+    return sorted(found, key=lambda line: line.t)[-most:]
+
+
+def _last(path: Path) -> list[LogLine]:
+    files = [path, *(file for _, file in reversed(set_aside(path)))]
+    for file in files[:2]:  # a log that was set aside a moment ago is empty
+        with suppress(OSError), open_regular(file) as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - _BLOCK))
+            block = opened.read(_BLOCK)
+            if size > _BLOCK:
+                block = block[block.find(b"\n") + 1 :]
+            if lines := decode_lines(block):
+                return lines
+    return []
+
+
+def last_text(path: Path, lines: int) -> list[str]:
+    """The last lines of text that the process whose log is ``path`` has said, those of tracebacks too."""
+    said = last_lines(path, lines + 2)
+    begun = max((number for number, line in enumerate(said) if says_its_beginning(line)), default=-1)
+    said = [line for line in said[begun + 1 :] if not says_its_end(line)]
+    return [text for line in said for text in line.text.splitlines()][-lines:]
+
+
+# What a process is told about its log: where it lies, whose it is, how much is kept. A parent gives it to a child in one environment variable.
+
+
+VARIABLE = "PHALANX_LOG"
+
+
+@dataclass(frozen=True)
+class LogOrder:
+    """The log of one process of a run."""
+
+    path: Path
+    """``RUN/logs/attempt-NNN-PROCESS.jsonl``."""
+    process: str
+    attempt: int
+    node: str | None = None
+    """The node's name in a fleet, else the machine's; ``None`` for a coordinator that belongs to no node."""
+    bounds: Bounds = field(default_factory=Bounds)
+    place: int | None = None
+    """In a child whose parent reads its descriptors 1 and 2: that of its place."""
+
+    @property
+    def raw(self) -> Path:
+        """The log of what the process wrote past Python: native code, other programs, a crash."""
+        return raw_of(self.path)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.path.parent.parent
+
+    def to_text(self, place: int | None) -> str:
+        """The order for a child that inherits the descriptor ``place``."""
+        return msgspec.json.encode(msgspec.to_builtins(replace(self, place=place), enc_hook=str)).decode()
+
+
+def order_for(
+    path: Path, process: str, attempt: int, observe: ObserveSpec, node: str | None = ""
+) -> LogOrder:
+    """The order for a process of a run; without a node's name it is the machine's."""
+    bounds = Bounds(observe.log_mib << 20, observe.log_files)
+    return LogOrder(path, process, attempt, socket.gethostname() if node == "" else node, bounds)
+
+
+def taken_from(environment: MutableMapping[str, str]) -> LogOrder | None:
+    """The order for this process, taken out of its environment so that no program that it starts takes it for its own; ``None`` if there is none."""
+    text = environment.pop(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        return msgspec.convert(msgspec.json.decode(text), LogOrder, dec_hook=lambda kind, value: kind(value))
+    except msgspec.MsgspecError:
+        return None

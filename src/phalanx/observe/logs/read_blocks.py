@@ -24,8 +24,8 @@ from typing import BinaryIO
 
 from phalanx.observe.logs.assemble import Assembler
 from phalanx.observe.logs.line import LogLine, decode, decode_lines
+from phalanx.run.directory.files import leads_out, open_regular
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import leads_out, open_regular
 
 _NAME = re.compile(r"attempt-(\d{3,})-(.+?)(\.out)?(?:\.r(\d{4,}))?\.jsonl")
 _RAW = re.compile(r"attempt-(\d{3,})-(.+)\.log")

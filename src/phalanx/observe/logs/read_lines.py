@@ -21,8 +21,8 @@ from itertools import islice
 
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
-from phalanx.observe.logs import first_failure as blame
-from phalanx.observe.logs.line import LogLine, decode_lines, severity
+from phalanx.observe.logs.line import FirstFailure, LogLine, decode_lines, severity
+from phalanx.observe.logs.line import first_failure as first_failure_of
 from phalanx.observe.logs.read_blocks import (
     BLOCK,
     Block,
@@ -265,7 +265,7 @@ def first_failure(directory: RunDirectory) -> LogLine | None:
     return told.line if told is not None else None
 
 
-def told_failure(directory: RunDirectory) -> blame.FirstFailure | None:
+def told_failure(directory: RunDirectory) -> FirstFailure | None:
     """As ``first_failure``, with the evidence and what failed because of it."""
     found = streams(directory)
     newest = max((stream.attempt for stream in found), default=0)
@@ -273,7 +273,7 @@ def told_failure(directory: RunDirectory) -> blame.FirstFailure | None:
     for stream in found:
         if stream.attempt == newest:
             errors += (line for line in _end_of(stream) if line.level == "error")
-    return blame.first_failure(errors)
+    return first_failure_of(errors)
 
 
 def recovered_step(directory: RunDirectory, failure: LogLine) -> int | None:

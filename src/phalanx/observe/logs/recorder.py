@@ -1,8 +1,14 @@
-"""Writes records into a process's log: with time and place, without secrets, and no more of them than the process may say."""
+"""Writes records into a process's log: with time and place, without secrets, and no more of them than the process may say.
+
+Below: the bound on output, and the process's place in its run (rank, epoch, step), in memory that its parent reads too.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,13 +17,10 @@ from pathlib import Path
 from msgspec import UNSET
 
 from phalanx.observe.logs.assemble import Record
-from phalanx.observe.logs.flood import PER_LINE, Bucket
 from phalanx.observe.logs.line import Level, LogLine, encode
-from phalanx.observe.logs.log_file import LogFile
+from phalanx.observe.logs.log_file import LogFile, LogOrder
 from phalanx.observe.logs.masking import Mask
-from phalanx.observe.logs.order import LogOrder
-from phalanx.observe.logs.place import Place
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.files import read_small
 
 _TOKEN_FILES = ("fleet.token", "fleet.operator-token")
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{16,}")
@@ -117,3 +120,109 @@ class Recorder:
                 if self._seen.get(name) != changed_ns:
                     self._seen[name] = changed_ns
                     self._mask.add(*_TOKEN.findall(read_small(path).decode(errors="replace")))
+
+
+# Bounds what a process that says too much costs: a bucket of bytes that fills again with time.
+#
+# A process may say much at once (a start, a listing), and little for ever. What goes beyond is left out and counted; errors never are.
+
+
+PER_LINE = 200
+"""Bytes that a line costs beside its text."""
+
+
+class Bucket:
+    """Lets ``per_s`` bytes a second through, and ``most`` at once."""
+
+    def __init__(
+        self, per_s: float = 2 << 20, most: float = 8 << 20, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_s, self._most, self._clock = per_s, most, clock
+        self._left, self._at_s = float(most), clock()
+
+    def takes(self, nbytes: int) -> bool:
+        """True if so many bytes may pass; then they are taken out."""
+        if not self.has(nbytes):
+            return False
+        self._left -= nbytes
+        return True
+
+    def has(self, nbytes: int) -> bool:
+        """True if so many bytes might pass now."""
+        if self._left < nbytes:
+            now_s = self._clock()
+            self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_s)
+            self._at_s = now_s
+        return self._left >= nbytes
+
+
+# Where a process is in its run, for the lines of its log: rank, epoch and step, in memory that its parent sees too.
+#
+# A rank sets its step with one store. The launcher or agent that reads what native code in it prints looks here for the rank and step of
+# those lines, and finds them also after the rank was killed. The descriptor is inherited; a process without one has a place of its own.
+
+
+_NAMES = ("rank", "epoch", "step")
+_BYTES = 8 * len(_NAMES)
+_UNKNOWN = -(2**63)
+
+
+class Place:
+    """Rank, epoch and step of a process; ``None`` is not known, or none."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        """``descriptor``: of a place that another process made; it stays the caller's. Raises ``OSError`` or ``ValueError`` if it is none."""
+        self._shared = None if descriptor is None else mmap.mmap(descriptor, _BYTES)
+        self._values = memoryview(self._shared or bytearray(_BYTES)).cast("q")
+        if descriptor is None:
+            self.rank = self.epoch = self.step = None
+
+    @classmethod
+    def shared(cls) -> tuple[Place, int]:
+        """A new place, and the descriptor by which a child process gets it; the caller closes that. Raises ``OSError``."""
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("phalanx-place", os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        os.ftruncate(descriptor, _BYTES)
+        place = cls(descriptor)
+        place.rank = place.epoch = place.step = None
+        return place, descriptor
+
+    def close(self) -> None:
+        """Gives the shared memory back; the place is not used any more."""
+        self._values.release()
+        if self._shared is not None:
+            self._shared.close()
+
+    def _get(self, index: int) -> int | None:
+        value = self._values[index]
+        return None if value == _UNKNOWN else value
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that the process holds."""
+        return self._get(0)
+
+    @rank.setter
+    def rank(self, value: int | None) -> None:
+        self._values[0] = _UNKNOWN if value is None else value
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the fleet that it is in."""
+        return self._get(1)
+
+    @epoch.setter
+    def epoch(self, value: int | None) -> None:
+        self._values[1] = _UNKNOWN if value is None else value
+
+    @property
+    def step(self) -> int | None:
+        """The step that it computes."""
+        return self._get(2)
+
+    @step.setter
+    def step(self, value: int | None) -> None:
+        self._values[2] = _UNKNOWN if value is None else value

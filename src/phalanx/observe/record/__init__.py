@@ -1,1 +1,1 @@
-"""The record of what a run was made with: code, packages, machines."""
+"""Records of a run: code, packages, hosts, and notes that its processes leave in the run directory."""

@@ -24,9 +24,8 @@ from pathlib import Path
 import msgspec
 
 from phalanx.observe.record.records import code_version, host_facts, package_versions
-from phalanx.run.directory.durable import create_once, write_atomically
+from phalanx.run.directory.files import create_once, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import read_small
 
 _NAMED = 6
 _DRIVER = re.compile(r"Kernel Module\S*(?: for \S+)?\s+(\d[\w.]*)|\s(\d+\.\d+(?:\.\d+)?)\s")

@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.parallel.mesh.torch_compat import all_gather_single, group_timeout, local_slice_of
+from phalanx.run.fields import Problem
 from phalanx.run.kinds.whole_model import key_copies
 from phalanx.run.layout import Layout, layout_of, layout_problems
-from phalanx.run.problems import Problem
 from phalanx.run.spec import RunSpec
 
 

@@ -24,7 +24,7 @@ from phalanx.hardware.local.device import make_current, on_gpu
 from phalanx.hardware.local.network import family_of, join_address, split_address
 from phalanx.parallel.process_group.rendezvous import RendezvousError, backends_for
 from phalanx.parallel.process_group.typed_gather import RankMessageError, gather_typed
-from phalanx.wire.token_proof import token_mac
+from phalanx.wire.messages import token_mac
 
 # A rendezvous store whose ranks know a run's token: values are sealed, and every rank proves itself to all others.
 #

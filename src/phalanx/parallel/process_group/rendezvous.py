@@ -30,7 +30,7 @@ from phalanx.hardware.local.network import (
     resolved,
 )
 from phalanx.parallel.mesh.torch_compat import forget_groups
-from phalanx.run.peers.addresses import AddressError, read_host, read_port
+from phalanx.run.peers import AddressError, read_host, read_port
 
 _DEFAULT_PORT = "29500"  # torchrun's
 _STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")

@@ -82,9 +82,8 @@ class SlotTree(Generic[T]):
 
     def push_node(self, node: TreeNode, value: T) -> None:
         """Adds a node that was summed elsewhere, and merges it with its sibling, and so on, as far as these are there."""
-        assert 0 <= node[0] <= self.root_node[0] and 0 <= node[1] << node[0] < self.slots, (
-            "a node of the tree covers a leaf"
-        )
+        assert 0 <= node[0] <= self.root_node[0], "a node lies on a level of the tree"
+        assert 0 <= node[1] << node[0] < self.slots, "a node covers a leaf"
         if node in self.nodes:
             raise ValueError(f"node {node} was given twice")
         while node != self.root_node:

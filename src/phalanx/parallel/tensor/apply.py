@@ -33,7 +33,7 @@ from phalanx.parallel.mesh.mesh import DimSplit, Mesh, Partition, piece
 from phalanx.parallel.mesh.torch_compat import overlap_with_products
 from phalanx.parallel.tensor.lanes.apply import RankLanes, apply_lanes
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
-from phalanx.run.kinds.parts import Parameter, by_name
+from phalanx.run.kinds.operations import Parameter, by_name
 from phalanx.run.spec import RunSpec
 
 _UNITS = (Transformer, PredictionAhead, Block)

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from phalanx.run.directory.paths import step_of
+from phalanx.run.fields import Problem
 from phalanx.run.identity import run_owned
-from phalanx.run.problems import Problem
-from phalanx.run.rules.mixture_rules import stages_of
+from phalanx.run.rules import stages_of
 from phalanx.run.spec import RunSpec
 
 _FIXED = {

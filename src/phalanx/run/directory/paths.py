@@ -4,7 +4,7 @@
         run.toml          the resolved run file: what was asked for, with nothing left to a default
         record.json       the run's identity and its data's fingerprint
         events.jsonl      all that happened; the display and the curve are drawn from it
-        steps.bin         the numbers of logged steps again, for fast curves; only a cache (observe/lines/step_index.py)
+        steps.bin         the numbers of logged steps again, for fast curves; only a cache (observe/event_log.py)
         ranks.bin         what each rank measured of itself, window after window (observe/rank_stream.py)
         checkpoints/      committed steps: step-00000100/checkpoint.json and so on
         tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
@@ -28,20 +28,23 @@ import os
 import re
 import shlex
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.plain_json import plain_json
-from phalanx.run.directory.regular_file import read_small
-from phalanx.run.directory.result import RunResult, read_result
-from phalanx.run.problems import listing
+import msgspec
+
+from phalanx.run.directory.files import plain_json, read_small, write_atomically
+from phalanx.run.fields import listing
 from phalanx.run.read import RUN_FILE, spec_from_table
 from phalanx.run.spec import RunSpec
 
 if TYPE_CHECKING:
-    from phalanx.run.section_reader import JsonObject
+    from collections.abc import Mapping
+
+    from phalanx.run.fields import JsonObject
+
 
 CHECKPOINT_INDEX = "checkpoint.json"
 """The file that makes a step's folder a committed checkpoint."""
@@ -177,7 +180,7 @@ class RunDirectory:
 
     @property
     def targets(self) -> Path:
-        """The folder of files that say where a fleet's processes serve their metrics (``observe/metrics/targets.py``)."""
+        """The folder of files that say where a fleet's processes serve their metrics (``observe/metrics/endpoint.py``)."""
         return self.path / "targets"
 
     @property
@@ -217,7 +220,7 @@ class RunDirectory:
 
     @property
     def serving(self) -> Path:
-        """The folder of what servers of the run's weights say of themselves; it exists once one has served (``observe/serving.py``)."""
+        """The folder of what servers of the run's weights say of themselves; it exists once one has served (``observe/record/notes.py``)."""
         return self.path / "serving"
 
     @property
@@ -332,3 +335,101 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
             )
         )
     return spec
+
+
+# The result of a finished run, as it is compared, printed and written to ``result.json``.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The result of a finished run. Fields with a default may be missing from a file of an older version."""
+
+    run_dir: str = ""
+    step: int
+    loss: float | None = None
+    """Training loss of the last step whose loss was finite, in nats a token."""
+    tokens: int = 0
+    """Training tokens over the whole run."""
+    tokens_per_s: float | None = None
+    """Tokens per second in the median step."""
+    mfu: float | None = None
+    peak_flops_per_s: float = 0.0
+    """The rate of all ranks together that counts as 100% MFU."""
+    peak_source: str = ""
+    held_out_loss: float | None = None
+    """Nats a token, in the last evaluation; ``None`` if the dataset holds no text out."""
+    bits_per_byte: float | None = None
+    """Bits needed for a byte of the held-out text."""
+    xz_bits_per_byte: float | None = None
+    """The same for ``xz -9`` on that text."""
+    ranks: int = 0
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    """Measured device memory by kind, on the rank that holds most of it."""
+    layout: dict[str, int] = field(default_factory=dict)
+    """The degree of each parallel axis."""
+    weights_sha256: str
+
+    def to_json(self) -> dict[str, object]:
+        """The fields as a JSON object."""
+        return asdict(self)
+
+
+def read_result(table: Mapping[str, object]) -> RunResult | None:
+    """The result in a JSON object; ``None`` if it is not that of a finished run."""
+    try:
+        return msgspec.convert(table, RunResult)
+    except msgspec.ValidationError:
+        return None
+
+
+# The keeper of the small files of a run directory while a fleet runs: ``record.json`` and the resolved run file.
+#
+# A start of a run on a damaged one is refused, since nobody then knows which data the run was trained on, or which run it is. A fleet that
+# runs does know: its coordinator, and its launcher before it starts a process again, remember the last good content, tell of the damage by name,
+# and write the file anew, before a process that begins has to read it. A file that says the same in other words is left as it is.
+
+
+class DirectoryKeeper:
+    """Remembers the small files of a run directory, and mends them."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._checks: dict[Path, Callable[[], object]] = {
+            directory.record: directory.read_record,
+            directory.run_file: self._require_same_run,
+        }
+        self._directory = directory
+        self._kept: dict[Path, bytes] = {}
+        self._spec: RunSpec | None = None
+
+    def look(self) -> list[str]:
+        """Looks at the files, and writes anew which of them is damaged or gone; returns what to tell.
+
+        A file that was damaged before this process first saw it stays as it is. Raises ``OSError`` if one cannot be read or written.
+        """
+        return [told for path, check in self._checks.items() if (told := self._look_at(path, check))]
+
+    def _require_same_run(self) -> None:
+        """Raises ``RunDirectoryError`` if the run file cannot be read, or describes another run: an empty one has every default."""
+        found = read_resolved(self._directory)
+        if self._spec not in (None, found):
+            raise RunDirectoryError("another run")
+        self._spec = found
+
+    def _look_at(self, path: Path, check: Callable[[], object]) -> str:
+        kept = self._kept.get(path)
+        try:
+            found = read_small(path)
+            if found == kept:
+                return ""
+            check()
+        except FileNotFoundError:
+            what = f"{path} was removed"
+        except RunDirectoryError:
+            what = f"{path} was damaged or changed"
+        else:
+            self._kept[path] = found
+            return ""
+        if kept is None:
+            return ""
+        write_atomically(path, kept)
+        return f"{what}; it has been written anew as it was"

@@ -11,10 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from phalanx.run.fields import Problem
 from phalanx.run.kinds import grouped_attention, latent_attention
-from phalanx.run.kinds.operations import AttentionCore, Operation
-from phalanx.run.kinds.parts import Parameter
-from phalanx.run.problems import Problem
+from phalanx.run.kinds.operations import AttentionCore, Operation, Parameter
 from phalanx.run.spec import ModelSpec, RopeScalingSpec
 
 

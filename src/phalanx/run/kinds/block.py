@@ -7,8 +7,16 @@ from collections.abc import Iterable, Iterator
 
 from phalanx.run.kinds import feed_forward, mixture
 from phalanx.run.kinds.attention import attention_kind
-from phalanx.run.kinds.operations import Dropout, KeptTensor, Norm, Operation, Pointwise
-from phalanx.run.kinds.parts import Parameter, norm, under
+from phalanx.run.kinds.operations import (
+    Dropout,
+    KeptTensor,
+    Norm,
+    Operation,
+    Parameter,
+    Pointwise,
+    norm,
+    under,
+)
 from phalanx.run.spec import ModelSpec
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.run.fields import Problem
 from phalanx.run.kinds.operations import (
+    HEAD_UNIT,
     Dropout,
     KeptTensor,
     LayerExchange,
@@ -12,10 +14,11 @@ from phalanx.run.kinds.operations import (
     MatrixProduct,
     Norm,
     Operation,
+    Parameter,
     Pointwise,
+    norm,
+    under,
 )
-from phalanx.run.kinds.parts import HEAD_UNIT, Parameter, norm, under
-from phalanx.run.problems import Problem
 from phalanx.run.spec import ModelSpec
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from phalanx.run.kinds.operations import Activation, LayerExchange, MatrixProduct, Operation
-from phalanx.run.kinds.parts import Parameter, by_name, linear, under
+from phalanx.run.kinds.operations import (
+    Activation,
+    LayerExchange,
+    MatrixProduct,
+    Operation,
+    Parameter,
+    by_name,
+    linear,
+    under,
+)
 from phalanx.run.spec import ModelSpec
 
 

@@ -6,16 +6,20 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
+from phalanx.run.fields import Problem, divisors_near
 from phalanx.run.kinds.operations import (
     AttentionCore,
     LayerExchange,
     MatrixProduct,
     Operation,
+    Parameter,
     Pointwise,
     Rotation,
+    by_name,
+    linear,
+    norm,
+    under,
 )
-from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
-from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ModelSpec
 
 TITLE: str = "grouped attention"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from phalanx.run.fields import Problem
 from phalanx.run.kinds.operations import (
     AttentionCore,
     KeptTensor,
@@ -16,10 +17,13 @@ from phalanx.run.kinds.operations import (
     MatrixProduct,
     Norm,
     Operation,
+    Parameter,
     Pointwise,
+    by_name,
+    linear,
+    norm,
+    under,
 )
-from phalanx.run.kinds.parts import Parameter, by_name, linear, norm, under
-from phalanx.run.problems import Problem
 from phalanx.run.spec import MlaSpec, ModelSpec
 
 TITLE: str = "latent attention"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from phalanx.run.fields import Problem, divisors_near
 from phalanx.run.kinds import feed_forward
 from phalanx.run.kinds.operations import (
     Activation,
@@ -14,11 +15,12 @@ from phalanx.run.kinds.operations import (
     LayerExchange,
     MatrixProduct,
     Operation,
+    Parameter,
     Permutation,
     Pointwise,
+    by_name,
+    under,
 )
-from phalanx.run.kinds.parts import Parameter, by_name, under
-from phalanx.run.problems import Problem, divisors_near
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 _ALIGNED = 8  # elements: grouped matrix products take rows of whole 16 bytes, also in bf16

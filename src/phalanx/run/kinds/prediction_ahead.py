@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from phalanx.run.fields import Problem
 from phalanx.run.kinds import block, ends
 from phalanx.run.kinds.mixture import is_mixture
-from phalanx.run.kinds.operations import MatrixProduct, Operation
-from phalanx.run.kinds.parts import Parameter, linear, norm, under
-from phalanx.run.problems import Problem
+from phalanx.run.kinds.operations import MatrixProduct, Operation, Parameter, linear, norm, under
 from phalanx.run.spec import ModelSpec
 
 

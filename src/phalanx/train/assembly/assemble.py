@@ -29,12 +29,13 @@ from phalanx.hardware.local.device import device_name, measure_matmul_flops, on_
 from phalanx.hardware.portable.operations import begin as begin_portable
 from phalanx.hardware.portable.operations import end as end_portable
 from phalanx.observe.events import IncidentKind
-from phalanx.observe.ledger.ledger import Bucket, Ledger
+from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
-from phalanx.observe.logs.place import Place
+from phalanx.observe.logs.recorder import Place
+from phalanx.observe.profile_request import ProfileDesk
 from phalanx.parallel.mesh.mesh import BOOT_ID, Mesh, build_mesh, count_machine_ranks
 from phalanx.process.stop_signals import StopRequest
-from phalanx.run.directory.durable import write_atomically
+from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import CheckpointSpec, RunSpec
@@ -44,7 +45,6 @@ from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.reporter import Reporter, first_of_node, leave_own_machine
 from phalanx.train.measure.numerics import Numerics, probe, require_equal
-from phalanx.train.profile.desk import ProfileDesk
 from phalanx.train.start.open_run import check_data
 from phalanx.train.step.placement import Built
 from phalanx.train.step.state import (

@@ -15,7 +15,7 @@ from torch import nn
 from phalanx.model.custom import Chain, blocks_of
 from phalanx.model.layers.experts.moe import make_rows_independent
 from phalanx.model.transformer import Transformer
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.parallel.context.apply import apply_context
 from phalanx.parallel.context.rank_tiles import rank_tiles
 from phalanx.parallel.expert import apply_experts

@@ -14,7 +14,7 @@ import torch
 from phalanx.model.custom import Chain, custom_facts
 from phalanx.model.facts.shape import buffers, count, parameters, stage_layers
 from phalanx.model.transformer import Transformer
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import ModelSpec, RunSpec
 
 

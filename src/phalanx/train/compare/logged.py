@@ -16,7 +16,7 @@ import msgspec
 
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.events import Evaluated, RunStarted, Step, decode
-from phalanx.observe.lines.tail import FileTail
+from phalanx.observe.lines import FileTail
 from phalanx.run.directory.paths import RunDirectory
 
 _OF_STEP = ("lr", "tokens", "loss", "grad_norm", "balance")

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.data.reading.dataset import RunData
-from phalanx.observe.ledger.ledger import Ledger
+from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh, count_machine_ranks
 from phalanx.parallel.pipeline.schedules import stages_of_rank
 from phalanx.parallel.reduction.checksum import piece_checksum

@@ -17,10 +17,9 @@ from typing import Literal
 
 import msgspec
 
+from phalanx.observe.logs.log_file import last_text
 from phalanx.observe.logs.masking import Mask
-from phalanx.observe.logs.tail import last_text
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.files import read_small, write_atomically
 
 STOP_WORDS = (
     "stopping: the step in progress is finished and saved; asked once more, the run ends at once and unsaved steps are lost",

@@ -17,9 +17,9 @@ from phalanx.data.errors import DataError
 from phalanx.data.reading.prefetch import WaitEndedError
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Finished, MemoryMeasured, Step, Stopped
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
-from phalanx.run.directory.result import RunResult
+from phalanx.run.directory.paths import RunResult
 from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.observers import (

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from phalanx.hardware.local.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import Evaluated, Evaluating, Restored, RunStarted, Step
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.train.assembly.assemble import Training
 from phalanx.train.lifecycle.progress import is_due

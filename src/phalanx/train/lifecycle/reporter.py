@@ -26,16 +26,14 @@ from phalanx.observe.events import (
     Known,
     Message,
 )
-from phalanx.observe.rank_file.recorder import RankRecorder
 from phalanx.observe.rank_stream import RankFrame
-from phalanx.observe.record.code_patch import CodePatch, code_patch
+from phalanx.observe.rank_writer import RankRecorder
 from phalanx.observe.record.machines import leave_machine, machine_differences, newest_machines
-from phalanx.observe.record.records import environment_record
-from phalanx.observe.sinks.background import CLOSE_TIMEOUT_S, END_TIMEOUT_S, Background, close_sinks
-from phalanx.run.data_folders import addresses
-from phalanx.run.directory.durable import create_once, write_atomically
+from phalanx.observe.record.records import CodePatch, code_patch, environment_record
+from phalanx.observe.sinks import CLOSE_TIMEOUT_S, END_TIMEOUT_S, Background, close_sinks
+from phalanx.run.directory.files import create_once, read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.resolve import addresses
 from phalanx.run.spec import RunSpec
 
 

@@ -11,7 +11,7 @@ import time
 from phalanx.checkpoint.save.interval import RANK_HOURS_BETWEEN_FAILURES, SaveInterval, is_copied
 from phalanx.checkpoint.save.saver import SaveOutcome
 from phalanx.observe.events import Message
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import format_duration
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.spec import CheckpointSpec, RunSpec

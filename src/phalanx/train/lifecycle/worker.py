@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING
 
 from phalanx.hardware.local.detect import set_for_rank
 from phalanx.observe.logs.capture import capture_output
-from phalanx.process.parent import die_with_parent
+from phalanx.process.child import die_with_parent
 from phalanx.process.stop_signals import StopRequest
 from phalanx.train.lifecycle.ending import report_failure
 
 if TYPE_CHECKING:
-    from phalanx.run.directory.paths import RunDirectory
-    from phalanx.run.directory.result import RunResult
+    from phalanx.run.directory.paths import RunDirectory, RunResult
     from phalanx.run.spec import RunSpec
     from phalanx.train.assembly.assemble import EpochInputs, Training
     from phalanx.train.lifecycle.reporter import Reporter
@@ -51,7 +50,7 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
     Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
     """
     from phalanx.hardware.local.device import keep_freed_memory
-    from phalanx.observe.ledger.ledger import Bucket, Ledger
+    from phalanx.observe.ledger import Bucket, Ledger
     from phalanx.observe.record.records import process_age_ns
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_from_environment
     from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -76,9 +75,9 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
 
     from phalanx.hardware.local.detect import Throttles
     from phalanx.observe.event_log import EventLog
-    from phalanx.observe.rank_file.recorder import RankRecorder
-    from phalanx.observe.sinks.registry import open_sinks
-    from phalanx.observe.throttling import ThrottlingWatch
+    from phalanx.observe.rank_writer import RankRecorder
+    from phalanx.observe.record.notes import ThrottlingWatch
+    from phalanx.observe.sink_registry import open_sinks
     from phalanx.train.assembly.assemble import assemble
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter, first_of_node
@@ -171,12 +170,12 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.data.errors import DataError
     from phalanx.model.custom import CustomModelError
     from phalanx.observe.event_log import EventLogError
-    from phalanx.observe.sinks.registry import SinkError
+    from phalanx.observe.sink_registry import SinkError
     from phalanx.parallel.mesh.mesh import LayoutError
     from phalanx.parallel.process_group.rendezvous import RendezvousError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
-    from phalanx.run.rules.portable import NotPortableError
+    from phalanx.run.rules import NotPortableError
     from phalanx.train.lifecycle.loop import UnsavedError
     from phalanx.train.lifecycle.progress import LossSpikeError, NonFiniteError
     from phalanx.train.measure.numerics import MixedMachinesError

@@ -24,14 +24,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from phalanx.hardware.local.device import device_of_rank, wait_for_device
-from phalanx.observe.ledger.ledger import Ledger
+from phalanx.observe.ledger import Ledger
 from phalanx.parallel.mesh.mesh import build_mesh
 from phalanx.parallel.mesh.torch_compat import all_gather_single, sum_scatter_along
 from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-from phalanx.process.child import Child, end_all
-from phalanx.process.parent import die_with_parent
-from phalanx.run.directory.durable import write_atomically
-from phalanx.run.problems import RunFileError
+from phalanx.process.child import Child, die_with_parent, end_all
+from phalanx.run.directory.files import write_atomically
+from phalanx.run.fields import RunFileError
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.spec import RunSpec
 from phalanx.train.assembly.assemble import make_deterministic
@@ -54,7 +53,7 @@ class MeasuredStep:
     cpu_s: float
     """Processor time of all threads of a rank."""
     memory_bytes: dict[str, int]
-    """Bytes by kind and "total", as ``phalanx.observe.memory_kinds`` names them."""
+    """Bytes by kind and "total", as ``phalanx.train.step.meters`` names them."""
 
 
 class TimeCollectives(msgspec.Struct, frozen=True, tag=True):

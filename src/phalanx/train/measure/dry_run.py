@@ -27,7 +27,7 @@ from torch import Tensor
 from phalanx.model.autograd import DispatchMode
 from phalanx.model.facts.holdings import holding, place_of
 from phalanx.model.facts.shape import stage_layers
-from phalanx.observe.ledger.ledger import Bucket, Ledger
+from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.collectives import Calls, collectives
 from phalanx.parallel.mesh.mesh import Mesh, build_mesh
 from phalanx.parallel.mesh.torch_compat import group_of, join_fake

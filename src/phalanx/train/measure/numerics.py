@@ -26,9 +26,9 @@ from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.mla import AbsorbedUp, latents_as_keys
 from phalanx.model.layers.dense import RMSNorm
 from phalanx.parallel.process_group.typed_gather import gather_typed
-from phalanx.run.directory.durable import create_once
+from phalanx.run.directory.files import create_once
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import MlaSpec, RunSpec
 from phalanx.train.assembly.model_facts import compute_dtype
 

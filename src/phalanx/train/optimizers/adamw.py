@@ -23,8 +23,8 @@ from phalanx.hardware.kernels.reference import REFERENCE, UpdateFactors
 from phalanx.model.init import flat_indices, random_words, stream_key
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.reduction.data_parallel import local
-from phalanx.run.kinds.parts import Parameter
-from phalanx.run.kinds.state_blocks import INT8_BLOCK
+from phalanx.run.kinds.operations import Parameter
+from phalanx.run.kinds.whole_model import INT8_BLOCK
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.optimizer import (
     MomentStore,

@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.model.facts.optimizer_state import takes_matrix
 from phalanx.parallel.mesh.local_slice import LocalSlice
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.adamw import AdamW, NarrowAdamW
 from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixOptimizer, MatrixRule

@@ -21,7 +21,7 @@ from phalanx.hardware.local.device import on_gpu
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.torch_compat import cuda_stream, local_slice_of
 from phalanx.parallel.reduction.data_parallel import local
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import MemorySpec, OptimizerSpec
 from phalanx.train.transforms.offload import Regions
 

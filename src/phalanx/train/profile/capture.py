@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.autograd.profiler import profile, record_function
 
 from phalanx.hardware.local.device import on_gpu
-from phalanx.observe.profile.recorded_step import (
+from phalanx.observe.recorded_step import (
     ALLOCATION,
     COPY,
     EVENT,
@@ -29,7 +29,7 @@ from phalanx.observe.profile.recorded_step import (
     MOST_EVENTS,
     RankTrace,
 )
-from phalanx.run.section_reader import JsonObject
+from phalanx.run.fields import JsonObject
 
 if TYPE_CHECKING:
     from torch._C._autograd import _KinetoEvent

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.model.custom import blocks_of
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.train.profile.capture import Marks
 from phalanx.train.step.slot import LoopRunner, PipelineRunner

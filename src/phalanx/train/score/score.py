@@ -28,7 +28,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.rules.portable import NotPortableError
+from phalanx.run.rules import NotPortableError
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.assembly.model_facts import compute_dtype, whole_model
 from phalanx.train.score.arithmetic import other_arithmetic

@@ -29,8 +29,7 @@ from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
 from phalanx.model.facts.shape import parameters
-from phalanx.observe.sinks.registry import SinkError, require_sinks
-from phalanx.run.data_folders import ONLY, field_of
+from phalanx.observe.sink_registry import SinkError, require_sinks
 from phalanx.run.directory.lineage import taken_over_problems
 from phalanx.run.directory.paths import (
     RunDirectory,
@@ -40,12 +39,12 @@ from phalanx.run.directory.paths import (
     read_resolved,
 )
 from phalanx.run.factory import FactoryError
+from phalanx.run.fields import Problem
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.launch_variables import variable_problems
-from phalanx.run.problems import Problem
+from phalanx.run.resolve import ONLY, field_of, variable_problems
 from phalanx.run.spec import ModelSpec, RunSpec
-from phalanx.store.errors import StoreError
 from phalanx.store.open_store import check_url, is_url
+from phalanx.store.store import StoreError
 
 _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""

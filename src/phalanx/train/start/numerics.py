@@ -13,7 +13,7 @@ from pathlib import Path
 from phalanx.hardware.kernels.compiler import NoHostKernelsError
 from phalanx.hardware.portable.build import library_file, unfit_processor
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.rules.portable import not_portable
+from phalanx.run.rules import not_portable
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import choose, holds_steps
 

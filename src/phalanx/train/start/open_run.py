@@ -25,16 +25,16 @@ import tomli_w
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, require_conditional_store
 from phalanx.observe.event_log import next_attempt
-from phalanx.run.data_folders import record_of
-from phalanx.run.directory.durable import remove_temporaries, write_atomically
+from phalanx.run.directory.files import remove_temporaries, write_atomically
 from phalanx.run.directory.lineage import extending_command, shares_past
 from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryError, read_resolved, step_of
 from phalanx.run.identity import differences, identity, layout_changes, run_owned
 from phalanx.run.read import spec_from_table, to_table
-from phalanx.run.rules.portable import ARITHMETIC
+from phalanx.run.resolve import record_of
+from phalanx.run.rules import ARITHMETIC
 from phalanx.run.spec import RunSpec
-from phalanx.store.errors import MissingObjectError, StoreError, UnavailableError
 from phalanx.store.open_store import open_store
+from phalanx.store.store import MissingObjectError, StoreError, UnavailableError
 
 # Makes sure whose the checkpoints in a store are, before a rank is started that could restore them or add to them.
 #

@@ -28,8 +28,6 @@ from phalanx.data.reading.sources import (
 from phalanx.data.stored.index import INDEX_FILE
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.hardware.local.detect import gpu_count
-from phalanx.run.data_folders import ONLY, addresses, field_of, found_again
-from phalanx.run.degrees.smaller import problems_on
 from phalanx.run.directory.paths import (
     RunDirectory,
     committed_steps,
@@ -38,12 +36,13 @@ from phalanx.run.directory.paths import (
     step_of,
 )
 from phalanx.run.factory import FactoryError, source_sha256
+from phalanx.run.fields import Problem, RunFileError
 from phalanx.run.kinds.whole_model import resolve as resolve_model
-from phalanx.run.problems import Problem, RunFileError
-from phalanx.run.resolve import compute_format, device_of
+from phalanx.run.resolve import ONLY, addresses, compute_format, device_of, field_of, found_again
+from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
-from phalanx.store.errors import StoreError
 from phalanx.store.open_store import is_remote, is_url
+from phalanx.store.store import StoreError
 from phalanx.train.start.checks import start_problems
 from phalanx.train.start.numerics import with_numerics
 from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run

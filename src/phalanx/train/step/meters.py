@@ -12,7 +12,7 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -31,8 +31,7 @@ from phalanx.hardware.local.device import (
     temperature_c,
 )
 from phalanx.model.autograd import DispatchMode
-from phalanx.observe.ledger.ledger import NS_PER_S, Bucket
-from phalanx.observe.memory_kinds import MemoryByKind
+from phalanx.observe.ledger import NS_PER_S, Bucket
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankFrame
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.train.step.step import Stepper
@@ -301,3 +300,29 @@ class RankTimes:
         """Time until now of this rank's own computing, and of waiting for samples."""
         totals = self._ledger.totals_ns()
         return totals.get(Bucket.STEP_COMPUTE, 0), totals.get(Bucket.STEP_DATA_WAIT, 0)
+
+
+# Peak memory of an accelerator in a step, by kind: the measured side of the planner's memory model.
+
+
+@dataclass(frozen=True)
+class MemoryByKind:
+    """Bytes on one rank's device; each kind at its own peak within a step."""
+
+    parameters: int
+    """Master weights, or this rank's share of them."""
+    gradients: int
+    """As the optimizer finds them."""
+    optimizer: int
+    """The optimizer's state, unless it is offloaded."""
+    activations: int | None
+    """Activations saved for backward, of all micro-batches in flight together; ``None`` if they cannot be measured."""
+    buffers: int
+    """State that is not trained."""
+    other: int
+    """The rest of the total peak: gathered weights, gradient accumulators and temporaries."""
+
+    @property
+    def total(self) -> int:
+        """The peak of everything together, or a little more where the kinds' peaks do not coincide."""
+        return sum(value or 0 for value in asdict(self).values())

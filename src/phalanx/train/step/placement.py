@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
-from phalanx.observe.ledger.ledger import Bucket
+from phalanx.observe.ledger import Bucket
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh, Partition
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.reduction.data_parallel import DataParallel, local
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import RunSpec
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart
 from phalanx.train.step.slot import SlotRunner

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from phalanx.observe.spread import usual_deviation
+from phalanx.observe.throughput import usual_deviation
 from phalanx.run.spec import ScheduleSpec, TrainSpec
 
 _LEAST_LOSS_DEVIATION = 0.005

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from phalanx.hardware.local.device import brought, wait_for_stream
 from phalanx.model.layers.experts.router import routers
-from phalanx.observe.ledger.ledger import Bucket, Ledger
+from phalanx.observe.ledger import Bucket, Ledger
 from phalanx.parallel.mesh.slots import Round
 from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.parallel.reduction import exact_sum

@@ -26,7 +26,7 @@ from phalanx.fleet.core.replay import batch_line, first_line, replay
 from phalanx.fleet.core.simulated_clock import SimulatedClock
 from phalanx.fleet.core.state import FleetPhase, FleetState, NonFiniteDoubt, encode_state
 from phalanx.fleet.core.succession import Candidacy, Claim
-from phalanx.run.peers.fencing import FencingToken
+from phalanx.run.identity import FencingToken
 from phalanx_plan.simulate.hostile.training import Conditions, Disk
 
 LEAST_TICK_S = 0.25

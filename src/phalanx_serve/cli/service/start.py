@@ -112,9 +112,9 @@ def _start(options: ServeOptions, served: ServedRun, said: Said, sock: socket.so
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
     from phalanx.model.custom import CustomModelError
-    from phalanx.observe.serving import ServingNote
+    from phalanx.observe.record.notes import ServingNote
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-    from phalanx.run.peers.addresses import loopback_names
+    from phalanx.run.peers import loopback_names
     from phalanx_serve.engine.errors import EngineError
     from phalanx_serve.http.admission import Limits
     from phalanx_serve.http.app import Gateway

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.process.parent import die_with_parent
+from phalanx.process.child import die_with_parent
 from phalanx.wire.connection import FramedConnection
 from phalanx.wire.messages import WireError
 from phalanx_serve.workers.over_nixl.agent import TO_AGENT, Begun, NixlAgent, Over, Read, Serving, Unable

@@ -25,7 +25,7 @@ from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier, sta
 from phalanx.checkpoint.pack.layout import PackError
 from phalanx.checkpoint.pack.writer import pack
 from phalanx.model.transformer import Transformer
-from phalanx.run.directory.files_below import files_below
+from phalanx.run.directory.files import files_below
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.train.score.score import restored_model
 

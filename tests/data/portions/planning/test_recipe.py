@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.data.portions.planning.recipe import differences, read_recipe, recipe_of, recipe_table
-from phalanx.run.problems import RunFileError
+from phalanx.run.fields import RunFileError
 
 
 def read(folder: Path, text: str) -> object:

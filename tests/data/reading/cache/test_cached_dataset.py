@@ -21,7 +21,7 @@ from phalanx.data.stored.index import HELD_OUT, TRAIN
 from phalanx.data.stored.shard_writer import BLOCK_BYTES
 from phalanx.data.stored.shards import TokenShards
 from phalanx.data.tokenizers.tokenizer import train_bpe
-from phalanx.store.errors import UnavailableError
+from phalanx.store.store import UnavailableError
 from store.memory_store import MemoryStore
 
 BLOCK_TOKENS = BLOCK_BYTES // 2

@@ -13,7 +13,7 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.reading.cached_dataset import CachedShards, CacheOptions, cached_in, open_cached
 from phalanx.data.stored.index import TRAIN
 from phalanx.store.open_store import open_store
-from phalanx.store.retry import RetryPolicy
+from phalanx.store.store import RetryPolicy
 from store.memory_store import MemoryStore
 from store.scripted_server import ScriptedServer, scripted
 from store.servers import CREDENTIALS, free_port

@@ -12,7 +12,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.mesh import piece
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrix.holders import matrices_of, owners_of

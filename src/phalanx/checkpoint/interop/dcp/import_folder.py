@@ -41,7 +41,7 @@ from phalanx.checkpoint.interop.huggingface.stored_weights import Weights
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 

@@ -31,9 +31,9 @@ from phalanx.checkpoint.interop.huggingface.rotary import (
     same_temperature,
     stretched_length,
 )
+from phalanx.run.fields import JsonObject
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import spec_from_table, to_table
-from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
 
 __all__ = [

@@ -40,8 +40,8 @@ from phalanx.checkpoint.interop.huggingface.names import Published, published, s
 from phalanx.checkpoint.tiers.tier import Tier
 from phalanx.data.chat.encode import kept_template, save_template, turn_ends
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
+from phalanx.run.fields import JsonObject
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
 
 FILE_BYTES = 5_000_000_000  # of one safetensors file, as the Hub recommends

@@ -15,11 +15,9 @@ import torch
 from phalanx.checkpoint.interop.huggingface.config import TOKEN_FIELDS, Dtype, HuggingFaceError, spec_of
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, same_tokens
-from phalanx.run.directory.durable import sync
-from phalanx.run.directory.files_below import files_below, folders_below
-from phalanx.run.directory.regular_file import file_of_download, read_small
+from phalanx.run.directory.files import file_of_download, files_below, folders_below, read_small, sync
+from phalanx.run.fields import JsonObject
 from phalanx.run.kinds.whole_model import resolve
-from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec
 
 CONFIG = "config.json"

@@ -7,9 +7,9 @@ them, the other writes them back.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from phalanx.run.fields import JsonObject
 from phalanx.run.kinds.grouped_attention import attention_of
 from phalanx.run.kinds.mixture import is_mixture
-from phalanx.run.section_reader import JsonObject
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 LATENT_EPS = 1e-6

@@ -18,7 +18,7 @@ from phalanx.checkpoint.interop.huggingface.families.family import Family
 from phalanx.checkpoint.interop.huggingface.families.known import family_for
 from phalanx.model.facts.shape import buffers, parameters
 from phalanx.run.kinds.grouped_attention import rotated_of
-from phalanx.run.kinds.parts import Parameter, by_name
+from phalanx.run.kinds.operations import Parameter, by_name
 from phalanx.run.spec import ModelSpec
 
 _OUTER = {

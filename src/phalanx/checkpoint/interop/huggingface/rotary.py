@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from phalanx.checkpoint.interop.huggingface.families.family import Family
 from phalanx.model.facts.shape import rotary_temperature
-from phalanx.run.section_reader import JsonObject
+from phalanx.run.fields import JsonObject
 from phalanx.run.spec import ModelSpec, RopeScalingSpec
 
 _ORIGINAL = "original_max_position_embeddings"

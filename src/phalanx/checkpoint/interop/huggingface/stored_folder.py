@@ -27,7 +27,7 @@ from phalanx.checkpoint.interop.huggingface.names import Published
 from phalanx.checkpoint.interop.huggingface.stored_weights import open_folder, values
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Record
-from phalanx.run.directory.held_folder import held_folder
+from phalanx.run.directory.files import held_folder
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, is_published
 
 

@@ -36,7 +36,7 @@ from phalanx.checkpoint.interop.huggingface.folders import (
     read_json,
 )
 from phalanx.checkpoint.interop.huggingface.names import Published, hf_name, published, shared_copies
-from phalanx.run.directory.regular_file import file_of_download
+from phalanx.run.directory.files import file_of_download
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from phalanx.data.errors import DataError
 from phalanx.data.portions.stages import do_task
 from phalanx.data.portions.tasks import Workplace
-from phalanx.store.errors import StoreError
+from phalanx.store.store import StoreError
 
 
 @dataclass(frozen=True)

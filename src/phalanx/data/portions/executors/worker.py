@@ -9,7 +9,7 @@ import traceback
 
 from phalanx.data.portions.executors.executor import outcome_of
 from phalanx.data.portions.tasks import Workplace
-from phalanx.process.parent import watch_parent
+from phalanx.process.child import watch_parent
 
 
 def main() -> None:

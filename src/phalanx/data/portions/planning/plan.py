@@ -37,10 +37,8 @@ from phalanx.data.preparing.prepare import PREPARATION_FOLDER
 from phalanx.data.preparing.split_writer import Encoding, HeldOutEnd, SplitRule, description, named_tokenizer
 from phalanx.data.steps.choose import resolved
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.run.problems import Problem
-from phalanx.run.section_reader import JsonObject
-from phalanx.store.errors import ExistsError, MissingObjectError
-from phalanx.store.store import Store
+from phalanx.run.fields import JsonObject, Problem
+from phalanx.store.store import ExistsError, MissingObjectError, Store
 from phalanx.version import __version__
 
 PREPARATION = PREPARATION_FOLDER

@@ -20,10 +20,9 @@ from pathlib import Path
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.portions.planning.recipe import RawSource
 from phalanx.data.preparing.files import below, local_path
-from phalanx.run.directory.files_below import files_below
-from phalanx.store.errors import MissingObjectError
+from phalanx.run.directory.files import files_below
 from phalanx.store.open_store import is_remote, open_store
-from phalanx.store.store import Store
+from phalanx.store.store import MissingObjectError, Store
 
 _BROUGHT_BYTES = 16 << 20
 _WILDCARD = re.compile(r"[*?\[]")

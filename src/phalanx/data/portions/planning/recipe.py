@@ -15,9 +15,7 @@ from typing import Annotated, Literal
 
 from phalanx.data.formats.document import ReadOptions
 from phalanx.data.steps.choose import AnyStep, read_steps
-from phalanx.run.fields import ValueRange
-from phalanx.run.problems import Problem, RunFileError
-from phalanx.run.section_reader import JsonObject, read_section
+from phalanx.run.fields import JsonObject, Problem, RunFileError, ValueRange, read_section
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.data.errors import TokenizerError
-from phalanx.run.directory.regular_file import read_small
+from phalanx.run.directory.files import read_small
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from phalanx.fleet.core import messages as m
-from phalanx.observe.logs.first_failure import first_failure, what_happened, who
-from phalanx.observe.logs.line import LogLine
-from phalanx.observe.logs.tail import last_lines
+from phalanx.observe.logs.line import LogLine, first_failure, what_happened, who
+from phalanx.observe.logs.log_file import last_lines
 from phalanx.run.directory.paths import RunDirectory
 
 _WAIT_S = 1.0

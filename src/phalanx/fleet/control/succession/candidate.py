@@ -35,10 +35,9 @@ from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.succession import Candidacy, Claim, succeeding
 from phalanx.hardware.local.network import join_address
 from phalanx.observe.logs.capture import capture_output
-from phalanx.process.parent import die_with_parent
-from phalanx.run.directory.durable import write_atomically
+from phalanx.process.child import die_with_parent
+from phalanx.run.directory.files import read_small, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.directory.regular_file import read_small
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import take_lock
 

@@ -19,9 +19,8 @@ from pathlib import Path
 import msgspec
 
 from phalanx.fleet.core.succession import Claim, decode_claim, encode_claim
-from phalanx.run.directory.durable import sync, write_atomically
+from phalanx.run.directory.files import read_small, sync, write_atomically
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.directory.regular_file import read_small
 
 KEPT = 8
 """Claims that are kept whole. Of older ones the name is left, so that no term is claimed twice."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from phalanx.fleet.core.replay import JournalError
-from phalanx.run.directory.durable import sync, write_atomically
+from phalanx.run.directory.files import sync, write_atomically
 
 _DIGITS = 16
 

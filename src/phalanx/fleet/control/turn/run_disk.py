@@ -11,8 +11,7 @@ from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.fleet.control.distrust import record_distrust
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.state import FleetState
-from phalanx.run.directory.directory_keeper import DirectoryKeeper
-from phalanx.run.directory.paths import RunDirectory, step_of
+from phalanx.run.directory.paths import DirectoryKeeper, RunDirectory, step_of
 from phalanx.run.spec import RunSpec
 
 

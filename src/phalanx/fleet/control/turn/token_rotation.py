@@ -11,7 +11,7 @@ from phalanx.fleet.control.security import SecurityError, require_rotatable, rot
 from phalanx.fleet.control.transport import FleetServer
 from phalanx.fleet.control.turn.inbox import Inbox
 from phalanx.fleet.core import messages as m
-from phalanx.wire.token_proof import token_name
+from phalanx.wire.messages import token_name
 
 
 def rekeyed(credentials: Credentials) -> m.Rekeyed:

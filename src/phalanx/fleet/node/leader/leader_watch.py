@@ -13,8 +13,7 @@ from phalanx.fleet.control.succession.candidate import candidate_addresses
 from phalanx.fleet.node.agent_args import AgentArgs
 from phalanx.fleet.node.leader.successor import Successor
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.run.identity import identity
-from phalanx.run.peers.fencing import fencing_token
+from phalanx.run.identity import fencing_token, identity
 
 # Whether a run was started again, or its directory belongs to another run now.
 #

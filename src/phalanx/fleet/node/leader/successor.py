@@ -20,7 +20,7 @@ from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
 from phalanx.fleet.core.succession import Claim, stands_after_s
 from phalanx.fleet.node.agent_args import AgentArgs
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.order import order_for
+from phalanx.observe.logs.log_file import order_for
 from phalanx.process.child import Child, describe_exit
 from phalanx.process.restarts import Restarts
 from phalanx.run.directory.paths import RunDirectory

@@ -59,22 +59,27 @@ from phalanx.hardware.local.detect import Throttles
 from phalanx.hardware.local.device import answers, give_back_memory, keep_freed_memory, make_current, on_gpu
 from phalanx.hardware.local.network import resolved
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.ledger.goodput import ledger_of
-from phalanx.observe.ledger.ledger import NS_PER_S, Bucket, Ledger
+from phalanx.observe.goodput import ledger_of
+from phalanx.observe.ledger import NS_PER_S, Bucket, Ledger
 from phalanx.observe.logs.capture import place_of_process
-from phalanx.observe.throttling import ThrottlingWatch
+from phalanx.observe.record.notes import ThrottlingWatch
 from phalanx.parallel.mesh.torch_compat import flight_record
 from phalanx.parallel.process_group.abort import Connections, abort
 from phalanx.parallel.process_group.meeting import MeetingPoint, meet
 from phalanx.parallel.process_group.rendezvous import RendezvousError, choose_interface, device_for, leave
 from phalanx.process.stop_signals import StopRequest
-from phalanx.run.data_folders import addresses
-from phalanx.run.degrees.smaller import divided_over
-from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError, read_resolved
-from phalanx.run.directory.result import RunResult
+from phalanx.run.directory.paths import (
+    DamagedRecordError,
+    RunDirectory,
+    RunDirectoryError,
+    RunResult,
+    read_resolved,
+)
 from phalanx.run.factory import load_factory
-from phalanx.run.peers.addresses import is_loopback
-from phalanx.run.peers.fencing import fencing_token
+from phalanx.run.identity import fencing_token
+from phalanx.run.peers import is_loopback
+from phalanx.run.resolve import addresses
+from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
 from phalanx.train.assembly.assemble import EpochInputs, WarmState, make_deterministic, warm_up
@@ -104,7 +109,7 @@ class WorkerArgs:
     segments: tuple[int, ...]
     """Descriptors of the memory for this worker's snapshots."""
     run_file_sha256: str
-    """The digest of the resolved run file that its agent read (``phalanx.run.peers.fencing``)."""
+    """The digest of the resolved run file that its agent read (``phalanx.run.identity``)."""
     local_rank: int
     node: str
     """The node's name; in a local fleet it ends with the node's number."""

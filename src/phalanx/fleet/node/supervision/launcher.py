@@ -11,10 +11,10 @@ from pathlib import Path
 from phalanx.fleet.control.security import TOKEN_VARIABLES, TokenRole, keyring_after
 from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
 from phalanx.observe.logs.child_output import ChildOutput
-from phalanx.observe.logs.order import order_for
+from phalanx.observe.logs.log_file import order_for
 from phalanx.process.child import Child
 from phalanx.process.stop_signals import StopOrders
-from phalanx.run.directory.directory_keeper import DirectoryKeeper
+from phalanx.run.directory.paths import DirectoryKeeper
 from phalanx.train.lifecycle.ending import remove_failure
 from phalanx.train.start.open_run import OpenRun
 

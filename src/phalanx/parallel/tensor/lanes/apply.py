@@ -61,7 +61,7 @@ from phalanx.parallel.tensor.lanes.shares import (
     replace_method,
 )
 from phalanx.parallel.tensor.sequence_comm import SequenceComm
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 
 _UNITS = (Transformer, PredictionAhead, Block)
 _LAYERS = (Attention, MlaAttention, FeedForward)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from phalanx.model.facts.optimizer_state import matrix_state, matrix_work
 from phalanx.parallel.mesh.local_slice import LocalSlice, slices_in
 from phalanx.parallel.reduction.data_parallel import local
-from phalanx.run.kinds.parts import Parameter
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.matrix.holders import Holders, Matrix, gather_holders, matrices_of, owners_of
 from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of

@@ -1,0 +1,458 @@
+"""Goodput: the share of the time a run held its machines that its final weights are made of.
+
+A pure function of the run's events, over all attempts. Each attempt's ledger says where its time went;
+the events say what became of the steps:
+
+* ``committed``: a durable checkpoint of the surviving line covers the step, or the run finished.
+* ``pending``: done, not yet covered; a crash now would cost it.
+* ``discarded.rollback``: done, lost in a crash, done again.
+* ``discarded.nonfinite``: done, then skipped because a number was not finite, or a loss spike.
+* ``waiting``: for samples, in steps that were not lost; it makes nothing, and is no part of the others.
+
+The time between two attempts (queueing, a person asleep) is held by nobody: it is reported as ``gap``.
+Everything is in integer nanoseconds, so that the parts sum to the whole exactly. The definition follows
+ml-goodput-measurement (productive step time over elapsed time); the outcome of a step is decided after
+the fact, as in ByteRobust's effective training time ratio (arXiv:2509.16293).
+
+The last section converts the account to the definitions of other published goodputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+from phalanx.observe.events import (
+    FROM_OUTSIDE,
+    CheckpointSaved,
+    EpochLeft,
+    Event,
+    Finished,
+    LossSpike,
+    NonFinite,
+    Restored,
+    RunStarted,
+    Step,
+    Stopped,
+)
+from phalanx.observe.ledger import NS_PER_S, Bucket, add, format_ledger
+from phalanx.observe.throughput import format_duration
+
+_LONGEST_S = 1e11
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The goodput report of a run: wall time of the rank that wrote the events, in nanoseconds.
+
+    The buckets sum to ``held_ns`` exactly, the five outcomes to the ``step.*`` buckets.
+    """
+
+    buckets_ns: Mapping[str, int]
+    committed_ns: int
+    pending_ns: int
+    rollback_ns: int
+    nonfinite_ns: int
+    gap_ns: int
+    attempts: int
+    waiting_ns: int = 0
+    """For samples, in steps of all outcomes but ``rollback``, which holds its own."""
+
+    @property
+    def held_ns(self) -> int:
+        return sum(self.buckets_ns.values())
+
+    @property
+    def goodput(self) -> float:
+        """Committed step time, without waiting for samples, over held time, 0 to 1; 0 for a run that has held nothing."""
+        return self.committed_ns / self.held_ns if self.held_ns else 0.0
+
+    @property
+    def goodput_if_kept(self) -> float:
+        """The same with pending steps counted as kept: what a running job shows."""
+        return (self.committed_ns + self.pending_ns) / self.held_ns if self.held_ns else 0.0
+
+
+def goodput(events: Iterable[Event]) -> Goodput:
+    """The goodput of a run from its events, in any order of attempts but each attempt in its own.
+
+    Steps without a ledger count with their ``step_s``, times the steps since the last event; the rest
+    of such an attempt is unattributed.
+    """
+    attempts: dict[int, list[Event]] = {}
+    for event in events:
+        attempts.setdefault(event.attempt, []).append(event)
+    accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
+    line = _Line()
+    for account in accounts:
+        line.live_through(account)
+    committed, pending = _cut(line.pieces, line.durable_step)
+    return Goodput(
+        buckets_ns=add(account.buckets_ns for account in accounts),
+        committed_ns=sum(piece.duration_ns for piece in committed),
+        pending_ns=sum(piece.duration_ns for piece in pending),
+        rollback_ns=line.rollback_ns,
+        nonfinite_ns=line.nonfinite_ns,
+        gap_ns=sum(max(0, after.start_ns - before.end_ns) for before, after in pairwise(accounts)),
+        attempts=len(accounts),
+        waiting_ns=sum(piece.waiting_ns for piece in line.pieces),
+    )
+
+
+@dataclass(frozen=True)
+class AttemptAccount:
+    """Where the time of one attempt went, or of one epoch of a fleet: of the rank that wrote the events."""
+
+    attempt: int
+    started_s: float
+    """Unix seconds, as ``ended_s``."""
+    ended_s: float
+    ranks: int
+    """0 if its start was not logged."""
+    reason: str
+    """Why it ended; empty if nobody has said so."""
+    buckets_ns: Mapping[str, int]
+    """They sum to its share of ``Goodput.held_ns``."""
+    first_step: int
+    """The first step that it computed, and the last one; 0 if it came to none."""
+    last_step: int
+
+
+def attempt_accounts(events: Iterable[Event]) -> list[AttemptAccount]:
+    """The account of each attempt that held its machines, in order; together they are the whole of ``goodput(events)``."""
+    attempts: dict[int, list[Event]] = {}
+    reasons: dict[int, str] = {}
+    lived = 0
+    for event in events:
+        attempts.setdefault(event.attempt, []).append(event)
+        match event.body:
+            case EpochLeft(reason=reason):  # told by the coordinator, under an attempt of its own
+                reasons.setdefault(lived, reason)
+            case Stopped(reason=reason):
+                reasons[event.attempt] = reason
+            case Finished():
+                reasons[event.attempt] = "finished"
+        if not isinstance(event.body, FROM_OUTSIDE):
+            lived = event.attempt
+    accounts = _disjoint([_account(own) for _, own in sorted(attempts.items()) if _lived(own)])
+    return [_described(account, reasons.get(account.events[0].attempt, "")) for account in accounts]
+
+
+def _described(account: _Account, reason: str) -> AttemptAccount:
+    steps = [event.body.step for event in account.events if isinstance(event.body, Step)]
+    ranks = [event.body.ranks for event in account.events if isinstance(event.body, RunStarted)]
+    return AttemptAccount(
+        attempt=account.events[0].attempt,
+        started_s=account.start_ns / NS_PER_S,
+        ended_s=account.end_ns / NS_PER_S,
+        ranks=ranks[-1] if ranks else 0,
+        reason=reason,
+        buckets_ns=account.buckets_ns,
+        first_step=steps[0] if steps else 0,
+        last_step=steps[-1] if steps else 0,
+    )
+
+
+# --- the time of one attempt --------------------------------------------------------------------
+
+
+class _InSteps(NamedTuple):
+    """The time in the step loop: waiting for samples, and all else."""
+
+    rest_ns: int
+    waiting_ns: int
+
+
+@dataclass(frozen=True)
+class _Account:
+    """One attempt: when it began and ended (unix nanoseconds), and where the time between went."""
+
+    events: Sequence[Event]
+    in_steps: Sequence[_InSteps | None]
+    """Beside each event: the time in the step loop so far, where the event tells it."""
+    start_ns: int
+    end_ns: int
+    buckets_ns: Mapping[str, int]
+
+
+def _disjoint(accounts: list[_Account]) -> list[_Account]:
+    """A fleet's epoch takes the time since the last ledger of the one before into its own account: it is counted there."""
+    found: list[_Account] = []
+    for account in reversed(accounts):
+        later_ns = found[-1].start_ns if found else account.end_ns
+        rest_ns = account.buckets_ns.get(Bucket.UNATTRIBUTED.value, 0)
+        over_ns = min(max(0, account.end_ns - later_ns), rest_ns)
+        if over_ns >= account.end_ns - account.start_ns > 0:
+            continue  # it ended before its first step
+        if over_ns:
+            buckets = {**account.buckets_ns, Bucket.UNATTRIBUTED.value: rest_ns - over_ns}
+            account = replace(account, end_ns=account.end_ns - over_ns, buckets_ns=buckets)
+        found.append(account)
+    return found[::-1]
+
+
+def _lived(events: list[Event]) -> list[Event]:
+    """The events that the ranks of an attempt wrote themselves."""
+    return [event for event in events if not isinstance(event.body, FROM_OUTSIDE)]
+
+
+def _account(events: list[Event]) -> _Account:
+    """The attempt's last ledger is its account; what came after that is unattributed."""
+    end_ns = max(_ns(event.t) for event in _lived(events))
+    entries = [(_ns(event.t), ledger) for event in events if (ledger := ledger_of(event))]
+    if not entries:
+        return _account_from_step_times(events, end_ns)
+    at_ns, ledger = entries[-1]
+    buckets = {name: _ns(seconds) for name, seconds in ledger.items()}
+    return _Account(
+        events=events,
+        in_steps=[_in_steps(ledger_of(event)) for event in events],
+        start_ns=at_ns - sum(buckets.values()),
+        end_ns=end_ns,
+        buckets_ns=_with_rest(buckets, end_ns - at_ns),
+    )
+
+
+def _account_from_step_times(events: list[Event], end_ns: int) -> _Account:
+    in_steps: list[_InSteps | None] = []
+    done_ns, cursor = 0, 0
+    for event in events:
+        if isinstance(event.body, Restored):
+            cursor = event.body.step
+        if isinstance(event.body, Step):
+            done_ns += _ns(event.body.step_s) * max(1, event.body.step - cursor)
+            cursor = event.body.step
+        in_steps.append(_InSteps(done_ns, 0) if isinstance(event.body, Step) else None)
+    start_ns = min(_ns(event.t) for event in events)
+    rest_ns = end_ns - start_ns - done_ns
+    return _Account(
+        events, in_steps, start_ns, end_ns, _with_rest({Bucket.STEP_COMPUTE.value: done_ns}, rest_ns)
+    )
+
+
+def ledger_of(event: Event) -> Mapping[str, float]:
+    """The ledger of the event's attempt up to the event; empty if the event carries none."""
+    return event.body.ledger if isinstance(event.body, (Step, Stopped, Finished)) else {}
+
+
+def _in_steps(ledger: Mapping[str, float]) -> _InSteps | None:
+    if not ledger:
+        return None
+    waiting_ns = _ns(ledger.get(Bucket.STEP_DATA_WAIT, 0.0))
+    return _InSteps(
+        sum(_ns(seconds) for name, seconds in ledger.items() if name.startswith("step.")) - waiting_ns,
+        waiting_ns,
+    )
+
+
+def _with_rest(buckets: Mapping[str, int], rest_ns: int) -> dict[str, int]:
+    # A wall clock that was set back makes the rest negative; time held cannot be.
+    return add([buckets, {Bucket.UNATTRIBUTED.value: rest_ns}]) if rest_ns > 0 else add([buckets])
+
+
+def _ns(seconds: float) -> int:
+    """Nanoseconds; 0 for what a damaged line says and no clock has shown."""
+    return round(seconds * NS_PER_S) if abs(seconds) < _LONGEST_S else 0
+
+
+# --- what became of the steps -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Steps ``first`` to ``last`` inclusive, and the time they took, apart from waiting for samples."""
+
+    first: int
+    last: int
+    duration_ns: int
+    waiting_ns: int
+
+
+@dataclass
+class _Line:
+    """The steps that the present weights descend from, as far as the events were read."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+    durable_step: int = 0
+    rollback_ns: int = 0
+    nonfinite_ns: int = 0
+
+    def live_through(self, account: _Account) -> None:
+        """An attempt goes on from the step it restored, or from 0 if it restored none."""
+        cursor, seen, skipped = 0, _InSteps(0, 0), 0
+        for event, in_steps in zip(account.events, account.in_steps, strict=True):
+            match event.body:
+                case Restored(step=step):
+                    self._go_back_to(step)
+                    cursor = step
+                case NonFinite(skipped=True) | LossSpike(action="skip"):
+                    skipped += 1
+                case CheckpointSaved(step=step):
+                    self.durable_step = max(self.durable_step, step)
+                case Finished():
+                    self.durable_step = max(self.durable_step, cursor)
+                case Step(step=step) if in_steps is not None:
+                    cursor = min(cursor, step - 1)
+                    self._go_back_to(cursor)
+                    done = _InSteps(in_steps.rest_ns - seen.rest_ns, in_steps.waiting_ns - seen.waiting_ns)
+                    self._do(cursor + 1, step, done, skipped)
+                    cursor, seen, skipped = step, in_steps, 0
+
+    def _do(self, first: int, last: int, done: _InSteps, skipped: int) -> None:
+        steps = last - first + 1
+        nonfinite_ns = done.rest_ns * min(skipped, steps) // steps
+        self.nonfinite_ns += nonfinite_ns
+        self.pieces.append(_Piece(first, last, done.rest_ns - nonfinite_ns, done.waiting_ns))
+
+    def _go_back_to(self, step: int) -> None:
+        if not self.pieces or self.pieces[-1].last <= step:
+            return
+        self.pieces, lost = _cut(self.pieces, step)
+        self.rollback_ns += sum(piece.duration_ns + piece.waiting_ns for piece in lost)
+        self.durable_step = min(self.durable_step, step)
+
+
+def _cut(pieces: Sequence[_Piece], step: int) -> tuple[list[_Piece], list[_Piece]]:
+    """The pieces up to ``step`` and those after it; one that spans it is divided by its steps."""
+    before = [piece for piece in pieces if piece.last <= step]
+    after = [piece for piece in pieces if piece.first > step]
+    for piece in pieces:
+        if piece.first <= step < piece.last:
+            done, steps = step - piece.first + 1, piece.last - piece.first + 1
+            done_ns, waiting_ns = piece.duration_ns * done // steps, piece.waiting_ns * done // steps
+            before.append(_Piece(piece.first, step, done_ns, waiting_ns))
+            rest = _Piece(step + 1, piece.last, piece.duration_ns - done_ns, piece.waiting_ns - waiting_ns)
+            after.insert(0, rest)
+    return before, after
+
+
+# --- for people ---------------------------------------------------------------------------------
+
+
+def format_goodput(result: Goodput) -> str:
+    """The report as plain text: the headline, the ledger, what became of the steps."""
+    seconds = {name: value / NS_PER_S for name, value in result.buckets_ns.items()}
+    outcomes = {
+        "committed": result.committed_ns,
+        "pending": result.pending_ns,
+        "discarded.rollback": result.rollback_ns,
+        "discarded.nonfinite": result.nonfinite_ns,
+        "waiting": result.waiting_ns,
+    }
+    lines = [
+        f"goodput {100 * result.goodput:.1f} %  ({100 * result.goodput_if_kept:.1f} % with steps that no "
+        "checkpoint covers yet)",
+        f"held {format_duration(result.held_ns / NS_PER_S)} in {result.attempts} "
+        f"attempt{'' if result.attempts == 1 else 's'}, {format_duration(result.gap_ns / NS_PER_S)} between "
+        "them",
+        "",
+        format_ledger(seconds),
+        "",
+        "of the time in steps",
+        format_ledger({name: value / NS_PER_S for name, value in outcomes.items()}),
+    ]
+    return "\n".join(lines)
+
+
+# What others call goodput, computed from our ledger, so that a figure can be held against one that was published elsewhere.
+#
+# * Google (ml-goodput-measurement 0.2.3): productive step time over the job's elapsed time, from its first start to its end; everything else
+#   is badput of a named type. Exposed communication, bubbles and waiting for stragglers count as productive there.
+# * Meta (Kokolis et al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters", HPCA 2025, arXiv:2410.21680): ETTR,
+#   productive runtime over wall time. Not productive are steps computed again after the last checkpoint, the overhead of starts and restarts,
+#   and the time between two attempts; writing a checkpoint and scoring held-out text are.
+#
+# All times are integer nanoseconds, and the parts of each account sum to its whole exactly.
+
+
+STEP = "step."
+BADPUT_OF_BUCKET: Mapping[str, str] = {
+    Bucket.START_RENDEZVOUS: "TPU_INITIALIZATION",
+    Bucket.START_PROCESS: "PROGRAM_STARTUP",
+    Bucket.START_PLAN_COMPILE: "PROGRAM_STARTUP",
+    Bucket.START_PREPARE_DATA: "TRAINING_PREP",
+    Bucket.START_DATA_SEEK: "TRAINING_PREP",
+    Bucket.START_WARMUP: "TRAINING_PREP",
+    Bucket.START_RESTORE: "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME",
+    Bucket.CKPT_BLOCKING: "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME",
+    Bucket.STEP_DATA_WAIT: "DATA_LOADING_SYNC",
+    Bucket.FAULT_UNDETECTED: "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+    Bucket.FAULT_DIAGNOSE: "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+    Bucket.FAULT_DRAIN: "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+    Bucket.RECONFIGURE: "ELASTIC_REINITIALIZATION",
+    Bucket.EVAL: "CUSTOM_BADPUT_EVENTS",
+    Bucket.HEALTH_SDC_CHECK: "CUSTOM_BADPUT_EVENTS",
+    Bucket.PAUSE_OPERATOR: "CUSTOM_BADPUT_EVENTS",
+}
+"""Google's type of badput for each bucket that is not productive there; of what is not listed: ``OTHER``, but steps are productive."""
+WASTED = "WASTED_PROGRESS_FROM_DISRUPTION"
+BETWEEN = "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION"
+_OVERHEAD = ("start.", "fault.", "reconfigure")
+
+
+@dataclass(frozen=True)
+class GoogleGoodput:
+    """Google's account: the parts of ``badput_ns`` and ``productive_ns`` sum to ``elapsed_ns``."""
+
+    elapsed_ns: int
+    productive_ns: int
+    badput_ns: Mapping[str, int]
+
+    @property
+    def goodput(self) -> float:
+        """Productive over elapsed time, 0 to 1."""
+        return self.productive_ns / self.elapsed_ns if self.elapsed_ns else 0.0
+
+
+@dataclass(frozen=True)
+class MetaEttr:
+    """Meta's account: the four parts sum to ``wall_ns``."""
+
+    productive_ns: int
+    catch_up_ns: int
+    """Steps that were lost, and computed again."""
+    restart_overhead_ns: int
+    """The first start is among them."""
+    between_ns: int
+    """Between two attempts: queueing, among others. What passed before the first start is not known to a run."""
+
+    @property
+    def wall_ns(self) -> int:
+        """Time from the first start to the end."""
+        return self.productive_ns + self.catch_up_ns + self.restart_overhead_ns + self.between_ns
+
+    @property
+    def ettr(self) -> float:
+        """The effective training time ratio, 0 to 1."""
+        return self.productive_ns / self.wall_ns if self.wall_ns else 0.0
+
+
+def google_goodput(ours: Goodput) -> GoogleGoodput:
+    """Our account in Google's terms. Lost steps are waste with all that was in them, so a part of the waiting for data is there."""
+    badput: dict[str, int] = {}
+    for name, value in ours.buckets_ns.items():
+        kind = BADPUT_OF_BUCKET.get(name, "" if name.startswith(STEP) else "OTHER")
+        if kind:
+            badput[kind] = badput.get(kind, 0) + value
+    badput["DATA_LOADING_SYNC"] = ours.waiting_ns
+    badput[WASTED] = ours.rollback_ns
+    badput[BETWEEN] = badput.get(BETWEEN, 0) + ours.gap_ns
+    elapsed_ns = ours.held_ns + ours.gap_ns
+    return GoogleGoodput(
+        elapsed_ns,
+        elapsed_ns - sum(badput.values()),
+        {kind: value for kind, value in badput.items() if value},
+    )
+
+
+def meta_ettr(ours: Goodput) -> MetaEttr:
+    """Our account in the terms of Meta's effective training time ratio."""
+    overhead_ns = sum(value for name, value in ours.buckets_ns.items() if name.startswith(_OVERHEAD))
+    return MetaEttr(
+        productive_ns=ours.held_ns - overhead_ns - ours.rollback_ns,
+        catch_up_ns=ours.rollback_ns,
+        restart_overhead_ns=overhead_ns,
+        between_ns=ours.gap_ns,
+    )

@@ -1,0 +1,232 @@
+"""Files of lines that one process appends to while others read them, a batch at a time.
+
+The reader must hold out against whatever may lie under the file's name: a line that its writer was killed in (it is left until its end
+comes), a line without end (dropped once it is longer than any event), a file that was cut or replaced by another one (reading starts
+again, and says so), a pipe or a device (not opened). It takes no lock and never waits.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.run.directory.files import open_regular
+
+MOST_LINE_BYTES = 1 << 20
+"""A longer line is no event that a run writes: it is dropped, and counted."""
+_BLOCK_BYTES = 1 << 22
+_HEAD_BYTES = 512
+
+
+@dataclass(frozen=True)
+class LineBatch:
+    """Lines that were not read before and are not blank, without their ends, each with its offset in the file."""
+
+    lines: tuple[tuple[int, bytes], ...]
+    restarted: bool
+    """The file is another one than before: what was read of it no longer counts. The lines are from its beginning."""
+    more: bool
+    """There is more to read now."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """The place up to which a file was read, and by what it is known again."""
+
+    device: int
+    inode: int
+    head: bytes
+    read_bytes: int
+    """Offset of the first line that was not read yet."""
+    dropped_lines: int
+
+
+class FileTail:
+    """The place in one file up to which it was read."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        most_line_bytes: int = MOST_LINE_BYTES,
+        block_bytes: int = _BLOCK_BYTES,
+        instead_of_long: bytes | None = None,
+    ) -> None:
+        """
+        Args:
+            path: The file; it need not be there yet.
+            most_line_bytes: A longer line is dropped, and counted.
+            block_bytes: So much is read at a time.
+            instead_of_long: A line that is given in place of one that was dropped; ``None`` for none.
+        """
+        self.path = path
+        self._most_line_bytes, self._block_bytes = most_line_bytes, block_bytes
+        self._instead = instead_of_long
+        self._forget()
+        self.size_bytes = 0
+        """Size of the file when it was last looked at."""
+
+    def _forget(self) -> None:
+        self.read_bytes = 0
+        """Offset of the first byte that was not looked at yet."""
+        self.dropped_lines = 0
+        """Lines that were too long."""
+        self._file: tuple[int, int] | None = None
+        self._head = b""
+        self._rest = b""
+        self._dropping = False
+
+    @property
+    def found(self) -> bool:
+        """True if the file was there when it was last looked at."""
+        return self._file is not None
+
+    @property
+    def rest(self) -> bytes:
+        """The beginning of a line whose end is not there yet."""
+        return self._rest
+
+    def position(self) -> Position:
+        """The place up to which the file was read, in whole lines."""
+        device, inode = self._file or (0, 0)
+        return Position(device, inode, self._head, self.read_bytes - len(self._rest), self.dropped_lines)
+
+    def resume(self, position: Position) -> bool:
+        """Goes on from a place; False, and from the beginning, if the file that lies there now is another one. Raises ``OSError``."""
+        self._forget()
+        with open_regular(self.path) as file:
+            self._file, self._head = (position.device, position.inode), position.head
+            self.read_bytes, self.dropped_lines = position.read_bytes, position.dropped_lines
+            if not self._is_another(file.fileno(), os.fstat(file.fileno())):
+                return True
+        self._forget()
+        return False
+
+    def skip_to(self, offset: int) -> None:
+        """Goes on from the line that begins at ``offset``, which somebody else has read up to, in the file that lies there now.
+
+        Raises ``OSError``.
+        """
+        with open_regular(self.path) as file:
+            found = os.fstat(file.fileno())
+            if self._file != (found.st_dev, found.st_ino):
+                self._forget()
+            self._file, self._head = (found.st_dev, found.st_ino), os.pread(file.fileno(), _HEAD_BYTES, 0)
+            self.read_bytes, self.size_bytes, self._rest = offset, found.st_size, b""
+
+    def next_batch(self) -> LineBatch:
+        """Reads the next block of the file; of a file that is not there, nothing.
+
+        Raises ``OSError`` if it is there and cannot be read, or is no file.
+        """
+        try:
+            file = open_regular(self.path)
+        except FileNotFoundError:
+            return self._gone()
+        with file:
+            descriptor = file.fileno()
+            found = os.fstat(descriptor)
+            self.size_bytes = found.st_size
+            restarted = self._is_another(descriptor, found)
+            if restarted:
+                self._forget()
+            self._file = found.st_dev, found.st_ino
+            if len(self._head) < _HEAD_BYTES:
+                self._head = os.pread(descriptor, _HEAD_BYTES, 0)
+            block = os.pread(descriptor, self._block_bytes, self.read_bytes)
+        return LineBatch(
+            tuple(self._lines(block)), restarted, self.read_bytes < self.size_bytes and bool(block)
+        )
+
+    def _gone(self) -> LineBatch:
+        known = self._file is not None
+        self._forget()
+        self.size_bytes = 0
+        return LineBatch((), known, False)
+
+    def _is_another(self, descriptor: int, found: os.stat_result) -> bool:
+        if self._file is None:
+            return False
+        if self._file != (found.st_dev, found.st_ino) or found.st_size < self.read_bytes:
+            return True
+        return os.pread(descriptor, len(self._head), 0) != self._head  # cut, and written again
+
+    def _lines(self, block: bytes) -> list[tuple[int, bytes]]:
+        at = self.read_bytes - len(self._rest)
+        self.read_bytes += len(block)
+        *whole, rest = (self._rest + block).split(b"\n")
+        found = []
+        for line in whole:
+            if self._dropping or len(line) > self._most_line_bytes:
+                self.dropped_lines += 1
+                self._dropping = False
+                if self._instead is not None:
+                    found.append((at, self._instead))
+            elif line.strip():
+                found.append((at, line))
+            at += len(line) + 1
+        if self._dropping or len(rest) > self._most_line_bytes:
+            self._dropping, rest = True, b""
+        self._rest = rest
+        return found
+
+
+def read_lines_at(path: Path, offsets: list[int], most_line_bytes: int = MOST_LINE_BYTES) -> list[bytes]:
+    """The lines that begin at ``offsets``, ascending, of a file of lines. Raises ``OSError``."""
+    found = []
+    with open_regular(path) as file:
+        for offset in offsets:
+            file.seek(offset)
+            found.append(file.readline(most_line_bytes).rstrip(b"\n"))
+    return found
+
+
+# Appends whole lines to a file that others read meanwhile.
+#
+# A line is one ``write`` on a file opened for appending, with nothing buffered, so what was appended survives a kill of the process. A kill or a full
+# disk in the middle of it leaves at most one torn line, which the next line closes first, so that it costs nobody else's.
+
+
+class AppendedFile:
+    """A file opened for appending lines. Not for several threads at once.
+
+    Raises ``OSError`` from every method but ``close``; after it, what was written before is intact and the file may be written on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            self.size_bytes = os.fstat(self._descriptor).st_size
+            """The size of the file as far as this writer knows: others may append to it too."""
+            self._torn = self._ends_torn()
+        except OSError:
+            self.close()
+            raise
+
+    def append(self, line: bytes) -> int:
+        """Writes a line, which ends in a newline, whole or with an error; returns the offset at which it begins.
+
+        The offset is right while all who write to the file append, on a file system that appends in one move; over NFS it may not be.
+        """
+        whole = b"\n" + line if self._torn and self._ends_torn() else line
+        self._torn = True  # unless all of it is written; of what was before an error, the file tells
+        written = os.write(self._descriptor, whole)
+        self.size_bytes = os.lseek(self._descriptor, 0, os.SEEK_CUR)
+        self._torn = written < len(whole)
+        if self._torn:
+            raise OSError(
+                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({written} of {len(whole)} bytes were written)"
+            )
+        return self.size_bytes - len(line)
+
+    def _ends_torn(self) -> bool:
+        size = os.fstat(self._descriptor).st_size
+        return size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+
+    def close(self) -> None:
+        """Closes the file; a second time does nothing."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)

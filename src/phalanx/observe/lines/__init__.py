@@ -1,1 +1,0 @@
-"""Files of lines that grow: appending whole lines, following what others append, and the index of logged steps beside the event stream."""

@@ -1,0 +1,180 @@
+"""A request for a profile of a run that is under way: a small file in its directory, which rank 0 looks for.
+
+Whoever asks writes ``profiles/request.json`` whole, by a rename; rank 0 takes it away when it has read it. Anybody who may write into the
+run directory can put anything there, so what is read is bounded and checked field by field, and a link is not followed: a request can make a
+run record itself for a few steps, and nothing else. It carries the time until which somebody waits for it; a request that a stopped run finds
+days later is stale and records nothing.
+
+The last section is rank 0's look-out for requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from phalanx.run.directory.files import write_atomically
+from phalanx.run.directory.paths import RunDirectory
+
+MOST_STEPS = 20
+"""Most steps of a profile: each costs megabytes, and time to look at."""
+MOST_RANKS = 256
+"""Most ranks of a profile."""
+_MOST_BYTES = 16 << 10
+_LONGEST_WAIT_S = 86_400.0
+_NAME = re.compile(r"[0-9a-z][0-9a-z-]{0,63}")
+
+
+class ProfileRequestError(ValueError):
+    """A request that cannot be followed; the message says why."""
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What somebody wants to have recorded."""
+
+    name: str
+    """The name of the profile, and of its folder: lower-case letters, digits and hyphens."""
+    steps: int
+    ranks: tuple[int, ...] | str
+    """Ranks, or ``"all"``, or ``"auto"``: one for each place in the mesh, and the slowest that is known."""
+    until_unix_s: float
+    """The time until which somebody waits for it."""
+
+
+def request_path(directory: RunDirectory) -> Path:
+    """The file of the request."""
+    return directory.profiles / "request.json"
+
+
+def new_name(now_s: float | None = None) -> str:
+    """A name that no other profile has: the time in UTC, and four digits against two that ask at once."""
+    clock = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_s))
+    return f"{clock}-{secrets.token_hex(2)}"
+
+
+def is_profile_name(name: str) -> bool:
+    """True if ``name`` can be that of a profile, and so is a plain name of a folder."""
+    return _NAME.fullmatch(name) is not None
+
+
+def write_request(directory: RunDirectory, request: ProfileRequest) -> None:
+    """Asks for a profile, in place of what was asked before and nobody has heard yet. Raises ``OSError``."""
+    directory.profiles.mkdir(exist_ok=True)
+    write_atomically(request_path(directory), (json.dumps(asdict(request)) + "\n").encode(), durable=False)
+
+
+def read_request(directory: RunDirectory, now_s: float) -> ProfileRequest:
+    """The request that is there.
+
+    Raises:
+        ProfileRequestError: It is stale at ``now_s``, or no request at all.
+        OSError: It cannot be read.
+    """
+    descriptor = os.open(request_path(directory), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ProfileRequestError("it is no regular file")
+        content = os.read(descriptor, _MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    return _checked(content, now_s)
+
+
+def _checked(content: bytes, now_s: float) -> ProfileRequest:
+    if len(content) > _MOST_BYTES:
+        raise ProfileRequestError(f"it is longer than {_MOST_BYTES:,} bytes")
+    try:
+        table = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ProfileRequestError(f"it is no JSON: {error}") from error
+    if not isinstance(table, dict) or table.keys() != {"name", "steps", "ranks", "until_unix_s"}:
+        raise ProfileRequestError("it must have the fields name, steps, ranks and until_unix_s")
+    name, steps, until_s = table["name"], table["steps"], table["until_unix_s"]
+    if not isinstance(name, str) or not is_profile_name(name):
+        raise ProfileRequestError("its name must be lower-case letters, digits and hyphens, 64 at most")
+    if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
+        raise ProfileRequestError(f"its steps must be a number from 1 to {MOST_STEPS}")
+    if isinstance(until_s, bool) or not isinstance(until_s, int | float):
+        raise ProfileRequestError("until_unix_s must be a time in seconds")
+    if not now_s <= until_s <= now_s + _LONGEST_WAIT_S:
+        raise ProfileRequestError("it is stale: nobody waits for it any more")
+    return ProfileRequest(name, steps, _ranks(table["ranks"]), float(until_s))
+
+
+def _ranks(found: object) -> tuple[int, ...] | str:
+    if found in ("auto", "all"):
+        return str(found)
+    if not isinstance(found, list) or not 0 < len(found) <= MOST_RANKS:
+        raise ProfileRequestError(f'its ranks must be "auto", "all", or a list of 1 to {MOST_RANKS} numbers')
+    if not all(type(rank) is int and rank >= 0 for rank in found):
+        raise ProfileRequestError("its ranks must be numbers from 0")
+    return tuple(sorted(set(found)))
+
+
+# Rank 0's look-out for requests for a profile: one ``stat`` a second, and all that is wrong with a request said once.
+
+
+_LOOK_EVERY_S = 1.0
+
+
+class ProfileDesk:
+    """Takes requests on rank 0.
+
+    Args:
+        directory: Of the run.
+        warn: Tells people about requests that are not followed.
+        look_pause_s: Least time between two looks at the disk.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, warn: Callable[[str], None], look_pause_s: float = _LOOK_EVERY_S
+    ) -> None:
+        self._directory, self._warn, self._look_pause_s = directory, warn, look_pause_s
+        self._path = request_path(directory)
+        self._look_at_s = 0.0
+        self._refused: tuple[int, int] | None = None
+        """The file that was refused and could not be removed, by inode and time of its last change."""
+        self._waiting: ProfileRequest | None = None
+
+    def pending(self) -> bool:
+        """True if a request waits to be taken. Looks at the disk once in ``look_pause_s`` at most."""
+        if self._waiting is not None:
+            return True
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return False
+        self._look_at_s = now_s + self._look_pause_s
+        try:
+            seen = self._path.lstat()
+        except OSError:
+            return False
+        if (seen.st_ino, seen.st_mtime_ns) == self._refused:
+            return False
+        self._waiting = self._read((seen.st_ino, seen.st_mtime_ns))
+        return self._waiting is not None
+
+    def take(self) -> ProfileRequest | None:
+        """The request that waits, which is nobody's concern any more afterwards."""
+        taken, self._waiting = self._waiting, None
+        return taken
+
+    def _read(self, seen: tuple[int, int]) -> ProfileRequest | None:
+        try:
+            found = read_request(self._directory, time.time())
+        except (ProfileRequestError, OSError) as error:
+            self._warn(f"the request for a profile in {self._path} is ignored: {error}")
+            self._refused, found = seen, None
+        with suppress(OSError):  # a folder, or a disk that cannot be written: it is remembered as refused
+            self._path.unlink()
+        if found is not None:
+            self._refused = seen
+        return found

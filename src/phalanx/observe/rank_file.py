@@ -1,0 +1,286 @@
+"""The bytes of ``ranks.bin``: what each rank of a run measured of itself, window after window of steps.
+
+The file is a line of text that names it, then frames, each appended by one write. A frame is what all ranks measured in one window:
+
+    head      magic, ranks, attempt, steps of the window, last step, time; a checksum of each column; a checksum of the head
+    columns   one after the other, a number of each rank, in order
+
+A number is two bytes: float16 in the column's unit, 0.05 % fine over nine decades. None is below zero, so -1 stands for "not known", and as
+integers the numbers are in the order of their values: the largest of many is found without decoding any. Heads and columns begin at
+multiples of 8 bytes, so that a reader that meets damage finds the next head. Checksums are XXH3 (64 bits), one for each column, since most
+readers look at one column alone.
+
+The last section finds the frames of a file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+RANK_COLUMNS = ("compute_s", "data_wait_s", "memory_bytes", "temperature_c")
+"""What is kept of each rank in each window; ``RankFrame`` says what a number stands for."""
+UNITS: Mapping[str, float] = {
+    "compute_s": 0.125,  # 8 us to 2 h at full precision
+    "data_wait_s": 0.125,
+    "memory_bytes": 64.0 * 2**20,  # to 4 TiB
+    "temperature_c": 1.0,
+}
+"""The value of a 1.0 in the file, chosen so that what is likely lies where float16 is fine."""
+MOST_RANKS = 1 << 20
+"""A frame that claims more is damaged."""
+
+TITLE = f"phalanx ranks 1: {' '.join(RANK_COLUMNS)}\n".encode()
+TITLE += b"\0" * (-len(TITLE) % 8)
+"""The beginning of every file."""
+MAGIC = b"\xf7rank1\r\n"
+_FIXED = struct.Struct("<8sIIIIqd")
+_SUMS = struct.Struct(f"<{len(RANK_COLUMNS)}Q")
+_OWN_SUM = struct.Struct("<Q")
+HEAD_BYTES = _FIXED.size + _SUMS.size + _OWN_SUM.size
+UNKNOWN = int(np.float16(-1.0).view(np.int16))
+"""The number that stands for "not known"."""
+_MOST = float(np.finfo(np.float16).max)
+
+Codes = NDArray[np.int16]
+"""Numbers as they are in the file, float16 bits looked at as integers: in the order of the values, below zero what is not known."""
+
+
+@dataclass(frozen=True)
+class RankFrame:
+    """What all ranks measured of themselves in one window of steps.
+
+    ``columns`` has, for each name in ``RANK_COLUMNS``, a float32 array ``(ranks,)`` with NaN where a rank does not know:
+
+    - ``compute_s``: seconds of the rank's own computing for one slot, forward and backward, without waiting for others: the median of the
+      window's steps.
+    - ``data_wait_s``: seconds for which it waited for samples in a step: the mean of the window's steps.
+    - ``memory_bytes``: on a GPU the most that tensors have taken so far, on a CPU the resident memory of the process, at the window's end.
+    - ``temperature_c``: of its accelerator, at the window's end.
+    """
+
+    step: int
+    """The last step of the window."""
+    t: float
+    """Unix time at the window's end."""
+    attempt: int
+    ranks: int
+    columns: Mapping[str, NDArray[np.float32]]
+    steps: int = 1
+    """Steps that the frame stands for."""
+
+
+class FrameHead(NamedTuple):
+    """The head of a frame."""
+
+    ranks: int
+    attempt: int
+    steps: int
+    step: int
+    t: float
+    checksums: tuple[int, ...]
+    """One for each column."""
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the whole frame."""
+        return HEAD_BYTES + len(RANK_COLUMNS) * column_bytes(self.ranks)
+
+    def column_at(self, number: int) -> int:
+        """Where column ``number`` begins, from the begin of the frame."""
+        return HEAD_BYTES + number * column_bytes(self.ranks)
+
+
+def column_bytes(ranks: int) -> int:
+    """The length of one column of a frame, filled up to whole 8 bytes."""
+    return -(-2 * ranks // 8) * 8
+
+
+def encode_frame(frame: RankFrame) -> bytes:
+    """The bytes of a frame. Raises ``ValueError`` for one that no reader would take."""
+    if not 1 <= frame.ranks <= MOST_RANKS:
+        raise ValueError(f"a frame of {frame.ranks} ranks: 1 to {MOST_RANKS} can be kept")
+    columns = [encode_column(name, frame.columns[name], frame.ranks) for name in RANK_COLUMNS]
+    return join_frame(frame.ranks, frame.attempt, frame.steps, frame.step, frame.t, columns)
+
+
+def join_frame(ranks: int, attempt: int, steps: int, step: int, t: float, columns: list[Codes]) -> bytes:
+    """The bytes of a frame of columns that are encoded."""
+    padding = b"\0" * (column_bytes(ranks) - 2 * ranks)
+    parts = [column.astype("<i2", copy=False).tobytes() + padding for column in columns]
+    fixed = _FIXED.pack(MAGIC, ranks, attempt, steps, 0, step, t)
+    head = fixed + _SUMS.pack(*(xxhash.xxh3_64_intdigest(part) for part in parts))
+    return b"".join((head, _OWN_SUM.pack(xxhash.xxh3_64_intdigest(head)), *parts))
+
+
+def decode_head(head: bytes) -> FrameHead | None:
+    """Reads the head of a frame; ``None`` if these ``HEAD_BYTES`` bytes are none, or damaged."""
+    if len(head) != HEAD_BYTES or not head.startswith(MAGIC):
+        return None
+    (own,) = _OWN_SUM.unpack_from(head, HEAD_BYTES - _OWN_SUM.size)
+    if own != xxhash.xxh3_64_intdigest(head[: -_OWN_SUM.size]):
+        return None
+    _, ranks, attempt, steps, _, step, t = _FIXED.unpack_from(head)
+    if not (1 <= ranks <= MOST_RANKS and step >= 0 and math.isfinite(t)):
+        return None
+    return FrameHead(ranks, attempt, steps, step, t, _SUMS.unpack_from(head, _FIXED.size))
+
+
+def encode_column(name: str, values: NDArray[np.float32], ranks: int) -> Codes:
+    """The numbers of one column as they are written; raises ``ValueError`` if they are not ``(ranks,)``."""
+    if values.shape != (ranks,):
+        raise ValueError(f"column {name} of a frame of {ranks} ranks has the shape {values.shape}")
+    scaled = np.clip(values / np.float32(UNITS[name]), 0.0, _MOST) + np.float32(0.0)  # no minus zero
+    return np.where(np.isnan(scaled), np.int16(UNKNOWN), scaled.astype(np.float16).view(np.int16))
+
+
+def decode_column(name: str, codes: Codes) -> NDArray[np.float32]:
+    """The values of numbers of a column, of any shape; NaN where they are not known."""
+    values = codes.view(np.float16).astype(np.float32)
+    return np.where((codes < 0) | ~np.isfinite(values), np.float32(np.nan), values * np.float32(UNITS[name]))
+
+
+# Finds the frames of a file of ranks' numbers, without reading more of it than their heads.
+#
+# The file may grow while it is read, may end in the middle of a frame, and may be damaged anywhere: where no head stands, the next one is looked
+# for. It is read by ``pread``, not through a memory map: a map of a file that somebody cuts short, or that a network file system has lost, ends
+# the process that looks at it. Whatever the file claims, the memory taken is bounded by what is really there.
+
+
+MOST_FILE_BYTES = 4 << 30
+"""Larger than any file that a run writes, even while it is coarsened."""
+MOST_INDEXED = 1 << 17
+"""More frames than any file that a run writes has."""
+_MOST_DAMAGED = 1 << 16
+"""So many false heads are no accident, and each costs a search."""
+_BLOCK_BYTES = 1 << 16
+_SEARCH_BYTES = 16 << 20
+"""In a file without a title the first frame is looked for so far; the largest frame fits twice."""
+
+
+class RankStreamError(Exception):
+    """The file of ranks' numbers cannot be read or written; the message names it and says what to do."""
+
+
+def open_for_reading(path: Path) -> int | None:
+    """Opens the file and returns its descriptor; ``None`` if there is none. Raises ``RankStreamError``."""
+    try:
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        )  # a pipe would else be waited for
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RankStreamError(f"cannot read {path}: {error.strerror}") from error
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_size <= MOST_FILE_BYTES:
+        return descriptor
+    os.close(descriptor)
+    size = f"it has {found.st_size / 2**30:.1f} GiB, and no run writes more than {MOST_FILE_BYTES >> 30}"
+    raise refusal(path, size if stat.S_ISREG(found.st_mode) else "it is no file")
+
+
+def refusal(path: Path, why: str) -> RankStreamError:
+    """The error that ``path`` is no file of ranks' numbers."""
+    return RankStreamError(
+        f"{path} is not what a run writes there: {why}. Move it away; the run does not need it"
+    )
+
+
+class FrameIndex:
+    """The frames that were found in an open file so far, in the order of the file."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.offsets: list[int] = []
+        self.heads: list[FrameHead] = []
+        self._path, self._descriptor = path, descriptor
+        self.position = 0
+        """Where the next frame is to begin: all before it is indexed."""
+
+    def extend(self) -> None:
+        """Looks for frames that have come since the last call. Raises ``RankStreamError`` if this is no file of ranks' numbers."""
+        size = os.fstat(self._descriptor).st_size
+        if self.position == 0:
+            self._read_title(size)
+        for offset, head in _frames(self._path, self._descriptor, self.position, size):
+            if len(self.heads) == MOST_INDEXED:
+                raise refusal(self._path, f"it has more than {MOST_INDEXED:,} frames")
+            self.offsets.append(offset)
+            self.heads.append(head)
+            self.position = offset + head.nbytes
+
+    def codes(self, number: int, place: int, *, verified: bool = False) -> Codes | None:
+        """Column ``place`` of the frame at index ``number`` as it is in the file; ``None`` if it is damaged.
+
+        ``verified``: its checksum was found right before. Raises ``OSError``.
+        """
+        head = self.heads[number]
+        length, offset = column_bytes(head.ranks), self.offsets[number] + head.column_at(place)
+        found = os.pread(self._descriptor, length, offset)
+        if len(found) < length or not (verified or xxhash.xxh3_64_intdigest(found) == head.checksums[place]):
+            return None
+        return np.frombuffer(found, "<i2", head.ranks)
+
+    def _read_title(self, size: int) -> None:
+        title = os.pread(self._descriptor, len(TITLE), 0)
+        if TITLE.startswith(title):
+            self.position = len(TITLE) if title == TITLE else 0
+            return
+        # A damaged title costs nothing, if frames follow it.
+        found = next(_frames(self._path, self._descriptor, 0, min(size, _SEARCH_BYTES)), None)
+        if found is None:
+            why = "it begins with other words, and holds no frame"
+            raise refusal(self._path, f"{why} of this version of Phalanx")
+        self.position = found[0]
+
+
+def unfinished(descriptor: int, position: int) -> int:
+    """Where, in a file whose writer is gone, a next frame may begin: after what it left unfinished at ``position``."""
+    head = decode_head(os.pread(descriptor, HEAD_BYTES, position))
+    end = os.fstat(descriptor).st_size if head is None else position + head.nbytes
+    return -(-end // 8) * 8
+
+
+def _frames(path: Path, descriptor: int, position: int, size: int) -> Iterator[tuple[int, FrameHead]]:
+    """The frames that lie whole between ``position`` and ``size``, each with its offset."""
+    block, block_at, damaged = b"", 0, 0
+    while position + HEAD_BYTES <= size:
+        if not block_at <= position <= block_at + len(block) - HEAD_BYTES:
+            block, block_at = os.pread(descriptor, _BLOCK_BYTES, position), position
+        start = position - block_at
+        head = decode_head(block[start : start + HEAD_BYTES])
+        if head is None:
+            damaged += 1
+            if damaged > _MOST_DAMAGED:
+                raise refusal(path, f"it is damaged in more than {_MOST_DAMAGED:,} places")
+            position = _next_magic(descriptor, position + 8, size)
+        elif position + head.nbytes <= size:
+            yield position, head
+            position += head.nbytes
+        else:
+            return  # it is being written
+
+
+def _next_magic(descriptor: int, position: int, size: int) -> int:
+    """The next place from ``position`` at which a head may begin; ``size`` if there is none."""
+    magic, length = np.frombuffer(MAGIC, np.uint64), 1 << 12
+    while position < size:
+        block = os.pread(descriptor, length, position)
+        found = np.flatnonzero(np.frombuffer(block, np.uint64, len(block) // 8) == magic)
+        if len(found):
+            return position + 8 * int(found[0])
+        if len(block) < 8:
+            break
+        position += len(block) // 8 * 8
+        length = min(2 * length, 1 << 20)
+    return size

@@ -1,0 +1,299 @@
+"""Appends frames to a file of ranks' numbers, and keeps the file from growing without end.
+
+A frame is one write to a file opened for appending, so that what was written survives a kill of the process. What a kill or a full disk left
+unfinished is filled up with zeros before the next frame: readers see a frame whose checksums are wrong there, and go on.
+
+When the file has grown to ``most_bytes`` or ``most_frames``, its older half is coarsened: each two neighboring frames of the same attempt
+become one, which has the larger of both numbers, as a cell of a heat map has. So a run of any length keeps its whole history, finer the newer it
+is, and a slow spell does not vanish. The coarsened file is made beside the old one and replaces it, so readers see the one or the other.
+
+The last section writes from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+
+from phalanx.observe.rank_file import (
+    HEAD_BYTES,
+    RANK_COLUMNS,
+    TITLE,
+    UNKNOWN,
+    Codes,
+    FrameHead,
+    FrameIndex,
+    RankFrame,
+    RankStreamError,
+    encode_frame,
+    join_frame,
+    open_for_reading,
+    unfinished,
+)
+
+MOST_BYTES = 1 << 30
+"""Size from which the file is coarsened: of 100,000 ranks some 1,340 frames, a day and a half of windows of 100 s."""
+MOST_FRAMES = 20_000
+"""The same as a number of frames, for the readers' sake: a run of eight ranks would need months to fill the bytes."""
+_WORTH_IT = 0.875
+"""A coarsened file has at most this part of the bound, if need be without the oldest frames, so that it is not coarsened again soon."""
+
+_MOST_STEPS = (1 << 32) - 1
+"""What a head can say."""
+
+
+class RankStreamWriter:
+    """The writer of a run's file. One process of a run holds one; not for several threads at once.
+
+    Args:
+        path: The file; it is made if there is none, and gone on with otherwise.
+        hurry: Asked now and then while the file is coarsened, which takes seconds at its full size; True leaves it as it is.
+
+    Raises:
+        RankStreamError: The file cannot be opened, or holds something else; from every method.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        most_bytes: int = MOST_BYTES,
+        most_frames: int = MOST_FRAMES,
+        hurry: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.path = path
+        self._most_bytes, self._most_frames, self._hurry = most_bytes, most_frames, hurry
+        self._bytes_at, self._frames_at = most_bytes, most_frames
+        self._descriptor = -1
+        self._next = self._frames = 0
+        """Where the next frame begins, and how many there are before it."""
+        self._open()
+
+    def append(self, frame: RankFrame) -> None:
+        """Writes one frame.
+
+        Raises ``ValueError`` for one that is not to be written, and ``RankStreamError`` if it cannot be: what was written before is intact.
+        """
+        data = encode_frame(frame)
+        if self._replaced():
+            self.close()
+            self._open()
+        self._write(data)
+        self._frames += 1
+        if self._next > self._bytes_at or self._frames > self._frames_at:
+            self._coarsen()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        try:
+            self._open_as_it_is()
+        except RankStreamError:
+            if self._descriptor < 0:
+                raise
+            self.close()  # what is there is no stream; it may be worth something to somebody
+            self.path.replace(self.path.with_name(f"{self.path.name}.damaged"))
+            self._open_as_it_is()
+
+    def _open_as_it_is(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            self._descriptor = os.open(self.path, flags, 0o644)
+            missing = len(TITLE) - os.fstat(self._descriptor).st_size
+            if missing > 0:
+                os.write(self._descriptor, TITLE[-missing:])
+        except OSError as error:
+            self.close()
+            raise self._unwritten(error.strerror or "") from error
+        with _indexed(self.path) as index:
+            self._frames = len(index.heads)
+            self._next = unfinished(self._descriptor, max(index.position, len(TITLE)))
+
+    def _replaced(self) -> bool:
+        """True if the name leads to another file by now, or to none: of a rank that took over, or of somebody who cleans up."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except OSError:
+            return True
+
+    def _write(self, data: bytes) -> None:
+        try:
+            size = os.fstat(self._descriptor).st_size
+            begin = max(self._next, _whole(size))  # another process may have written here before it was ended
+            if begin > 2 * self._most_bytes:
+                raise self._unwritten(f"it could not be coarsened, and has {begin:,} bytes")
+            os.write(self._descriptor, b"\0" * (begin - size) + data)
+            size = os.fstat(self._descriptor).st_size
+        except OSError as error:
+            raise self._unwritten(error.strerror or "") from error
+        # Of a frame whose head is there the rest is owed; a part of a head is no frame.
+        self._next = begin + len(data) if size >= begin + HEAD_BYTES else max(begin, _whole(size))
+        if size < begin + len(data):
+            raise self._unwritten("the disk is full")
+
+    def _unwritten(self, why: str) -> RankStreamError:
+        return RankStreamError(f"cannot write {self.path}: {why}; what was written before is intact")
+
+    # --- bounds ---
+
+    def _coarsen(self) -> None:
+        """Makes the file smaller; if that fails, it is tried again when the file has grown by an eighth of its bounds."""
+        beside = self.path.with_name(f"{self.path.name}.new")
+        try:
+            with _indexed(self.path) as index, beside.open("wb") as file:
+                whole = self._write_coarsened(index, file)
+            if whole:
+                beside.replace(self.path)
+                self.close()
+                self._open()
+        except OSError:
+            whole = False
+        if not whole:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+        self._bytes_at = self._most_bytes if whole else self._next + self._most_bytes // 8
+        self._frames_at = self._most_frames if whole else self._frames + self._most_frames // 8
+
+    def _write_coarsened(self, index: FrameIndex, file: BinaryIO) -> bool:
+        """Writes what is to be kept of the frames in ``index``; returns False if there was no time for it."""
+        file.write(TITLE)
+        for group in coarser(index.heads, _WORTH_IT * self._most_bytes, _WORTH_IT * self._most_frames):
+            if self._hurry():
+                return False
+            last = index.heads[group[-1]]
+            columns = [_largest(index, group, place) for place in range(len(RANK_COLUMNS))]
+            steps = min(_MOST_STEPS, sum(index.heads[number].steps for number in group))
+            file.write(join_frame(last.ranks, last.attempt, steps, last.step, last.t, columns))
+        return True
+
+
+def coarser(heads: Sequence[FrameHead], most_bytes: float, most_frames: float) -> list[range]:
+    """Which frames become one: neighbors of the older half by two, each of the newer half alone.
+
+    The oldest are left out if there would still be more than ``most_bytes`` or ``most_frames``; the newest never.
+    """
+    groups, number, half = list[range](), 0, len(heads) // 2
+    while number < len(heads):
+        pair = number < half and _alike(*heads[number : number + 2])
+        groups.append(range(number, number + 1 + pair))
+        number = groups[-1].stop
+    sizes = list(accumulate(heads[group[-1]].nbytes for group in reversed(groups)))
+    fitting = [size for size in sizes[: max(1, int(most_frames))] if len(TITLE) + size <= most_bytes]
+    return groups[len(groups) - max(1, len(fitting)) :]
+
+
+def _alike(one: FrameHead, other: FrameHead) -> bool:
+    return (one.ranks, one.attempt) == (other.ranks, other.attempt)
+
+
+def _largest(index: FrameIndex, group: range, place: int) -> Codes:
+    """The larger number of each rank in the frames of ``group``; what is damaged is not known."""
+    most = np.full(index.heads[group[-1]].ranks, UNKNOWN, np.int16)
+    for number in group:
+        codes = index.codes(number, place)
+        if codes is not None:
+            np.maximum(most, codes, out=most)
+    return most
+
+
+def _whole(position: int) -> int:
+    """The next multiple of 8 bytes."""
+    return -(-position // 8) * 8
+
+
+@contextmanager
+def _indexed(path: Path) -> Iterator[FrameIndex]:
+    """The index of the file as it is now. Raises ``RankStreamError``."""
+    descriptor = open_for_reading(path)
+    if descriptor is None:
+        raise RankStreamError(f"{path} was removed while it was written")
+    try:
+        index = FrameIndex(path, descriptor)
+        index.extend()
+        yield index
+    finally:
+        os.close(descriptor)
+
+
+# Writes the ranks' numbers from a thread of its own, so that no disk can hold a step up.
+#
+# A write to a shared file system may take seconds, and so does coarsening a file at its full size. Frames wait in a short queue meanwhile; when
+# that is full they are dropped, and whoever records the next one is told.
+
+
+_QUEUE_FRAMES = 32
+"""Frames that wait to be written: some 50 MB with 100,000 ranks."""
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class RankRecorder:
+    """Appends frames to the file ``path`` in the order of ``record``; never raises, never waits for a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._queue: queue.Queue[RankFrame | None] = queue.Queue(_QUEUE_FRAMES)
+        self._ending = threading.Event()
+        self._trouble = ""
+        self._told = False
+        self._thread: threading.Thread | None = None
+
+    def record(self, frame: RankFrame) -> str:
+        """Hands a frame over; returns a warning for people, the first time that there is one, else nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ranks.bin", daemon=True)
+            self._thread.start()
+        try:
+            self._queue.put_nowait(frame)
+        except queue.Full:
+            self._trouble = f"{self._path} is written too slowly"
+        return self._warning()
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> str:
+        """Writes what waits, within a bounded time; returns a warning as ``record`` does."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._ending.set()
+            try:
+                self._queue.put(None, timeout=timeout_s)
+            except queue.Full:
+                return self._warning()  # it hangs, and is left behind
+            thread.join(timeout_s)
+        return self._warning()
+
+    def _warning(self) -> str:
+        if not self._trouble or self._told:
+            return ""
+        self._told = True
+        return f"{self._trouble}; training goes on, and some of the ranks' numbers will be missing"
+
+    def _work(self) -> None:
+        writer: RankStreamWriter | None = None
+        while (frame := self._queue.get()) is not None:
+            try:
+                if writer is None:
+                    writer = RankStreamWriter(self._path, hurry=self._ending.is_set)
+                writer.append(frame)
+            except (RankStreamError, OSError, ValueError) as error:
+                self._trouble = str(error)
+        if writer is not None:
+            writer.close()

@@ -1,0 +1,186 @@
+"""Opens the trackers that a run file names.
+
+A missing package or an unknown name is reported before training starts; everything else about a tracker happens on
+its own thread (``background``).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from phalanx.observe.event_log import EventLogError, lines_from_the_end
+from phalanx.observe.events import Evaluated, Event, Step, decode
+from phalanx.observe.sinks import Background, Sink, none_missing, point_of
+from phalanx.plugins import load_plugin, plugin_names
+from phalanx.run.directory.files import open_regular
+
+# The points of a run's event stream that a tracker lacks: a process that is killed takes with it what its tracker had not sent.
+#
+# The stream is the truth and lies in the run directory, so each start sends what is missing. A tracker takes points in order; all before the
+# newest step that it holds is there, unless its queue was full, which ``phalanx sinks fill`` mends.
+
+_BLOCK_BYTES = 1 << 16
+_MOST_LINES = 20_000
+"""If more lines are missing, the stream is read from its beginning instead of being kept in memory."""
+_KINDS = (b'"kind":"Step"', b'"kind":"Evaluated"')
+_SEARCHED = 120
+"""In so many first bytes a line of ours has its kind."""
+
+
+def missing_points(
+    path: Path, holds: Callable[[Event], bool], *, most_lines: int = _MOST_LINES
+) -> Iterator[Event]:
+    """Yield the steps and evaluations that a tracker lacks, in the order written; nothing if the stream cannot be read.
+
+    Args:
+        path: The event stream.
+        holds: Return True if the tracker has the point of an event.
+        most_lines: Largest number of missing lines that are kept in memory.
+    """
+    with suppress(OSError), open_regular(path) as file:
+        lines: list[bytes] = []
+        for line in lines_from_the_end(file, _BLOCK_BYTES):
+            point = next(_points([line]), None)
+            if point is None:
+                continue
+            if isinstance(point.body, Step) and holds(point):
+                break
+            lines.append(line)
+            if len(lines) > most_lines:
+                file.seek(0)
+                yield from (point for point in _points(file) if not holds(point))
+                return
+        yield from (point for point in _points(reversed(lines)) if not holds(point))
+
+
+def _points(lines: Iterable[bytes]) -> Iterator[Event]:
+    for line in lines:
+        if any(kind in line[:_SEARCHED] for kind in _KINDS):
+            with suppress(ValueError, RecursionError):
+                event = decode(line)
+                if isinstance(event.body, Step | Evaluated):
+                    yield event
+
+
+class SinkError(Exception):
+    """A sink was asked for that cannot be had; the message says what to install or to write."""
+
+
+@dataclass(frozen=True)
+class Vendor:
+    """A supported tracker, and the module it needs, which has the name of its package if no other is given."""
+
+    module: str
+    open_sink: Callable[[Path, str], Sink]
+    folder: str = ""
+    """The folder in the run directory that is all that the tracker keeps; empty if it keeps anything elsewhere."""
+    package: str = ""
+    resends: bool = True
+    """Each start sends the points that it lacks."""
+
+
+def open_sinks(
+    names: Sequence[str],
+    run_directory: Path,
+    run: str,
+    vendors: Mapping[str, Vendor] | None = None,
+) -> list[Background]:
+    """The sinks called ``names``, each on its thread.
+
+    Raises SinkError, before any is opened, if a name is unknown or a package is not installed.
+    """
+    opened = require_sinks(names, vendors)
+    missing = partial(missing_points, run_directory / "events.jsonl")
+    return [
+        Background(
+            name,
+            partial(opened[name].open_sink, run_directory, run),
+            missing=missing if opened[name].resends else none_missing,
+        )
+        for name in names
+    ]
+
+
+def fill_sink(
+    name: str,
+    run_directory: Path,
+    run: str,
+    events: Iterable[Event],
+    vendors: Mapping[str, Vendor] | None = None,
+) -> int:
+    """Sends to the sink ``name`` what it lacks of a run's ``events``, and returns the number of events sent.
+
+    A tracker that is a folder of the run is made anew. The others get the points that they do not hold, each once. Blocks until the tracker
+    has taken everything. Raises SinkError as ``open_sinks`` does, and if the tracker fails; nothing is lost then.
+    """
+    vendor = require_sinks([name], vendors)[name]
+    with _remade(run_directory / vendor.folder) if vendor.folder else nullcontext():
+        try:
+            sink, sent = vendor.open_sink(run_directory, run), 0
+            drawn: set[tuple[str, int] | None] = set()
+            for event in events:
+                point = point_of(event)
+                if point is not None and (point in drawn or sink.holds(event)):
+                    continue
+                drawn.add(point)
+                sink.write(event)
+                sent += 1
+            sink.close()
+        except EventLogError:
+            raise
+        except Exception as error:  # of any kind: it is the vendor's
+            raise SinkError(
+                f"{name} failed: {type(error).__name__}: {error}. Nothing is lost, the events are in the run directory: try again"
+            ) from error
+    return sent
+
+
+@contextmanager
+def _remade(folder: Path) -> Iterator[None]:
+    """Has ``folder`` made anew inside; what it held is there again if that fails."""
+    before = folder.with_name(f".{folder.name}.before")
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
+    try:
+        yield
+    except BaseException:
+        if before.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            before.rename(folder)
+        raise
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] | None = None) -> Mapping[str, Vendor]:
+    """Returns the vendors of these names, by default those that installed packages offer (group ``phalanx.sinks``).
+
+    Raises SinkError if a name is unknown or its tracker is not installed; no tracker is imported.
+    """
+    chosen: dict[str, Vendor] = {}
+    for name in names:
+        vendor = load_plugin("phalanx.sinks", name) if vendors is None else vendors.get(name)
+        if vendor is None:
+            offered = plugin_names("phalanx.sinks") if vendors is None else sorted(vendors)
+            raise SinkError(f"there is no sink {name!r}; there are: {', '.join(offered)}")
+        chosen[name] = vendor
+        module, package = vendor.module, vendor.package
+        if not _installed(module):
+            package = package or module
+            raise SinkError(
+                f"the sink {name!r} needs the package {package}, which is not installed: pip install {package}"
+            )
+    return chosen
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even what it is a part of
+        return False

@@ -1,0 +1,324 @@
+"""The interface of an outside tracker, and the numbers that every tracker draws under the same tags.
+
+A vendor's adapter (``tensorboard``, ``wandb``, ``mlflow``, ``trackio``) imports this module only; ``sink_registry`` knows the vendors and
+imports each when it is opened.
+
+The last section feeds a tracker from a thread of its own.
+"""
+
+import json
+import threading
+import time
+import tomllib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from phalanx.observe.event_log import EventLogError, read_events
+from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped
+from phalanx.observe.goodput import goodput
+from phalanx.observe.ledger import NS_PER_S
+from phalanx.observe.logs.masking import run_file_mask
+from phalanx.run.read import RUN_FILE
+
+Setting = bool | int | float | str
+"""A value of a run file's field, as trackers take it."""
+
+
+class Sink(Protocol):
+    """A tracker that takes a run's events. All methods are called on one thread, which is not the training thread."""
+
+    def write(self, event: Event) -> None:
+        """Take one event; may block, may raise."""
+
+    def holds(self, event: Event) -> bool:
+        """Return True if the tracker had the numbers of this step or evaluation when it was opened."""
+
+    def close(self) -> None:
+        """Flush; no event follows."""
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers in an event under the tags that every sink uses; empty for events without any."""
+    match event.body:
+        case Step() as body:
+            named = {
+                "train/loss": body.loss,
+                "train/grad_norm": body.grad_norm,
+                "train/lr": body.lr,
+                "train/tokens": body.tokens,
+                "train/bits_per_byte": body.bits_per_byte,
+                "speed/tokens_per_s": body.tokens_per_s,
+                "speed/step_s": body.step_s,
+                "speed/mfu": body.mfu,
+                "speed/goodput": body.goodput,
+                "speed/peak_memory_bytes": body.peak_memory_bytes,
+            }
+        case Evaluated() as body:
+            named = {"eval/loss": body.loss, "eval/bits_per_byte": body.bits_per_byte}
+            named |= {f"eval/loss/{name}": loss for name, loss in body.sources.items()}
+        case _:
+            return {}
+    return {name: float(value) for name, value in named.items() if value is not None}
+
+
+def hyperparameters(run_directory: Path) -> dict[str, Setting]:
+    """The fields of the resolved run file by dotted path, as trackers take them, without secrets; empty where there is none yet.
+
+    Lists are written as text: no tracker can plot against one.
+    """
+    try:
+        table = tomllib.loads((run_directory / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    mask = run_file_mask(table)
+    return dict(_settings({name: mask.value(value) for name, value in table.items()}, ""))
+
+
+def _settings(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, Setting]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def record(started: RunStarted, attempt: int) -> dict[str, object]:
+    """What an attempt recorded of itself, as plain values: code, packages, machine, command, data, layout."""
+    plain: dict[str, object] = json.loads(json.dumps({"attempt": attempt, **asdict(started)}, default=str))
+    return plain
+
+
+GOODPUT_COLUMNS = ("part", "seconds", "share")
+
+
+def goodput_rows(event: Event, run_directory: Path) -> list[tuple[str, float, float]]:
+    """Where the run's time went over all of its attempts, when ``event`` ends one: part, seconds, share of the time it held machines.
+
+    First the buckets, whose shares sum to 1; then what became of the steps. Read from the run's own events, since a tracker may have been
+    opened in a later attempt. Empty for other events, and where there are none to read.
+    """
+    if not isinstance(event.body, Finished | Stopped):
+        return []
+    try:
+        found = goodput(read_events(run_directory / "events.jsonl"))
+    except EventLogError:
+        return []
+    outcomes = {
+        "committed steps": found.committed_ns,
+        "pending steps": found.pending_ns,
+        "rolled back steps": found.rollback_ns,
+        "skipped steps": found.nonfinite_ns,
+        "waiting for samples": found.waiting_ns,
+    }
+    held_ns = found.held_ns or 1
+    return [
+        (name, spent_ns / NS_PER_S, spent_ns / held_ns)
+        for name, spent_ns in {**found.buckets_ns, **outcomes}.items()
+    ]
+
+
+def point_of(event: Event) -> tuple[str, int] | None:
+    """The kind and the step of an event with numbers, which a tracker draws once; ``None`` for other events."""
+    step = step_of(event)
+    return None if step is None else (type(event.body).__name__, step)
+
+
+def step_of(event: Event) -> int | None:
+    """The step an event belongs to: the x-axis of every tracker."""
+    return event.body.step if isinstance(event.body, Step | Evaluated) else None
+
+
+# Feeds a tracker (TensorBoard, W&B, MLflow) from a thread of its own, so that it can never hold training up.
+#
+# Trackers hang at login, throttle, and upload for hours at exit. A sink therefore lives on a thread of its
+# own behind a bounded queue: ``offer`` only appends to the queue, and when that is full the event is dropped
+# and counted. A sink that raises is tried again with the next event and given up after a few failures in
+# a row; one that hangs is left behind at ``close`` after a bounded wait, which is a minute where a run ends and seconds where
+# a fleet must recover. Nothing is lost by it: the event file has everything, and ``phalanx sinks fill`` sends it again.
+#
+# Even opening a sink happens on its thread.
+
+
+QUEUE_EVENTS = 4096
+CLOSE_TIMEOUT_S = 5.0
+"""At the end of an attempt that is to be followed by another at once."""
+END_TIMEOUT_S = 60.0
+"""At the end of a run: W&B and MLflow take many seconds to start, which a short run does not last. Less than a fleet waits for a
+step (``fleet.stall_s``), so that nobody takes it for a hang."""
+SILENT_S = 2.0
+"""A wait that is longer is told."""
+FAILURES_IN_A_ROW = 5
+
+
+def none_missing(_holds: Callable[[Event], bool]) -> Iterable[Event]:
+    """Return no event: the sink is sent what is offered, and nothing of earlier starts."""
+    return ()
+
+
+@dataclass(frozen=True)
+class SinkHealth:
+    """The counters of a sink. Every event offered is written, waiting, dropped or failed."""
+
+    name: str
+    written: int
+    waiting: int
+    dropped: int
+    failed: int
+    last_error: str
+    given_up: bool
+
+
+class Background:
+    """A sink behind a bounded queue, with one writer thread.
+
+    ``open_sink`` runs on that thread. ``offer`` and ``health`` never block on the sink.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_sink: Callable[[], Sink],
+        queue_events: int = QUEUE_EVENTS,
+        missing: Callable[[Callable[[Event], bool]], Iterable[Event]] = none_missing,
+    ) -> None:
+        """``missing`` yields the events of earlier starts that the sink lacks, given its ``holds``; they are sent first."""
+        self.name = name
+        self._open_sink, self._missing = open_sink, missing
+        self._resent: set[tuple[str, int]] = set()
+        self._room = queue_events
+        self._queue: deque[Event] = deque()
+        self._changed = threading.Condition()
+        self._written = self._dropped = self._failed = 0
+        self._busy = 0
+        self._last_error = ""
+        self._closing = self._given_up = False
+        # A daemon: the interpreter does not wait for it at exit.
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def offer(self, event: Event) -> bool:
+        """Hand over an event; False if it was dropped: the queue is full, or the sink gone."""
+        with self._changed:
+            if self._given_up or self._closing or len(self._queue) >= self._room:
+                self._dropped += 1
+                return False
+            self._queue.append(event)
+            self._changed.notify()
+            return True
+
+    def health(self) -> SinkHealth:
+        with self._changed:
+            return SinkHealth(
+                self.name,
+                self._written,
+                len(self._queue) + self._busy,
+                self._dropped,
+                self._failed,
+                self._last_error,
+                self._given_up,
+            )
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> SinkHealth:
+        """Let the sink finish what is queued, for at most ``timeout_s``; then leave it behind."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._give_up(f"did not finish within {timeout_s:g} s of closing")
+        return self.health()
+
+    def _run(self) -> None:
+        try:
+            sink = self._open_sink()
+        except Exception as error:
+            self._give_up(f"could not be opened: {_describe(error)}")
+            return
+        failures = 0
+        for event in self._all_events(sink):
+            failures = 0 if self._written_to(sink, event) else failures + 1
+            if failures == FAILURES_IN_A_ROW:
+                self._give_up(f"failed {failures} times in a row, at last: {self._last_error}")
+        try:
+            sink.close()
+        except Exception as error:
+            self._give_up(f"could not be closed: {_describe(error)}")
+
+    def _all_events(self, sink: Sink) -> Iterator[Event]:
+        """Yield the events that the sink lacks of earlier starts, then those that are offered."""
+        for event in self._missing(sink.holds):
+            point = point_of(event)
+            if self._given_up:
+                return
+            if point is not None and point not in self._resent:
+                self._resent.add(point)
+                yield event
+        while (event := self._next()) is not None:  # type: ignore[assignment]
+            yield event
+
+    def _next(self) -> Event | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing or self._given_up)
+            if self._given_up or not self._queue:
+                return None
+            self._busy = 1
+            return self._queue.popleft()
+
+    def _written_to(self, sink: Sink, event: Event) -> bool:
+        problem, is_offered = "", self._busy == 1
+        # A step that is computed again has the numbers that the tracker holds.
+        is_held = is_offered and (point_of(event) in self._resent or sink.holds(event))
+        try:
+            if not is_held:
+                sink.write(event)
+        except Exception as error:
+            problem = _describe(error)
+        with self._changed:
+            self._busy = 0
+            self._written += is_offered and not problem
+            self._failed += is_offered and bool(problem)
+            self._last_error = problem or self._last_error
+        return not problem
+
+    def _give_up(self, reason: str) -> None:
+        with self._changed:
+            self._given_up = True
+            self._last_error = reason
+            self._dropped += len(self._queue)
+            self._queue.clear()
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def close_sinks(
+    sinks: Iterable[Background],
+    timeout_s: float = CLOSE_TIMEOUT_S,
+    tell: Callable[[str], None] = lambda _text: None,
+    silent_s: float = SILENT_S,
+) -> list[SinkHealth]:
+    """Close all at once, each within ``timeout_s``: the wait is that of the slowest, not the sum.
+
+    If it takes longer than ``silent_s``, ``tell`` is given a sentence that says for whom and for how long it may take.
+    """
+    waiting = list(sinks)
+    results: dict[int, SinkHealth] = {}
+    closers = [
+        threading.Thread(target=lambda i=i, sink=sink: results.__setitem__(i, sink.close(timeout_s)))
+        for i, sink in enumerate(waiting)
+    ]
+    began_s = time.monotonic()
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(max(0.0, began_s + silent_s - time.monotonic()))
+    late = [sink.name for sink, closer in zip(waiting, closers, strict=True) if closer.is_alive()]
+    if late:
+        tell(f"waiting for {' and '.join(late)} to take what the run has sent, for at most {timeout_s:g} s")
+    for closer in closers:
+        closer.join()
+    return [results[i] for i in range(len(waiting))]

@@ -1,1 +1,0 @@
-"""Outside trackers that get a run's events: TensorBoard, Weights & Biases, MLflow."""

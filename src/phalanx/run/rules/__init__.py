@@ -1,1 +1,0 @@
-"""Rules that a run file must obey, each refused by its field and with its remedy."""

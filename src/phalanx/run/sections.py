@@ -1,0 +1,488 @@
+"""The tables of the run file but ``[model]``, each with its fields: types, defaults, ranges, owners, and a sentence for each.
+
+``phalanx.run.spec`` puts them together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from phalanx.run.fields import FLEET, FRACTION, LATER, LAYOUT, NOT_NEGATIVE, POSITIVE, ValueRange
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """The length of training, the global batch, and how it is divided for gradient accumulation."""
+
+    steps: Annotated[int, ValueRange(at_least=1, at_most=10**9)] = 100
+    """Number of optimizer steps."""
+    batch_size: Annotated[int, POSITIVE] = 32
+    """Global batch size: sequences per optimizer step, over all ranks."""
+    seq_len: Annotated[int, POSITIVE] = 256
+    """Tokens per sequence."""
+    slots: Annotated[int, POSITIVE] = 8
+    """Equal pieces that the global batch is divided into. Data-parallel ranks take slots, and a rank with several accumulates
+    their gradients; at most this many data-parallel ranks have work."""
+    micro_batch_size: Annotated[int, NOT_NEGATIVE] = 0
+    """Sequences per forward and backward pass; a slot's micro-batches accumulate their gradients in order. 0 means the whole
+    slot at once."""
+    reduction: Literal["reproducible", "integer", "fast"] = "reproducible"
+    """Sum of gradients over slots: "reproducible" adds them in a fixed binary tree, "integer" in whole numbers, which have no order:
+    with either, the bits do not depend on the number of ranks, though they differ between the two; "fast" is a plain
+    reduce-scatter, whose order the library chooses."""
+    expert_sums: Annotated[Literal["micro-batch", "slot"], LATER] = "micro-batch"
+    """What is added first where ranks share experts and slots have several micro-batches: with "micro-batch" the slots of each, so that a
+    rank keeps one set of its experts' gradients; with "slot" the micro-batches of each, so that parallel.expert changes no bit, for a
+    set of gradients for each slot that the ranks compute at once."""
+    on_nonfinite: Annotated[Literal["stop", "skip"], FLEET] = "stop"
+    """Action when the loss or the gradient is infinite or NaN: stop the run, or skip the step."""
+    max_skipped: Annotated[int, FLEET, POSITIVE] = 10
+    """Consecutive skipped steps after which the run stops even if on_nonfinite or on_spike is "skip"."""
+    on_spike: Annotated[Literal["continue", "stop", "skip"], LATER] = "continue"
+    """Action when a step's loss or gradient norm is far above that of the steps before: go on and say so; stop before the step, saved; or skip
+    the step, so that its samples are left out. The checkpoint before a spike is kept."""
+    spike_window: Annotated[int, LATER, ValueRange(at_least=8, at_most=1024)] = 128
+    """Steps that say which loss and gradient norm are usual; half of them must be done before any step can be a spike."""
+    spike_deviations: Annotated[float, LATER, ValueRange(above=0)] = 8.0
+    """Deviations above the window's median (1.4826 times its median absolute deviation) from which a step is a spike."""
+    document_mask: bool | None = None
+    """If true, attention does not cross the ends of documents; positions are not reset there. Left out, it is true of packed datasets whose index
+    asks for it, as all do that are prepared now, and else false; models of a user's own do without."""
+    targets_within_documents: Annotated[bool, LATER] = False
+    """If true, the token after the end of a document, the first of another one or padding, is no target. Always true of packed datasets."""
+    end_of_document: Annotated[int, ValueRange(at_least=-1)] = -1
+    """Token id that ends a document, for document_mask and targets_within_documents; -1 means the tokenizer's."""
+    loss_chunk: Annotated[int, POSITIVE] = 2048
+    """Tokens whose logits are in memory at once while the cross-entropy is computed (chunked loss)."""
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """The optimizer and gradient clipping."""
+
+    name: Literal["adamw", "adafactor", "muon", "shampoo", "soap"] = "adamw"
+    """AdamW (arXiv 1711.05101), Adafactor (arXiv 1804.04235), Muon (Jordan et al. 2024, arXiv 2502.16982), Shampoo
+    (arXiv 1802.09568) or SOAP (arXiv 2409.11321). The last three take matrices; the rest of the model gets AdamW."""
+    lr: Annotated[float, ValueRange(above=0)] = 1e-3
+    """Peak learning rate."""
+    beta1: Annotated[float, ValueRange(at_least=0, below=1)] = 0.9
+    """Decay of the first moment, the running mean of gradients (for Muon, the momentum of matrices)."""
+    beta2: Annotated[float, ValueRange(at_least=0, below=1)] = 0.95
+    """Decay of the second moment, the running mean of squared gradients (for Shampoo and SOAP, of the statistics of
+    matrices too)."""
+    eps: Annotated[float, ValueRange(above=0)] = 1e-8
+    """Epsilon, added to the root of the second moment."""
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
+    """Decoupled weight decay: each step multiplies the weights by 1 - learning rate x weight_decay."""
+    decay_norms: bool = False
+    """If true, weight decay also applies to the gains of norms and to biases."""
+    decay_embeddings: bool = False
+    """If true, weight decay also applies to the token embedding."""
+    clip_norm: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 means no clipping."""
+    state: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Format of AdamW's moments: bf16 is rounded stochastically, int8 by blocks (arXiv 2110.02861)."""
+    newton_schulz_steps: Annotated[int, ValueRange(at_least=1, at_most=20)] = 5
+    """Muon: Newton-Schulz iterations that orthogonalize an update."""
+    precondition_every: Annotated[int, POSITIVE] = 10
+    """Shampoo and SOAP: steps between recomputations of the preconditioner's roots or bases."""
+    block_size: Annotated[int, POSITIVE] = 1024
+    """Shampoo and SOAP: larger matrices are preconditioned in blocks of at most this many rows and columns."""
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """The learning rate over time, as a multiple of optimizer.lr."""
+
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Shape after warm-up: "cosine" to the floor; "wsd", stable and then a linear decay (warmup-stable-decay, arXiv
+    2404.06395); or "constant"."""
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 10
+    """Steps of linear warm-up from zero."""
+    decay_fraction: Annotated[float, FRACTION] = 0.2
+    """Fraction of the run, at its end, over which "wsd" decays."""
+    floor: Annotated[float, FRACTION] = 0.1
+    """Learning rate at the end of the decay, as a fraction of the peak."""
+
+
+# ``[parallel]``: the mesh that holds the model.
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """How the fleet holds the model: a mesh of pipeline x replicate x shard x context x tensor, with experts folded over
+    shard x context x tensor. How many copies, shards and stages there are changes no bit of the weights; the other degrees
+    decide how sums are split."""
+
+    ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Ranks (processes) to start on this machine; 0 means one per GPU, or cores / runtime.threads, but at least one replica."""
+    sharding: Annotated[Literal["none", "zero2", "zero3"], FLEET] = "zero3"
+    """Data-parallel sharding: "none" replicates everything; "zero2" shards gradients and optimizer state; "zero3" shards the
+    weights too (FSDP)."""
+    shard_ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Data-parallel ranks that one copy of the model is sharded over; fewer than all is hybrid sharding. 0 means all."""
+    tensor: Annotated[int, LAYOUT, POSITIVE] = 1
+    """Tensor-parallel degree: ranks that share each matrix, and the sequence between the matrices."""
+    async_tensor: Annotated[bool, FLEET] = False
+    """If true, tensor-parallel communication overlaps with the matrix products; needs a GPU and runtime.compile."""
+    context: Annotated[int, LAYOUT, POSITIVE] = 1
+    """Context-parallel degree: ranks that share each sequence in attention."""
+    context_mode: Annotated[Literal["ring", "allgather"], LAYOUT] = "ring"
+    """How a rank gets the keys and values of the other ranks: passed around a ring, or by one all-gather."""
+    pipeline: Annotated[int, FLEET, POSITIVE] = 1
+    """Pipeline-parallel degree: ranks that hold consecutive stages of the layers."""
+    pipeline_schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"], FLEET] = "1f1b"
+    """Pipeline schedule: the order in which a slot's micro-batches pass through the stages."""
+    pipeline_stages: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Stages (model chunks) on each pipeline rank; 0 means one for gpipe and 1f1b, two for the others."""
+    pipeline_split: Annotated[tuple[int, ...], FLEET] = ()
+    """Number of layers of each stage, from first to last; empty balances the stages by cost."""
+    expert: Annotated[int, LAYOUT, POSITIVE] = 1
+    """Expert-parallel degree: ranks that share a layer's experts, folded over tensor, context and shard in that order."""
+    expert_tensor: Annotated[int, LAYOUT, POSITIVE] = 1
+    """Tensor-parallel degree of each expert's matrices: 1, or the same as tensor."""
+
+
+# ``[data]`` and ``[[data.sources]]``: what is read, and the tokenizer.
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """A prepared dataset that a run draws from in proportion to its weight; [[data.sources]] once for each."""
+
+    name: str = ""
+    """Name of the source: letters, digits, "-" and "_". It is part of the key of the source's order, and `--set data.sources.NAME.FIELD=VALUE`
+    takes it."""
+    path: Annotated[str, FLEET] = ""
+    """Folder of the prepared dataset. All sources have the same tokenizer."""
+    weights: tuple[float, ...] = (1.0,)
+    """Weight in each stage of the run: its share of the samples is its weight over the sum of all. Taken as the decimals that are written."""
+    use: tuple[float, ...] = (0.0, 1.0)
+    """Part of the dataset's sequences that is drawn from, as fractions [from, to]: the others stay unseen, for another source or run."""
+    epochs: Annotated[float, FLEET, NOT_NEGATIVE] = 1.0
+    """Times that the part may be read by the end of the run, at most; a run that would read it more often is not started. 0 means no limit."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """The training data and its tokenizer. The data's fingerprint, not its path, is part of the run's identity."""
+
+    path: Annotated[str, FLEET] = ".cache/data/python-stdlib"
+    """Prepared dataset (token shards): a folder, which is prepared from the corpus if it does not exist, or s3://, gs:// or az://."""
+    corpus: Annotated[tuple[str, ...], FLEET] = ()
+    """Text that the dataset is prepared from: files, folders, or the name of a known corpus ("python-stdlib"). On the command line,
+    another data.path without another corpus leaves this one out."""
+    tokenizer: Annotated[str, FLEET] = "bpe"
+    """The tokenizer: "bpe" (trained on the corpus), "bytes", or the path of a tokenizer.json or of a sentencepiece tokenizer.model."""
+    vocab_size: Annotated[int, FLEET, ValueRange(at_least=257)] = 4096
+    """Vocabulary size of a tokenizer that is trained on the corpus."""
+    held_out: Annotated[float, FLEET, ValueRange(above=0, below=0.5)] = 0.05
+    """Fraction of the documents that is held out for evaluation and never trained on; of very few documents, the end of the largest."""
+    stages: Annotated[tuple[int, ...], LATER] = ()
+    """Numbers of steps after which the weights of data.sources change, 0 first: [0, 90000] are two stages. Empty means one stage."""
+    sources: Annotated[tuple[SourceSpec, ...], LATER] = ()
+    """Prepared datasets that the run draws from, instead of data.path; each is a table [[data.sources]]."""
+    cache: Annotated[str, FLEET] = ""
+    """Folder of each machine's own where what was read of datasets in object stores is kept for all its ranks and runs; empty is
+    ~/.cache/phalanx/datasets."""
+    cache_gib: Annotated[float, FLEET, ValueRange(above=0)] = 64.0
+    """GiB that this folder may grow to; what was fetched longest ago goes first, and is fetched again if it is needed."""
+    read_ahead_mib: Annotated[float, FLEET, NOT_NEGATIVE] = 64.0
+    """MiB of samples to come that each rank has fetched from object stores, so that training does not wait for slow answers."""
+    timeout_s: Annotated[float, FLEET, ValueRange(above=0)] = 1800.0
+    """Seconds for which training waits for an object store that does not answer."""
+
+
+# ``[checkpoint]``: what is saved when and where, and what a run starts from.
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """When checkpoints are saved, and how many are kept."""
+
+    every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
+    """Steps between checkpoints; the last step is always saved. 0 chooses the time between them while the run goes on, by how long a save
+    holds training up and how often machines fail (Daly 2006)."""
+    hours_between_failures: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
+    """Mean time between failures of the whole run, for every_steps = 0; 0 takes 50,675 hours of a rank (Llama 3, arXiv 2407.21783)."""
+    keep_last: Annotated[int, FLEET, POSITIVE] = 2
+    """Number of newest checkpoints that are kept."""
+    keep_every: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Checkpoints at multiples of this step are never deleted; 0 means none."""
+    timeout_s: Annotated[float, FLEET, ValueRange(above=0)] = 600.0
+    """Seconds that the commit of a checkpoint waits for the files of all ranks."""
+    store: Annotated[str, FLEET] = ""
+    """URL of an object store (s3://, gs://, az://, file://) or path where checkpoints are copied in the background; a run whose disk is
+    lost goes on from there. Empty means none."""
+    store_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Saved steps divisible by this are copied, and the last one; 0 means all."""
+    store_keep_last: Annotated[int, FLEET, POSITIVE] = 2
+    """Number of newest checkpoints that are kept in the store."""
+    store_keep_every: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Copies at multiples of this step are never deleted; 0 means none."""
+    store_mib_s: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
+    """Upper limit of each machine's upload in MiB/s; 0 means none."""
+    init_from: str = ""
+    """A run directory, checkpoint or URL of an object store whose weights the run starts from; empty means fresh weights. Resolved to one
+    checkpoint when the run is first started."""
+    init_with: Annotated[Literal["weights", "optimizer", "training"], LATER] = "weights"
+    """The part of init_from that is taken over: the "weights" alone; weights and "optimizer" state; or all of the "training", with the
+    number of steps and the place in the data."""
+
+
+# ``[precision]``, ``[memory]`` and ``[runtime]``: number formats, what memory is saved, and the machine.
+
+
+@dataclass(frozen=True)
+class PrecisionSpec:
+    """Number formats (mixed precision). Master weights, router, norms, loss and reductions are always fp32."""
+
+    compute: Literal["auto", "fp32", "bf16"] = "auto"
+    """Format of weights and activations in forward and backward; "auto" is bf16 on a GPU, fp32 on a CPU."""
+    matmul: Literal["compute", "fp8-tensorwise", "fp8-rowwise", "mxfp8"] = "compute"
+    """Format of the operands of the blocks' matrix products; 8-bit formats are emulated on hardware that lacks them."""
+    rows: Annotated[Literal["any", "independent"], LATER] = "any"
+    """If "independent", each expert's rows are padded to a multiple of 4, so that on a CPU a token's results do not depend on which
+    others chose its expert: what serving needs to give a mixture's log-probabilities bit by bit."""
+
+
+@dataclass(frozen=True)
+class MemorySpec:
+    """Activation recomputation and offload, to save an accelerator's memory. Nothing here changes a bit of the weights, but for
+    recompute = "budget"."""
+
+    recompute: Annotated[Literal["none", "full", "selective", "budget"], FLEET] = "none"
+    """Activation checkpointing, per block: "none"; "full" recomputes all activations in backward; "selective" keeps the results
+    of costly operations (not with runtime.compile); "budget" keeps what recompute_budget allows (needs runtime.compile). A budget belongs
+    to the run: by it the compiler chooses what it fuses."""
+    recompute_budget: Annotated[float, FLEET, FRACTION] = 0.5
+    """Fraction of a block's activations that recompute = "budget" may keep."""
+    offload_activations: Annotated[Literal["none", "host", "file"], FLEET] = "none"
+    """Where the activations saved for backward are kept: on the accelerator ("none"), in host memory, or in a file."""
+    offload_optimizer: Annotated[Literal["none", "host", "file"], FLEET] = "none"
+    """Where the optimizer's state is kept between updates: on the accelerator ("none"), in host memory, or in a file."""
+    offload_path: Annotated[str, FLEET] = ".cache/offload"
+    """Folder for offload to files, on a fast local disk; each rank creates its own files in it and removes them."""
+
+
+@dataclass(frozen=True)
+class RuntimeSpec:
+    """Settings of the machine that reach the bits of the weights."""
+
+    seed: Annotated[int, ValueRange(at_least=0, at_most=2**63 - 1)] = 0
+    """Random seed of the initial weights and of the order of the samples."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; "auto" takes a GPU if there is one."""
+    threads: Annotated[int, ValueRange(at_least=1, at_most=1024)] = 1
+    """CPU threads per rank. It belongs to the run, because a sum that is split over threads rounds differently."""
+    compile: bool = False
+    """If true, the transformer blocks are compiled with torch.compile."""
+    numerics: Annotated[Literal["auto", "portable", "native"], LATER] = "auto"
+    """Arithmetic of ranks on CPUs. With "portable" x86-64 processors with AVX2 and 64-bit Arm processors give the same bits, with any release of
+    PyTorch ("auto" devices are then CPUs, and compilers of C and C++ are needed). "native" takes a processor's own kernels, whose bits are its own. "auto" is
+    portable on CPUs where that is possible, native on GPUs; a run that has begun keeps its arithmetic."""
+    mixed_machines: Annotated[bool, LAYOUT, LATER] = False
+    """If true, ranks may compute on machines whose kernels round differently; the bits then depend on which of them computed what. If
+    false, such machines are found by probes at the start, and refused."""
+
+
+# ``[evaluation]``, ``[sample]`` and ``[expect]``: held-out text, text that is generated, and the weights that others have got.
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """Evaluation on held-out text."""
+
+    every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
+    """Steps between evaluations; 0 means only at the end."""
+    sequences: Annotated[int, FLEET, POSITIVE] = 64
+    """Held-out sequences scored by an evaluation during the run, or all if there are fewer."""
+    final_sequences: Annotated[int, FLEET, NOT_NEGATIVE] = 4096
+    """Held-out sequences scored after the last step; 0 means all. The figure for xz is for all held-out text."""
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """The text that is generated when the run has ended."""
+
+    prompt: Annotated[str, FLEET] = ""
+    """Prompt that the sample continues; empty means no sample."""
+    tokens: Annotated[int, FLEET, POSITIVE] = 120
+    """Number of tokens to generate."""
+    temperature: Annotated[float, FLEET, NOT_NEGATIVE] = 0.8
+    """Sampling temperature; 0 takes the most likely token (greedy)."""
+
+
+@dataclass(frozen=True)
+class ExpectSpec:
+    """The weights that a run has had elsewhere, with which the result is compared."""
+
+    weights: Annotated[tuple[str, ...], FLEET] = ()
+    """Each "RUN SHA256": the first 8 digits or more of a run's key, as in its directory's name, and the SHA-256 of its weights at the end. The key is that
+    of the run's own fields and its data, so a changed run or another dataset is not compared."""
+
+
+# ``[observe]``: logs, metrics, outside trackers.
+
+
+@dataclass(frozen=True)
+class ObserveSpec:
+    """Logging, and outside trackers."""
+
+    log_every_steps: Annotated[int, FLEET, POSITIVE] = 1
+    """Steps between logged steps in the event stream."""
+    memory_at_step: Annotated[int, FLEET, NOT_NEGATIVE] = 2
+    """Step of each attempt in which memory is measured by kind; 0 means never."""
+    ranks_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 10
+    """Steps after which what each rank measured of itself (its computing time, its waiting for data, its memory, its temperature) is appended
+    to the run's ranks.bin; 0 means never. Stragglers are looked for in the same exchange, so a shorter fleet.straggler_window_steps counts too."""
+    sinks: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "otel"], ...], FLEET] = ()
+    """Experiment trackers that get a copy of every metric; each needs its optional extra to be installed."""
+    log_mib: Annotated[int, FLEET, POSITIVE] = 16
+    """Largest size of a log file of a process, in MiB; then it is set aside and another one begun."""
+    log_files: Annotated[int, FLEET, ValueRange(at_least=2)] = 4
+    """Files that are kept of each process's log: the first, which has its start, and the newest."""
+    accelerator_hour_price: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
+    """Price of one accelerator (or rank) for an hour, in any currency, from which the cost of the run is told; 0 means that nobody knows."""
+    metrics_port: Annotated[int, FLEET, ValueRange(at_least=0, at_most=65535)] = 0
+    """TCP port at which a fleet's coordinator serves its metrics to Prometheus; each agent takes the next free one after it. 0 means none."""
+    metrics_host: Annotated[str, FLEET] = "127.0.0.1"
+    """Address at which they listen; "0.0.0.0" lets other machines read them, without any password."""
+
+
+# ``[launch]``: how `phalanx submit` starts the run on a cluster.
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Start of the run on a cluster by `phalanx submit`: the engine, what it is asked for, and where in the network the ranks lie. Nothing
+    here changes a bit of the weights."""
+
+    engine: Annotated[Literal["", "slurm", "kubernetes", "ssh", "local"], FLEET] = ""
+    """Engine that gives nodes; empty means that --on says it."""
+    hosts: Annotated[str, FLEET] = ""
+    """File of the hosts to start agents on by ssh, one a line: [user@]host[:port] [name=NODE] [address=HOST] [domain=POD/RACK]."""
+    partition: Annotated[str, FLEET] = ""
+    """Slurm partition, or several, as big,small, of which the first that can starts the job; LocalQueue of Kueue or queue of Volcano; empty means
+    the cluster's default, with Kueue no queue at all."""
+    account: Annotated[str, FLEET] = ""
+    """Account that is charged; empty means the user's own."""
+    qos: Annotated[str, FLEET] = ""
+    """Slurm quality of service, or the priority class of Kueue or Kubernetes; empty means the default."""
+    time_limit: Annotated[str, FLEET] = ""
+    """Longest time of one job, as 2d, 12h, 90m or Slurm's D-HH:MM:SS; the run saves launch.grace_s before and queues again (under Kubernetes it
+    ends, and the same command goes on). Empty means the partition's limit."""
+    constraint: Annotated[str, FLEET] = ""
+    """Features that the nodes must have, in Slurm's words, or under Kubernetes labels, as LABEL=VALUE,LABEL=VALUE."""
+    reservation: Annotated[str, FLEET] = ""
+    """Slurm reservation to use."""
+    exclude: Annotated[str, FLEET] = ""
+    """Nodes not to use, as n[1-4,7]."""
+    gpus_per_node: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """GPUs to ask for on each node; 0 means one for each worker, or none if runtime.device is cpu."""
+    exclusive: Annotated[bool, FLEET] = True
+    """If true, nodes are not shared with other jobs."""
+    grace_s: Annotated[float, FLEET, ValueRange(at_least=1, at_most=3600)] = 120.0
+    """Seconds before the end of its time, or before it is preempted, in which the run saves and ends."""
+    container_image: Annotated[str, FLEET] = ""
+    """Container image that the agents run in (Slurm: the plugin Pyxis must be installed; Kubernetes needs one); empty means none."""
+    container_mounts: Annotated[tuple[str, ...], FLEET] = ()
+    """Folders that the container sees, as FROM:TO. Under Kubernetes FROM is a PersistentVolumeClaim, as CLAIM or CLAIM/FOLDER, or an absolute path
+    on every node; relative paths of the run file begin in the first TO."""
+    namespace: Annotated[str, FLEET] = ""
+    """Kubernetes namespace; empty means that of kubectl's context."""
+    scheduler: Annotated[Literal["kueue", "volcano"], FLEET] = "kueue"
+    """Scheduler of a Kubernetes cluster that the manifests are for: a JobSet, with Kueue's labels if launch.partition names a queue, or a Job of
+    Volcano."""
+    topology_label: Annotated[str, FLEET] = ""
+    """Kubernetes: nodes of a unit (launch.unit) get the same value of this node label, such as fabric.topograph.run/tier-0 (with Volcano: the number
+    of the highest tier that a unit may span). Empty means that units may lie anywhere."""
+    domain_labels: Annotated[tuple[str, ...], FLEET] = ()
+    """Kubernetes: node labels that name a node's network domains, from the widest to the narrowest; each pod asks for those of its node."""
+    resources: Annotated[tuple[str, ...], FLEET] = ()
+    """Kubernetes: further resources of a pod, as NAME=QUANTITY: cpu=64, memory=1Ti, rdma/hca=8."""
+    gpu_resource: Annotated[str, FLEET] = "nvidia.com/gpu"
+    """Kubernetes: name of the resource that launch.gpus_per_node counts."""
+    tolerations: Annotated[tuple[str, ...], FLEET] = ()
+    """Kubernetes: taints that the pods tolerate, as KEY[=VALUE][:EFFECT]."""
+    service_account: Annotated[str, FLEET] = ""
+    """Kubernetes: service account of the pods, which may name secrets for pulling the image; empty means the namespace's default."""
+    run_as: Annotated[str, FLEET] = ""
+    """Kubernetes: user and group of the pods' processes, as UID or UID:GID; empty means those of the image."""
+    pod_patch: Annotated[str, FLEET] = ""
+    """Kubernetes: JSON or TOML file with fields of a pod template, as metadata.annotations or spec.runtimeClassName, that are merged into the pods'."""
+    environment: Annotated[tuple[str, ...], FLEET] = ()
+    """Variables for agents and workers, as NAME=VALUE, or as NAME for the value that it has where phalanx submit is called. Values of secrets belong
+    into no run file: use NAME."""
+    secrets: Annotated[str, FLEET] = ""
+    """File of NAME=VALUE lines, of mode 600, whose variables agents and workers get; under Kubernetes, name of a Secret with them."""
+    prologue: Annotated[tuple[str, ...], FLEET] = ()
+    """Shell lines that run on the first node before the agents start, such as module load cuda."""
+    options: Annotated[tuple[str, ...], FLEET] = ()
+    """Further options for the engine as they are, such as --licenses=lustre for sbatch."""
+    cluster: Annotated[str, FLEET] = "h100"
+    """Kind of the nodes, for the price of their placement: a name of `phalanx hardware`, or a TOML file."""
+    shares: Annotated[tuple[str, ...], FLEET] = ()
+    """Part of its nodes' rate that may leave a domain at once, as leaf=0.5 for a level of the network; levels that are not named are
+    non-blocking."""
+    most_lost_ms: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
+    """Milliseconds of a step that the nodes which an engine gave, or which join later, may lose on slow uplinks: with more, the run does not
+    start on them, or they do not join. 0 means any; the loss is only said."""
+    unit: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Nodes that are kept together below one switch; 0 means those that the axes inside a slot span. `phalanx place` prices others."""
+    order: Annotated[Literal["data", "pipeline"], FLEET] = "data"
+    """Neighbors in the network: the data-parallel ranks of a stage, or the stages of a replica. `phalanx place` prices both."""
+
+
+# ``[fleet]``: fault tolerance on nodes.
+
+
+@dataclass(frozen=True)
+class FleetSpec:
+    """Fault tolerance on a fleet of nodes: membership, spares, heartbeats, snapshots and audits. Nothing here changes a bit of
+    the weights."""
+
+    nodes: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Number of nodes that hold ranks; 0 means no fleet: the ranks are plain processes of one machine."""
+    spares: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Number of spare nodes beside them, whose workers are started and hold no rank until a node is lost."""
+    workers_per_node: Annotated[int, FLEET, POSITIVE] = 1
+    """Workers on each node; each holds one rank."""
+    min_nodes: Annotated[int, FLEET, POSITIVE] = 1
+    """Smallest number of nodes to train on; with fewer the run waits, its state in its agents' memory and in the newest checkpoint."""
+    least_tensor: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Smallest tensor degree with which the run goes on when too few nodes are left for parallel.tensor, halved as often as needed: the
+    bits stay, each rank holds a larger share. It needs model.lanes; 0 means parallel.tensor, so that the run waits for nodes."""
+    least_context: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Smallest context degree with which the run goes on, likewise. It needs model.context_tiles; 0 means parallel.context."""
+    halve_first: Annotated[Literal["planned", "tensor", "context"], FLEET] = "planned"
+    """The degree that is halved first, down to its least, where both may fall; "planned" takes the one with which the planner, asked once at the
+    start of a fleet, expects the shorter step on half of the ranks, and memory enough."""
+    heartbeat_s: Annotated[float, FLEET, ValueRange(above=0)] = 5.0
+    """Seconds between two heartbeats of an agent."""
+    lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 15.0
+    """Seconds without a heartbeat after which an agent, and its node, is lost."""
+    worker_lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 1.0
+    """Seconds without a heartbeat to its own agent after which a worker counts as hung and is replaced; ten times as long if it is at work,
+    as native code is that keeps Python's lock."""
+    confirm_s: Annotated[float, FLEET, NOT_NEGATIVE] = 2.0
+    """Seconds in which an agent whose connection broke may reconnect, unless a peer reports a broken collective."""
+    coordinator_lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 1800.0
+    """Seconds without a coordinator after which an agent stops its workers and ends, so that no node is kept by a run that nobody leads."""
+    succession_s: Annotated[float, FLEET, NOT_NEGATIVE] = 30.0
+    """Seconds without a coordinator after which another node of a cluster leads the run on, and again as many for each next in line; 0 means
+    never. Not on local fleets, whose launcher starts the coordinator again."""
+    stall_s: Annotated[float, FLEET, ValueRange(above=0)] = 120.0
+    """Seconds without a finished step, and at least ten times a usual step, after which the hang is diagnosed."""
+    snapshot_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 1
+    """Steps between in-memory snapshots of the training state; 0 means none."""
+    audit_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Steps between audits for silent data corruption, in which one slot is computed on two nodes; 0 means never."""
+    health_checks: Annotated[bool, FLEET] = True
+    """If true, nodes are health-checked before they join, and again whenever one of their workers died or hung."""
+    straggler_window_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
+    """Straggler detection: steps after which the ranks' computing times are compared; a rank that is slow in most windows is
+    replaced by a spare. 0 means never."""
+    port: Annotated[int, FLEET, ValueRange(at_least=0, at_most=65535)] = 0
+    """TCP port that the coordinator listens on; 0 means any free port."""

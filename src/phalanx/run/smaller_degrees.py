@@ -1,0 +1,137 @@
+"""The tensor or context degree with which a run goes on when its fleet has too few ranks left for that of its run file.
+
+A run in lanes has the same bits under every tensor degree (``phalanx.parallel.tensor.lanes``), one in context tiles under every
+context degree (``phalanx.parallel.context.fixed_tiles``), so a fleet that lost half of a node need not wait for a spare: ``fleet.least_tensor``
+and ``fleet.least_context`` say how far the degrees may fall, and ``fleet.halve_first`` which of them falls first. They are halved until the ranks that are
+left suffice, and are those of the run file again once there are enough. Experts that are dealt to the ranks of a slot are dealt to fewer in the same proportion. Every rank and the coordinator
+decide alike, from the run file and the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from phalanx.run.fields import Problem
+from phalanx.run.layout import layout_problems, replica_ranks
+from phalanx.run.spec import ParallelSpec, RunSpec
+
+Axis = Literal["tensor", "context"]
+"""A degree that may fall."""
+
+
+def divisions(spec: RunSpec) -> Iterator[ParallelSpec]:
+    """Yields the ways in which the run may divide its model: that of the run file, then ever smaller degrees, one down to its least and then
+    the other; tensor first, unless ``fleet.halve_first`` names context."""
+    parallel = spec.parallel
+    yield parallel
+    axes: tuple[Axis, ...] = ("tensor", "context")
+    for axis in reversed(axes) if spec.fleet.halve_first == "context" else axes:
+        while (halved := _halved(spec, parallel, axis)) is not None:
+            yield (parallel := halved)
+
+
+def _halved(spec: RunSpec, parallel: ParallelSpec, axis: Axis) -> ParallelSpec | None:
+    """``parallel`` with half of a degree, and of the experts' ranks; ``None`` if it may not fall so far."""
+    tensor, context = (parallel.tensor // 2, 0) if axis == "tensor" else (0, parallel.context // 2)
+    least = spec.fleet.least_tensor if axis == "tensor" else spec.fleet.least_context
+    if not 0 < least <= tensor + context:
+        return None
+    return replace(
+        parallel,
+        tensor=tensor or parallel.tensor,
+        context=context or parallel.context,
+        expert=max(1, parallel.expert // 2),
+    )
+
+
+def halves(spec: RunSpec) -> dict[Axis, ParallelSpec]:
+    """The run's division with half of each degree that may fall: half as many ranks, whichever it is."""
+    axes: tuple[Axis, ...] = ("tensor", "context")
+    found = {axis: _halved(spec, spec.parallel, axis) for axis in axes}
+    return {axis: parallel for axis, parallel in found.items() if parallel is not None}
+
+
+def legal_ranks(spec: RunSpec, parallel: ParallelSpec, most: int) -> tuple[int, ...]:
+    """The legal numbers of ranks up to ``most`` of a run that is divided as ``parallel`` says, ascending."""
+    divided, unit = replace(spec, parallel=parallel), replica_ranks(parallel)
+    return tuple(ranks for ranks in range(unit, most + 1, unit) if not layout_problems(divided, ranks))
+
+
+def divided_over(spec: RunSpec, ranks: int) -> RunSpec:
+    """Returns the run as ``ranks`` ranks divide it: as its file says if that is legal, else with the largest degrees that are."""
+    for parallel in divisions(spec):
+        divided = replace(spec, parallel=parallel)
+        if ranks % replica_ranks(parallel) == 0 and not layout_problems(divided, ranks):
+            return divided
+    return spec
+
+
+def problems_on(spec: RunSpec, ranks: int) -> list[Problem]:
+    """Everything that is impossible about starting the run on ``ranks`` ranks, which a fleet may divide by smaller degrees; 0: unknown yet."""
+    few = spec.fleet.nodes > 0 and 0 < ranks < replica_ranks(spec.parallel)
+    return layout_problems(divided_over(spec, ranks) if few else spec, ranks)
+
+
+def smaller_degree_problems(spec: RunSpec) -> Iterator[Problem]:
+    """Yields what is wrong about ``fleet.least_tensor``, ``fleet.least_context`` and ``fleet.halve_first``."""
+    fleet, parallel, model = spec.fleet, spec.parallel, spec.model
+    yield from _problems("tensor", fleet.least_tensor, parallel.tensor, "model.lanes", model.lanes)
+    yield from _problems(
+        "context", fleet.least_context, parallel.context, "model.context_tiles", model.context_tiles
+    )
+    first = fleet.halve_first
+    if first != "planned" and not (fleet.least_tensor if first == "tensor" else fleet.least_context):
+        yield Problem(
+            "fleet.halve_first",
+            f"the {first} degree never falls, first or last",
+            f'set fleet.least_{first} to how far it may fall, or fleet.halve_first = "planned"',
+            (f"fleet.least_{first}",),
+        )
+    yield from _never_reached(spec)
+
+
+def _never_reached(spec: RunSpec) -> Iterator[Problem]:
+    """Yields the least degree that a fleet never takes, because below ``fleet.min_nodes`` it waits."""
+    fleet, ways = spec.fleet, list(divisions(spec))
+    if not fleet.nodes or len(ways) == 1:
+        return
+    larger, smallest = replica_ranks(ways[-2]), replica_ranks(ways[-1])
+    axis = "tensor" if ways[-2].tensor > ways[-1].tensor else "context"
+    degree, least = getattr(ways[-2], axis), getattr(ways[-1], axis)
+    if fleet.workers_per_node >= larger:
+        yield Problem(
+            f"fleet.least_{axis}",
+            f"every node has the {larger} ranks that parallel.{axis} = {degree} needs, so the degree never falls to {least}",
+            f"set it to {degree}, or to 0",
+            ("fleet.workers_per_node",),
+        )
+    elif fleet.min_nodes * fleet.workers_per_node >= larger:
+        yield Problem(
+            "fleet.min_nodes",
+            f"{fleet.min_nodes} nodes have the {larger} ranks that parallel.{axis} = {degree} needs, and with fewer the fleet waits: "
+            f"the degree never falls to {least}",
+            f"at most {-(-smallest // fleet.workers_per_node)}, which have the {smallest} ranks for {least}; or fleet.least_{axis} = {degree}",
+            (f"fleet.least_{axis}", "fleet.workers_per_node"),
+        )
+
+
+def _problems(axis: str, least: int, degree: int, pieces: str, count: int) -> Iterator[Problem]:
+    field = f"fleet.least_{axis}"
+    if not least:
+        return
+    if not count:
+        yield Problem(
+            field,
+            f"without {pieces} the bits depend on the {axis} degree, so the fleet may not change it",
+            f"set {pieces} to a power of two, at least {degree}; or {field} = 0",
+            (pieces,),
+        )
+    elif least > degree or least & (least - 1):
+        yield Problem(
+            field,
+            f"{degree} {axis} ranks are never halved to {least}",
+            f"take a power of two, at most parallel.{axis} = {degree}; or 0",
+            (f"parallel.{axis}",),
+        )
