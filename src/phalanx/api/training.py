@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.fleet.node.local_fleet import run_fleet
-from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
+from phalanx.fleet.node.launcher import LocalFleet
+from phalanx.fleet.node.processes import run_fleet
 from phalanx.launch.local import run_locally
 from phalanx.launch.ranks import ranks_on_this_machine
 from phalanx.model.facts.presets import PRESETS

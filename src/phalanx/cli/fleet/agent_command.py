@@ -98,7 +98,7 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
         succeeded = _is_succeeded(folder, options.certificates)
         if _leads(options.lead, options.coordinator) and not succeeded:
             from phalanx.cli.train.train_fleet import train_fleet
-            from phalanx.fleet.node.supervision.fleet_plan import Lead
+            from phalanx.fleet.node.launcher import Lead
 
             here, port = split_address(options.coordinator)
             lead = Lead(

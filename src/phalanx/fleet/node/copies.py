@@ -1,6 +1,7 @@
-"""The ways of a node's snapshots out of its memory: to the buddy of a rank, and at the end of a run to disk.
+"""Copies of a node's state: snapshots to the buddy of a rank and at the end of a run to disk, and checkpoints to the run's object store.
 
-Both wait for wires and disks, so threads carry them out, one for each worker and one for the disk, while the agent's event loop goes on.
+Snapshots wait for wires and disks, so threads carry them out, one for each worker and one for the disk, while the agent's event loop goes
+on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.snapshot.client import SnapshotClient
@@ -17,9 +20,16 @@ from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.checkpoint.snapshot.to_disk import save_snapshots
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import Draft
+from phalanx.fleet.control.fleet_file import distrusted_after, forget_distrust
 from phalanx.fleet.core.commands import SaveSnapshots
 from phalanx.fleet.core.messages import RankSnapshot
+from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import RunSpec
+
+if TYPE_CHECKING:
+    from phalanx.checkpoint.save.store_uploader import CopyEvent, StoreUploader
+
 
 _PUSH_AGAIN_S, _LONGEST_PUSH_PAUSE_S = 0.1, 2.0
 _OTHERS_WRITE_S = 600.0
@@ -102,3 +112,73 @@ class SnapshotCourier:
         """Ends the threads, without waiting for one that hangs in a dead peer or disk."""
         for pool in (*self._pushers, self._writer):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+# This node's share of the copies of checkpoints in the run's store: dealt to it, settled, or given up.
+
+
+class StoreCopies:
+    """The copies that one node makes; none if the run has no store."""
+
+    def __init__(
+        self, spec: RunSpec, directory: RunDirectory, attempt: int, log: Callable[[str], None]
+    ) -> None:
+        self._spec, self._directory, self._attempt, self._log = spec, directory, attempt, log
+        self._uploader: StoreUploader | None = None
+        self._events: EventLog | None = None
+        self._hurried = asyncio.Event()
+
+    def deal(self, ranks: tuple[int, ...], of: int) -> None:
+        """From now on this node copies the files of these of ``of`` ranks."""
+        if not self._spec.checkpoint.store:
+            return
+        # The client of stores, only where there is one.
+        from phalanx.checkpoint.save.store_uploader import CopyShare
+
+        if self._uploader is None:
+            self._uploader = self._begin()
+        self._uploader.deal(CopyShare(ranks, of))
+
+    def _begin(self) -> StoreUploader:
+        from phalanx.checkpoint.save.store_uploader import Condemned, CopyRules, StoreUploader, UploadTimes
+        from phalanx.checkpoint.tiers.disk import DiskTier
+        from phalanx.store.open_store import open_store
+
+        checkpoint, directory = self._spec.checkpoint, self._directory
+        return StoreUploader(
+            DiskTier(directory.checkpoints),
+            open_store(checkpoint.store),
+            CopyRules.of(self._spec),
+            f"fleet{self._attempt}",
+            self._append,
+            self._log,
+            UploadTimes(others_s=checkpoint.timeout_s),
+            Condemned(partial(distrusted_after, directory), partial(forget_distrust, directory)),
+        )
+
+    def _append(self, event: CopyEvent) -> None:
+        try:
+            if self._events is None:
+                self._events = EventLog(self._directory.events, self._attempt)
+            self._events.append(event)
+        except EventLogError as error:
+            self._log(str(error))
+
+    def hurry(self) -> None:
+        """Gives up what is not in the store yet."""
+        self._hurried.set()
+
+    async def end(self, *, settled: bool) -> None:
+        """Ends the copying; if it is to be ``settled``, with all of this node's share in the store, unless it is hurried."""
+        if self._uploader is None:
+            return
+        if settled:
+            settling = asyncio.create_task(asyncio.to_thread(self._uploader.settle))
+            hurried = asyncio.create_task(self._hurried.wait())
+            await asyncio.wait((settling, hurried), return_when=asyncio.FIRST_COMPLETED)
+            if not settling.done():
+                self._log("asked once more to end: gives up its copies to the store")
+            elif missing := self._uploader.missing():
+                self._log(f"not in the store: steps {', '.join(map(str, missing))}")
+            hurried.cancel()
+        self._uploader.cancel()

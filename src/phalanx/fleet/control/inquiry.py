@@ -1,24 +1,36 @@
-"""Diagnosis of a hang: which rank the others wait for, and in which collective, from all ranks' flight records.
+"""Inquiries of a coordinator into a fault: which rank the others wait for in a hang, and which rank failed first.
 
-PyTorch's flight recorder keeps the last collectives of a process: group, number in the group, operation, sizes, and whether
-each is over. In a hang, a rank inside a collective waits for the members of its group that have not reached it. Those may
-wait in other groups in turn; the ranks at the end of all chains, which wait for nobody, are the cause (the idea of
-PyTorch's ``fr_trace`` analyzer, here as a function on values).
+PyTorch's flight recorder keeps the last collectives of a process: group, number in the group, operation, sizes, and whether each is over.
+In a hang, a rank inside a collective waits for the members of its group that have not reached it. Those may wait in other groups in turn;
+the ranks at the end of all chains, which wait for nobody, are the cause (the idea of PyTorch's ``fr_trace`` analyzer, here as a function on
+values).
 
-Records are taken by ``phalanx.parallel.mesh.torch_compat.flight_record`` in any thread of a worker, also while its main
-thread hangs; a worker that gives none counts as absent. A process records only if ``TORCH_FR_BUFFER_SIZE`` was above 0 in
-its environment when its first group was made; agents set it for their workers. Gloo does not record point-to-point
-messages (the pipeline's); a rank that waits for one looks idle, and may be named beside the culprit, or in its place. NCCL
-records them.
+Records are taken by ``phalanx.parallel.mesh.torch_compat.flight_record`` in any thread of a worker, also while its main thread hangs; a
+worker that gives none counts as absent. A process records only if ``TORCH_FR_BUFFER_SIZE`` was above 0 in its environment when its first
+group was made; agents set it for their workers. Gloo does not record point-to-point messages (the pipeline's); a rank that waits for one
+looks idle, and may be named beside the culprit, or in its place. NCCL records them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from phalanx.fleet.core.messages import MOST_RECORD_BYTES
+from phalanx.fleet.core import messages as m
+from phalanx.fleet.core.messages import (
+    MOST_RECORD_BYTES,
+    Diagnosed,
+    Recorded,
+)
+from phalanx.fleet.core.state import FleetState
+from phalanx.observe.logs.first_failure import first_failure, what_happened, who
+from phalanx.observe.logs.line import LogLine
+from phalanx.observe.logs.tail import last_lines
+from phalanx.run.directory.paths import RunDirectory
 
 _LOOKED_AT = (
     "process_group",
@@ -221,3 +233,146 @@ def _stuck(name: str, members: tuple[int, ...], by_rank: Mapping[int, FlightReco
     odd = tuple(rank for rank, kind in zip(here, kinds, strict=True) if kind[0] != usual[0])
     waited_s = min(by_rank[rank].taken_ns - call.since_ns for rank, call in here.items()) / 1e9
     return [Stuck(name, number, *usual, tuple(sorted(here)), absent, odd, waited_s)]
+
+
+# Inquiry into a hang: collects the ranks' flight records for a moment, then diagnoses.
+#
+# It is bounded: it takes one record of each rank, of this epoch only, from that rank's own node, and after ``PATIENCE_S`` diagnoses with
+# what has arrived. A coordinator that is killed meanwhile loses the records; a deadline then ends the epoch.
+
+PATIENCE_S = 2.0
+_WAITED_SHARE = 0.5
+"""A rank is proven guilty only if the others have waited in the collective for at least this share of the silence."""
+_TEXT_MAX = 2000
+
+
+@dataclass
+class Inquiry:
+    """The inquiry into one epoch."""
+
+    epoch: int
+    ranks_of: dict[str, range]
+    """Node -> its ranks."""
+    silent_s: float
+    """Seconds for which no step had ended."""
+    until_s: float
+    records: dict[int, FlightRecord] = field(default_factory=dict)
+
+    @classmethod
+    def into(cls, state: FleetState, silent_s: float, now_s: float) -> Inquiry:
+        """The inquiry into the present epoch, to be begun when its members are asked for their flight records."""
+        formation = state.settings.formation
+        places = {name: formation.ranks_of(seat, state.ranks) for seat, name in enumerate(state.seats)}
+        return cls(state.epoch, places, silent_s, now_s + PATIENCE_S)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the epoch."""
+        return sum(map(len, self.ranks_of.values()))
+
+    def add(self, said: Recorded) -> str:
+        """Adds a record; returns why it was refused, or an empty text."""
+        try:
+            record = parse_record(said.record.encode())
+        except FlightRecordError as error:
+            return str(error)[:300]
+        if said.epoch != self.epoch or record.rank not in self.ranks_of.get(said.node, ()):
+            return f"rank {record.rank} of epoch {said.epoch} is not on {said.node}"
+        self.records.setdefault(record.rank, record)
+        return ""
+
+    def over(self, now_s: float) -> bool:
+        """True if all records have arrived, or the time is up."""
+        return len(self.records) == self.ranks or now_s >= self.until_s
+
+    def finding(self) -> Diagnosed:
+        """The diagnosis of all records, as an event for the core."""
+        found = diagnose(list(self.records.values()), self.ranks)
+        proven = found.proven(_WAITED_SHARE * self.silent_s)
+        silent = f"; no full record of ranks {', '.join(map(str, found.silent))}" if found.silent else ""
+        return Diagnosed(self.epoch, f"{found}{silent}"[:_TEXT_MAX], proven)
+
+
+# Inquiry into a failure: which rank failed first when a fault has ended an epoch, from the logs of the workers.
+#
+# A fault in one rank breaks the collectives of all others, and their reports reach the coordinator in any order. Each worker's last words
+# are in its log, in the run directory that the whole fleet shares, with time, rank and step. The coordinator reads the ends of the logs of
+# those nodes that reported something, a moment later and in a thread. So a fault costs the fleet no message, and no text is cut. For a node
+# whose log cannot be read, its own report counts.
+
+_WAIT_S = 1.0
+"""The others' errors, and the ends of processes, come a moment after the first."""
+_MOST_NODES = 64
+_LAST_SAID = 100
+_RECENT_S = 120.0
+_MOST_CHARACTERS = 600
+
+
+class FailureInquiry:
+    """What nodes have reported since an epoch was left the last time."""
+
+    def __init__(self, directory: RunDirectory, attempt: int, workers: int) -> None:
+        self._directory, self._attempt, self._workers = directory, attempt, workers
+        self._heard: dict[str, LogLine] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    def begin(self, tell: Callable[[str], None]) -> None:
+        """Tells which rank failed first, if any did, once the others have said that they failed too."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask(tell))
+
+    async def _ask(self, tell: Callable[[str], None]) -> None:
+        await asyncio.sleep(_WAIT_S)
+        heard = self.taken()
+        if heard and (found := await asyncio.to_thread(self.finding, heard)):
+            tell(found)
+
+    def heard(self, report: m.AgentMessage) -> None:
+        """Notes that a node has reported that something failed."""
+        if not isinstance(report, m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal):
+            return
+        if isinstance(report, m.Broken) and report.text == m.LEFT_AS_ASKED:
+            return
+        now_s = time.time()
+        # What ended no epoch, such as a spare's worker that died hours ago, is not the beginning of what fails now.
+        self._heard = {node: line for node, line in self._heard.items() if line.t > now_s - _RECENT_S}
+        if len(self._heard) < _MOST_NODES:
+            text = f"error: {_words(report)}"
+            line = LogLine(
+                now_s, "error", report.node, None, report.epoch, self._attempt, None, text, report.node
+            )
+            self._heard.setdefault(report.node, line)
+
+    def taken(self) -> Mapping[str, LogLine]:
+        """What was noted; from now on it is forgotten."""
+        heard, self._heard = self._heard, {}
+        return heard
+
+    def finding(self, heard: Mapping[str, LogLine]) -> str:
+        """Which rank failed first, in words; empty if nobody knows. Reads files."""
+        errors: list[LogLine] = []
+        since = time.time() - _RECENT_S
+        for node, reported in heard.items():
+            said: list[LogLine] = []
+            for worker in range(self._workers):
+                log = self._directory.named_log(self._attempt, f"{node}-{worker}")
+                with suppress(OSError):
+                    said += (
+                        line
+                        for line in last_lines(log, _LAST_SAID)
+                        if line.level == "error" and line.t > since
+                    )
+            errors += said or [reported]
+        found = first_failure(errors)
+        if found is None:
+            return ""
+        message = what_happened(found.line.text).splitlines()[0][:_MOST_CHARACTERS]
+        return f"first failure: {who(found.line)}: {message} ({'; '.join(found.evidence)})"
+
+
+def _words(report: m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal) -> str:
+    if isinstance(report, m.WorkerHung):
+        return f"its worker was silent for {report.silent_s:.0f} s"
+    if isinstance(report, m.WorkerExited):
+        return report.text or f"exit code {report.code}"
+    return report.text
