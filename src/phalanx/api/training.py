@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.fleet.node.launcher import LocalFleet
 from phalanx.fleet.node.processes import run_fleet
-from phalanx.launch.local import run_locally
-from phalanx.launch.ranks import ranks_on_this_machine
+from phalanx.launch.local import ranks_on_this_machine, run_locally
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.event_log import follow, read_events
 from phalanx.observe.events import Event

@@ -26,7 +26,7 @@ from phalanx.command.options import (
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
-    from phalanx.launch.placing.topology import Topology
+    from phalanx.launch.placing import Topology
     from phalanx.run.spec import RunSpec
     from phalanx_plan.placing.choose import Choice
     from phalanx_plan.placing.run_traffic import RunTraffic
@@ -92,10 +92,9 @@ def command(options: PlaceOptions) -> None:
       phalanx place run.toml --topology slurm --allocation 'n[20-23]' --joining runs/big-1f3a9c04
     """
     from phalanx.hardware.tables import HardwareError
-    from phalanx.launch.engines.live_topology import load_topology
-    from phalanx.launch.engines.tools import EngineError
-    from phalanx.launch.placing.host_list import expanded
-    from phalanx.launch.placing.topology import TopologyError
+    from phalanx.launch.engines.order import EngineError
+    from phalanx.launch.placing import TopologyError, expanded
+    from phalanx.launch.topology_files import load_topology
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
     from phalanx_plan.search.query import RequestError
@@ -232,7 +231,7 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
     from rich.table import Table
     from rich.text import Text
 
-    from phalanx.launch.placing.host_list import folded
+    from phalanx.launch.placing import folded
     from phalanx.observe.throughput import format_bytes
 
     console = text_console()

@@ -27,9 +27,8 @@ from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.launch.engines import bare, slurm, submission
 from phalanx.launch.engines.hosts import HERE, Host
-from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.order import FOLDER, EngineError
 from phalanx.launch.engines.submission import Submitted, order_of, read_record
-from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import ENVIRONMENT, RUN_FILE
 from watch.why.watched import fleet_file

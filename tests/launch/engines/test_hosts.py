@@ -24,10 +24,9 @@ from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.launch.engines import standing
 from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on
 from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script, unreachable
-from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.order import EngineError, LaunchOrder
 from phalanx.launch.engines.submission import Submitted, problems_of, read_record
-from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.placing.topology import TopologyError
+from phalanx.launch.placing import TopologyError
 from phalanx.run.read import to_table
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import RUN_FILE

@@ -78,8 +78,8 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
       phalanx fleet stop runs/quickstart-1f3a9c04
     """
     from phalanx.fleet.core.messages import StopRun
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import noted_as_stopped, read_record
-    from phalanx.launch.engines.tools import EngineError
 
     if not for_now:
         with explained(EngineError):

@@ -14,10 +14,9 @@ from phalanx.fleet.core.settings import formation_of
 from phalanx.hardware.tables import HardwareError
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import Host, network_of
-from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.order import EngineError, LaunchOrder
 from phalanx.launch.engines.submission import Submitted, order_of
-from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.placing.topology import Topology, TopologyError
+from phalanx.launch.placing import Topology, TopologyError
 from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, loses_more, too_slow
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved

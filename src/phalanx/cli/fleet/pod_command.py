@@ -46,7 +46,7 @@ def command(options: PodOptions) -> None:
     from phalanx.cli.fleet.agent_command import AgentOptions, take_part
     from phalanx.fleet.node.agent import leave
     from phalanx.hardware.local.network import join_address, split_address
-    from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.kubernetes.in_pod import (
         begin_submission,
         exit_code,

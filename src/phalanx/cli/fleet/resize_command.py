@@ -44,8 +44,8 @@ def shrink(
       phalanx fleet shrink runs/big-1f3a9c04 --by 2
       phalanx fleet shrink runs/big-1f3a9c04 --node n17 --node n18
     """
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     if (by is None) == (not nodes):
         raise click.UsageError("which nodes? --by N, or --node NAME")
@@ -74,8 +74,8 @@ def asked_to_go(
     """Names of the nodes that the coordinator lets go. Raises ``click.ClickException`` with its words if it refuses."""
     from phalanx.fleet.core.messages import Shrink
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     made = read_record(run_dir)
     if made is not None and made.engine == "slurm":
@@ -137,8 +137,8 @@ def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, 
       phalanx fleet grow runs/big-1f3a9c04 --by 2
       phalanx fleet grow runs/big-1f3a9c04 --by 2 --hosts more-hosts.txt
     """
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     made = read_record(run_dir)
     if hosts is not None:
@@ -180,7 +180,7 @@ def _grow_on_hosts(
     from phalanx.fleet.control.fleet_file import FleetFileError
     from phalanx.fleet.core.messages import Grow
     from phalanx.launch.engines import bare
-    from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.engines.order import EngineError
     from phalanx.run.directory.paths import RunDirectoryError
 
     if made is None or made.engine != "ssh":
@@ -201,11 +201,10 @@ def _joining_script(run_dir: Path, by: int, made: Submitted) -> tuple[Path, dict
     Raises ``EngineError`` if that job could never start.
     """
     from phalanx.launch.engines import slurm
-    from phalanx.launch.engines.private_variables import private_variables
+    from phalanx.launch.engines.order import EngineError, private_variables
     from phalanx.launch.engines.slurm_options import from_environment
     from phalanx.launch.engines.slurm_script import joining_script
     from phalanx.launch.engines.submission import order_of
-    from phalanx.launch.engines.tools import EngineError
     from phalanx.run.directory.durable import write_atomically
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 

@@ -52,7 +52,7 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
     """
     if engine is not None:
         from phalanx.cli.launch.on_kubernetes import tell_status
-        from phalanx.launch.engines.tools import EngineError
+        from phalanx.launch.engines.order import EngineError
 
         with explained(EngineError):
             tell_status(str(run_dir), namespace, last, as_json=as_json)
@@ -99,8 +99,8 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 def _job_line(run_dir: Path) -> str | None:
     """A line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
     from phalanx.cli.launch.formed_fleet import leading_log
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.standing import sentence, submission_of, title
-    from phalanx.launch.engines.tools import EngineError
 
     try:
         made = submission_of(run_dir)

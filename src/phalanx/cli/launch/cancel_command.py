@@ -42,6 +42,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
       phalanx cancel big-1f3a9c04 --on kubernetes
     """
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.standing import end_now, sentence, submission_of, title, wait_until_ended
     from phalanx.launch.engines.submission import (
         noted_as_stopped,
@@ -49,7 +50,6 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
         submitter_of,
         wait_for_submitter,
     )
-    from phalanx.launch.engines.tools import EngineError
 
     if engine is not None:
         from phalanx.cli.launch.on_kubernetes import cancel_job
@@ -107,10 +107,9 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
 def _give_back(run_dir: Path, made: Submitted) -> None:
     """Lets the run that has lent nodes to this one have as many again, where the job's own script did not come to it."""
     from phalanx.cli.fleet.resize_command import grown
-    from phalanx.launch.engines.order import FOLDER
+    from phalanx.launch.engines.order import FOLDER, EngineError
     from phalanx.launch.engines.slurm_script import RETURNED
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     if not made.taken_from:
         return
@@ -137,7 +136,7 @@ def _ask_to_stop(run_dir: Path, made: Submitted, job: SlurmJob | None) -> None:
     from phalanx.cli.launch.formed_fleet import formed_fleet
     from phalanx.fleet.core.messages import StopRun
     from phalanx.launch.engines import bare
-    from phalanx.launch.engines.tools import run_tool
+    from phalanx.launch.engines.order import run_tool
 
     seen = formed_fleet(run_dir, made)
     seen = None if seen is None or seen.over else seen

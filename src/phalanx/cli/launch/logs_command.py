@@ -41,8 +41,8 @@ def command(options: LogsOptions) -> None:
       phalanx logs runs/big-1f3a9c04 --job --last 0 | grep '^3:'
       phalanx logs big-1f3a9c04 --on kubernetes --index 3
     """
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     run_dir, job = options.run_dir, options.job
     line_options = written_options(options, *_OF_LINES)
@@ -78,8 +78,8 @@ def command(options: LogsOptions) -> None:
 
 def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
     from phalanx.cli.launch.formed_fleet import leading_log
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.standing import sentence, submission_of, title
-    from phalanx.launch.engines.tools import EngineError
 
     with explained(EngineError):
         made = submission_of(run_dir)

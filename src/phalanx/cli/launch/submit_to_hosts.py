@@ -11,7 +11,7 @@ import click
 from phalanx.hardware.tables import HardwareError
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script
-from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.order import EngineError, LaunchOrder
 from phalanx.launch.engines.standing import refuse_second
 from phalanx.launch.engines.submission import (
     forget_stopped,
@@ -23,8 +23,7 @@ from phalanx.launch.engines.submission import (
     refuse_finished,
     write_files,
 )
-from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.placing.topology import TopologyError
+from phalanx.launch.placing import TopologyError
 from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, too_slow
 from phalanx.run.directory.durable import write_atomically
 from phalanx.run.directory.regular_file import read_small

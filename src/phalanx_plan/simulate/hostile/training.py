@@ -23,7 +23,7 @@ from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.messages import NO_STEP
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.simulated_clock import SimulatedClock
-from phalanx.launch.placing.seats import block_seats
+from phalanx.launch.placing import block_seats
 
 # Conditions.
 

@@ -170,7 +170,7 @@ def origin(row: RunRow) -> str:
 
 
 def _list_jobs(engine: str, namespace: str, *, as_json: bool) -> None:
-    from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.engines.order import EngineError
 
     if engine == "kubernetes":
         from phalanx.cli.launch.on_kubernetes import list_jobs

@@ -1,4 +1,4 @@
-"""Reads topologies as others write them: a TOML file by hand, Slurm's switches and blocks, Topograph's JSON, the labels of Kubernetes nodes.
+"""Read topologies of a cluster or a file: TOML by hand, Slurm's switches and blocks, Topograph's JSON, the labels of Kubernetes nodes.
 
 What a text is, is recognized by its content. Formats, as read:
 
@@ -28,11 +28,64 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from phalanx.launch.placing.host_list import expanded
-from phalanx.launch.placing.topology import Domains, Level, Topology, TopologyError
+from phalanx.launch.engines.order import EngineError, run_tool
+from phalanx.launch.placing import Domains, Level, Topology, TopologyError, expanded, from_domains
+
+# A cluster's own topology, and its nodes that are free.
+
+_USABLE = ("idle", "mixed", "allocated", "completing")
+
+
+def load_topology(place: str, partition: str = "", *, free_only: bool = False) -> Topology:
+    """The topology that ``place`` names: ``slurm`` or ``kubernetes`` for the cluster that this machine uses, or a file.
+
+    Args:
+        place: As above.
+        partition: Only the nodes of this Slurm partition.
+        free_only: Counts nodes that others use as taken too, not only those that are down or drained.
+
+    Raises:
+        TopologyError: The file or answer describes no topology.
+        EngineError: The cluster does not answer.
+    """
+    if place == "slurm":
+        return _of_slurm(partition, free_only=free_only)
+    if place == "kubernetes":
+        return parse_topology(run_tool(["kubectl", "get", "nodes", "-o", "json"]), "kubectl get nodes")
+    return read_topology(Path(place))
+
+
+def _of_slurm(partition: str, *, free_only: bool) -> Topology:
+    usable = ("idle",) if free_only else _USABLE
+    words = ["sinfo", "-h", "-N", "-o", "%N %T", *(["-p", partition] if partition else [])]
+    states: dict[str, str] = {}
+    for line in run_tool(words).splitlines():
+        name, _, state = line.partition(" ")
+        states[name] = state
+    if not states:
+        raise EngineError(
+            f"Slurm has no nodes{f' in a partition {partition!r}' if partition else ''}: `sinfo` lists what there is"
+        )
+    # A star marks a node that does not respond; other marks say what is about to happen to it.
+    taken = frozenset(name for name, state in states.items() if state not in usable)
+    try:
+        known = from_slurm(run_tool(["scontrol", "show", "topology"]), "scontrol show topology")
+    except EngineError:
+        known = from_domains({})  # topology/flat has nothing to show
+    if not known.nodes:
+        return replace(from_domains(dict.fromkeys(states, ()), "sinfo"), taken=taken)
+    strangers = {
+        name: tuple(f"{name} alone" for _ in known.levels) for name in states.keys() - known.nodes.keys()
+    }
+    outside = frozenset(known.nodes.keys() - states.keys())
+    return replace(known, nodes={**known.nodes, **strangers}, taken=taken | outside)
+
+
+# Formats of topologies.
 
 Json: TypeAlias = dict[str, object]
 _LABEL = "network.topology.nvidia.com/"
