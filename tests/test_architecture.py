@@ -94,7 +94,7 @@ QUICK = (
         f"phalanx.launch.engines.{name}"
         for name in ("slurm", "slurm_script", "submission", "hosts", "bare", "standing")
     ),
-    "phalanx.cli.launch.submit_to_hosts",
+    "phalanx.cli.launch.on_hosts",
     "phalanx.cli.train.show_command",
     "phalanx.cli.train.spec_command",
     "phalanx.cli.data.data_command",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.command.options import Argument, AsJson, FilePath, Option, Overrides, given_options
+from phalanx.command import Argument, AsJson, FilePath, Option, Overrides, given_options
 from phalanx.run.fields import FRACTION, POSITIVE, ValueRange
 from phalanx_plan.cli.what_to_train import refuse_beside, refuse_model_fields
 

@@ -17,9 +17,8 @@ import tomli_w
 from click.testing import CliRunner
 
 from launch.engines.bare_runs import processes_of, wait_until
-from phalanx.cli.fleet.join_from_hosts import verified_hosts
 from phalanx.cli.launch import submit_command
-from phalanx.cli.launch.submit_to_hosts import hosts_in
+from phalanx.cli.launch.on_hosts import hosts_in, verified_hosts
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.launch.engines import standing
 from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on

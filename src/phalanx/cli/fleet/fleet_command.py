@@ -8,11 +8,9 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.address_options import HostName
-from phalanx.cli.errors import explained
-from phalanx.cli.fleet.ask import ask_and_print, operation_options
-from phalanx.cli.fleet.resize_command import grow, shrink
-from phalanx.cli.run_folder import full_disk
+from phalanx.cli.errors import explained, full_disk
+from phalanx.cli.fleet.resize_command import ask_and_print, grow, operation_options, shrink
+from phalanx.cli.shared_options import HostName
 
 
 @click.group("fleet")

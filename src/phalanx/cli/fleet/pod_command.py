@@ -9,8 +9,8 @@ from typing import Annotated
 
 import click
 
-from phalanx.cli.address_options import HostAndPort, HostName
-from phalanx.command.options import Argument, Option, command_options
+from phalanx.cli.shared_options import HostAndPort, HostName
+from phalanx.command import Argument, Option, command_options
 from phalanx.run.fields import NOT_NEGATIVE
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.errors import explained, refuse_unused
-from phalanx.cli.run_folder import demand_folder, full_disk
+from phalanx.cli.errors import demand_folder, explained, full_disk, refuse_unused
 
 if TYPE_CHECKING:
     from phalanx.launch.engines.slurm import SlurmJob
@@ -132,7 +131,7 @@ def _ask_to_stop(run_dir: Path, made: Submitted, job: SlurmJob | None) -> None:
 
     With the first node of a job its batch shell was lost too; then another node leads. Whichever is asked saves, however often it is asked.
     """
-    from phalanx.cli.fleet.ask import ask
+    from phalanx.cli.fleet.resize_command import ask
     from phalanx.cli.launch.formed_fleet import formed_fleet
     from phalanx.fleet.core.messages import StopRun
     from phalanx.launch.engines import bare

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.command.options import (
+from phalanx.command import (
     Argument,
     AsJson,
     ExistingFile,
@@ -114,7 +114,7 @@ def command(options: SubmitOptions) -> None:
 
             submit_to_kubernetes(spec, dry_run=options.dry_run, out=options.out, as_json=options.as_json)
         else:
-            from phalanx.cli.launch.submit_to_hosts import submit_to_hosts
+            from phalanx.cli.launch.on_hosts import submit_to_hosts
 
             submit_to_hosts(spec, working_dir, dry_run=options.dry_run, as_json=options.as_json)
 

@@ -23,7 +23,7 @@ from phalanx.cli.train.session import (
     tell_on,
     tell_parent,
 )
-from phalanx.command.options import (
+from phalanx.command import (
     Argument,
     AsJson,
     Option,

@@ -11,11 +11,10 @@ from typing import Annotated, Literal
 import click
 import msgspec
 
-from phalanx.cli.errors import explained, refuse_unused
+from phalanx.cli.errors import demand_folder, explained, refuse_unused
 from phalanx.cli.numbers import ABOVE_PEAK, age, share, utilization
-from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.text_console import text_console
-from phalanx.command.options import Argument, AsJson, Option, command_options, written_options
+from phalanx.command import Argument, AsJson, Option, command_options, written_options
 from phalanx.run.fields import POSITIVE
 from phalanx_watch.runs.index import RunIndex
 from phalanx_watch.runs.row import RunRow

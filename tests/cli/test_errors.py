@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli.errors import newest_runs
 from phalanx.cli.main import exit_code
-from phalanx.cli.run_folder import newest_runs
 
 
 def made(folder: Path, age_s: int) -> Path:
