@@ -1,5 +1,6 @@
-"""Training from Python: the same run, ranks and directory as ``phalanx train``, and a run directory to look at.
+"""The Python interface: training, a run directory to look at, and weights. ``phalanx`` itself offers these names.
 
+Training starts the same run, ranks and directory as ``phalanx train``.
 Ranks are processes of their own here too, started by the same launchers, so that a crash of a rank, a stop and a recovery
 are what they are from the command line; the calling process trains nothing and needs no guard against being imported
 again. On the main thread Ctrl-C is handed on to the ranks, which save and stop; on another one nothing is, since Python lets
@@ -15,13 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.checkpoint.committed.digest import WEIGHTS, digest_checkpoint
+from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.checkpoint.tiers.tier import ReadableTier
 from phalanx.fleet.node.launcher import LocalFleet
 from phalanx.fleet.node.processes import run_fleet
 from phalanx.launch.local import ranks_on_this_machine, run_locally
 from phalanx.model.facts.presets import PRESETS
 from phalanx.observe.event_log import follow, read_events
 from phalanx.observe.events import Event
-from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.directory.paths import (
+    RunDirectory,
+    RunDirectoryError,
+    committed_steps,
+    is_published,
+    locate_checkpoints,
+    read_resolved,
+)
 from phalanx.run.directory.result import RunResult
 from phalanx.run.factory import FactoryError, factory_name
 from phalanx.run.problems import RunFileError
@@ -34,6 +46,8 @@ from phalanx.train.start.origins import child_run
 from phalanx.train.start.prepare import prepare_run
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from phalanx.model.custom import CustomModel
 
 IN_PYTHON = Path("<RunSpec>")
@@ -194,3 +208,60 @@ def _result(run: OpenRun, ending: Ending) -> RunResult:
 
 def _resuming(run: OpenRun) -> str:
     return f"phalanx.open_run({str(run.directory.path)!r}).resume()"
+
+
+# Weights: as a state dict, and as a hash. PyTorch is imported where tensors are made, since training from Python needs it in the ranks alone.
+
+
+def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor]:
+    """The weights of a checkpoint as a state dict: whole tensors on the CPU, in the format of the master weights (fp32).
+
+    The names are those of the module: of a model of your own, ``model.load_state_dict(load_weights(...))`` takes them.
+
+    Args:
+        place: A run directory, its folder of checkpoints, one checkpoint, or a folder of Hugging Face.
+        step: ``None``: the newest, or that of the one checkpoint.
+
+    Raises:
+        RunDirectoryError: There is no such checkpoint, or ``place`` is that of another step.
+        CheckpointError: It is damaged.
+    """
+    import torch
+
+    from phalanx.checkpoint.committed.restore import restore
+    from phalanx.checkpoint.format.shards import Shard, torch_dtype
+
+    tier, step = _checkpoint(place, step)
+    boxes = {held.box.name: held.box for held in tier.boxes(step) if held.box.name.startswith(WEIGHTS)}
+    shards = [
+        Shard(
+            whole(name, box.dtype, box.global_shape),
+            torch.empty(box.global_shape, dtype=torch_dtype(box.dtype)),
+        )
+        for name, box in sorted(boxes.items())
+    ]
+    restore(tier, step, shards)
+    return {shard.box.name.removeprefix(WEIGHTS): shard.tensor for shard in shards}
+
+
+def weights_sha256(place: Path | str, step: int | None = None) -> str:
+    """SHA-256 (hex) over all weights of a checkpoint, from the bytes on disk: the hash that training reports.
+
+    ``place`` and ``step`` are as for ``load_weights``.
+    """
+    tier, step = _checkpoint(place, step)
+    return digest_checkpoint(tier, step)
+
+
+def _checkpoint(place: Path | str, step: int | None) -> tuple[ReadableTier, int]:
+    if is_published(Path(place)):
+        from phalanx.checkpoint.interop.huggingface.stored.folder_tier import FolderTier
+
+        return FolderTier(Path(place)), step or 0
+    root, wanted = locate_checkpoints(Path(place), step)
+    steps = committed_steps(root) if root.is_dir() else []
+    if not steps:
+        raise RunDirectoryError(f"there is no committed checkpoint in {place}")
+    if wanted is not None and wanted not in steps:
+        raise RunDirectoryError(f"there is no step {wanted} in {place}; there are {steps}")
+    return DiskTier(root), steps[-1] if wanted is None else wanted
