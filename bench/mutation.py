@@ -57,8 +57,7 @@ TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "fleet/core/decide.py": (CORE, WORLDS),
     "fleet/core/epochs/life_cycle.py": (CORE, WORLDS),
     "fleet/core/epochs/progress.py": (CORE, WORLDS),
-    "fleet/core/epochs/losses.py": (CORE, WORLDS),
-    "fleet/core/epochs/deadlines.py": (CORE, WORLDS),
+    "fleet/core/epochs/faults.py": (CORE, WORLDS),
 }
 FEW_EXAMPLES, ALL_EXAMPLES = 12, 100
 

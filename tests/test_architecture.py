@@ -15,7 +15,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src"
 PURE = (
     "phalanx/fleet/core",
-    *(f"phalanx/launch/placing/{name}.py" for name in ("topology", "place", "seats", "host_list")),
+    "phalanx/launch/placing.py",
     *(f"phalanx_plan/placing/{name}.py" for name in ("price", "choose", "verify")),
     "phalanx/data/order",
     "phalanx/model/facts",
@@ -91,9 +91,9 @@ QUICK = (
     *(f"phalanx.cli.launch.{name}_command" for name in ("submit", "cancel", "logs")),
     *(
         f"phalanx.launch.engines.{name}"
-        for name in ("slurm", "slurm_script", "submission", "live_topology", "hosts", "bare", "standing")
+        for name in ("slurm", "slurm_script", "submission", "hosts", "bare", "standing")
     ),
-    "phalanx.cli.launch.submit_to_hosts",
+    "phalanx.cli.launch.on_hosts",
     "phalanx.cli.train.show_command",
     "phalanx.cli.train.spec_command",
     "phalanx.cli.data.data_command",
@@ -109,6 +109,7 @@ QUICK = (
     "phalanx.fleet.control.coordinator",
     "phalanx.fleet.node.agent",
     "phalanx.launch.local",
+    "phalanx.launch.topology_files",
     "phalanx.parallel.pipeline.schedules",
     "phalanx_plan",
     "phalanx.train.start.prepare",

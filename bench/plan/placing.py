@@ -17,9 +17,7 @@ from statistics import mean, median
 
 from bench.running import run_bench
 from launch.placing.small_trees import small_case
-from phalanx.launch.placing.place import place_units
-from phalanx.launch.placing.seats import Shape
-from phalanx.launch.placing.topology import Level, Topology
+from phalanx.launch.placing import Level, Shape, Topology, place_units
 from phalanx.run.layout import Layout
 from phalanx_plan.placing.choose import choices
 from phalanx_plan.placing.price import price

@@ -15,8 +15,15 @@ TYPE_CHECKING = (
     False  # as type checkers understand it; importing ``typing`` for it takes longer than all of this file
 )
 if TYPE_CHECKING:
-    from phalanx.api.training import Run, RunStoppedError, open_run, read_run_file, train_run
-    from phalanx.api.weights import load_weights, weights_sha256
+    from phalanx.api import (
+        Run,
+        RunStoppedError,
+        load_weights,
+        open_run,
+        read_run_file,
+        train_run,
+        weights_sha256,
+    )
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.model.custom import CustomModel, CustomModelError
@@ -37,20 +44,20 @@ _HOMES = {
     "Event": "phalanx.observe.events",
     "FactoryError": "phalanx.run.factory",
     "ModelSpec": "phalanx.run.spec",
-    "Run": "phalanx.api.training",
+    "Run": "phalanx.api",
     "RunDirectoryError": "phalanx.run.directory.paths",
     "RunFailedError": "phalanx.train.lifecycle.ending",
     "RunFileError": "phalanx.run.fields",
     "RunResult": "phalanx.run.directory.paths",
     "RunSpec": "phalanx.run.spec",
-    "RunStoppedError": "phalanx.api.training",
+    "RunStoppedError": "phalanx.api",
     "generate_text": "phalanx_serve.api",
-    "load_weights": "phalanx.api.weights",
-    "open_run": "phalanx.api.training",
+    "load_weights": "phalanx.api",
+    "open_run": "phalanx.api",
     "plan_run": "phalanx_plan.api",
-    "read_run_file": "phalanx.api.training",
-    "train_run": "phalanx.api.training",
-    "weights_sha256": "phalanx.api.weights",
+    "read_run_file": "phalanx.api",
+    "train_run": "phalanx.api",
+    "weights_sha256": "phalanx.api",
 }
 """The module that each public name is imported from on first use."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.hardware.catalog import cluster as cluster_named
 from phalanx.hardware.cluster import Cluster
-from phalanx.launch.placing.topology import Topology
+from phalanx.launch.placing import Topology
 from phalanx.launch.planner import FirstHalved, Planner, PricedNodes
 from phalanx.run.spec import RunSpec
 from phalanx_plan.fewer_ranks import first_halved

@@ -23,7 +23,7 @@ from examples.mixer import Mixer
 
 import phalanx
 from forked_python import Popen, children, in_place_of_execution
-from phalanx.api.training import _launch, _result
+from phalanx.api import _launch, _result
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Event, Message, Restored, RunStarted, Step
 from phalanx.parallel.pipeline.schedules import ScheduleName
@@ -168,7 +168,7 @@ def test_an_exception_of_the_callback_is_raised_with_the_way_to_go_on(
         while_running(lambda: True)
         return Ending("finished")
 
-    monkeypatch.setattr("phalanx.api.training.run_locally", launch)
+    monkeypatch.setattr("phalanx.api.run_locally", launch)
     with pytest.raises(ZeroDivisionError) as caught:
         _launch(run, tmp_path, divide_by_zero)
     assert re.search(r"asked to save and stop; to go on: .*resume\(\)", "".join(caught.value.__notes__))
@@ -224,7 +224,7 @@ def test_the_model_given_replaces_the_source_digest_of_the_one_before(
     def prepare(spec: RunSpec, *_: object) -> None:
         raise Prepared(spec.model)
 
-    monkeypatch.setattr("phalanx.api.training.prepare_run", prepare)
+    monkeypatch.setattr("phalanx.api.prepare_run", prepare)
     before = dataclasses.replace(OWN, factory="examples.mixer:Other", factory_sha256="0" * 64)
     spec = dataclasses.replace(own_run(dataset, tmp_path / "run"), model=before)
     with pytest.raises(Prepared) as caught:

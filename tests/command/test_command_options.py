@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from phalanx.command.options import (
+from phalanx.command import (
     Argument,
     AsJson,
     ExistingFile,

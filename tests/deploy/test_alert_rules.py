@@ -24,10 +24,9 @@ from deploy.prometheus_rules import (  # fmt: skip
     with_trouble,
 )
 from phalanx.cli.main import _COMMANDS
-from phalanx.fleet.control.fleet_metrics import FLEET_METRICS, NODE_METRICS
+from phalanx.fleet.control.publisher import FLEET_METRICS, NODE_METRICS
 from phalanx.fleet.health.gpu import FATAL_XIDS
-from phalanx.fleet.health.gpu_metrics import GPU_METRICS, XID
-from phalanx.fleet.node.node_metrics import AGENT_METRICS, MACHINE_METRICS, SOFTWARE
+from phalanx.fleet.node.node_metrics import AGENT_METRICS, GPU_METRICS, MACHINE_METRICS, SOFTWARE, XID
 from phalanx.hardware.local.detect import THROTTLED
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS

@@ -1,9 +1,12 @@
-"""Turns errors with a message for the user into a line on the terminal."""
+"""Errors of the command line: messages for the user without a traceback, and a run directory that is missing."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import click
 
@@ -44,3 +47,55 @@ def trouble(*kinds: type[Exception]) -> Iterator[None]:
             yield
     except click.ClickException as error:
         raise TroubleError(error.message) from error
+
+
+# A missing run directory: the error names those that exist.
+
+_FILES = ("events.jsonl", "record.json", "run.toml")
+"""A folder with one of these is a run directory."""
+_MOST = 3
+_MOST_LOOKED_AT = 10_000
+_LEAST_FREE = 64 * 1024
+"""Bytes below which neither the coordinator's journal nor a checkpoint can be written."""
+
+
+def demand_folder(run_dir: Path, error: type[click.ClickException] = click.ClickException) -> None:
+    """Raises ``error`` if ``run_dir`` is no folder; its message names the newest runs beside it, else those in ``runs/``."""
+    if run_dir.is_dir():
+        return
+    what = f"{run_dir} is no folder" if run_dir.exists() else f"there is no folder {run_dir}"
+    near = newest_runs(run_dir.parent) or newest_runs(Path("runs"))
+    if near:
+        names = ", ".join(map(str, near))
+        raise error(
+            f"{what}; the newest run{'s' * (len(near) > 1)} there: {names} (phalanx runs list has all)"
+        )
+    raise error(
+        f"{what}, and no run beside it or in runs/; phalanx train RUN_FILE starts one and says where it lies"
+    )
+
+
+def full_disk(run_dir: Path) -> str:
+    """A sentence on the disk of a run directory, if nothing more can be written there; empty if there is room."""
+    try:
+        disk = shutil.disk_usage(run_dir)
+    except OSError:
+        return ""
+    # Some file systems of networks do not say how large they are.
+    if not disk.total or disk.free >= _LEAST_FREE:
+        return ""
+    return f"the disk of {run_dir} is full: the coordinator decides nothing and no step is saved until there is space"
+
+
+def newest_runs(folder: Path) -> list[Path]:
+    """The run directories in ``folder`` that were begun or changed last, the newest first; empty if it cannot be read."""
+    found: list[tuple[float, Path]] = []
+    try:
+        with os.scandir(folder) as entries:
+            for _, entry in zip(range(_MOST_LOOKED_AT), entries, strict=False):
+                path = folder / entry.name
+                if entry.is_dir() and any((path / name).exists() for name in _FILES):
+                    found.append((entry.stat().st_mtime, path))
+    except OSError:
+        return []
+    return [path for _, path in sorted(found, reverse=True)[:_MOST]]

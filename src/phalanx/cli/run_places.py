@@ -11,8 +11,7 @@ import click
 
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import COMMITTED, ObjectTier
-from phalanx.cli.errors import explained
-from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.errors import demand_folder, explained
 from phalanx.run.directory.paths import (
     RunDirectory,
     RunDirectoryError,

@@ -1,12 +1,14 @@
-"""Starts a run's ranks on this machine, watches them, and leaves nothing behind.
+"""Launcher of a run's ranks on this machine: starts and watches them, leaves nothing behind; also replays steps of a run.
 
-Each rank is a process in a session of its own, so that Ctrl-C reaches only the launcher, which passes on one SIGTERM
-and lets the ranks save. If a rank dies the others are ended too (they hang in a collective). If the launcher itself
-is killed, the kernel kills the ranks with it.
+Each rank is a process in a session of its own, so that Ctrl-C reaches only the launcher, which passes on one SIGTERM and lets the ranks
+save. If a rank dies the others are ended too (they hang in a collective). If the launcher itself is killed, the kernel kills the ranks with
+it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import sys
@@ -14,15 +16,30 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+import tomli_w
+
+from phalanx.hardware.local.detect import gpu_count
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.line import first_failure
 from phalanx.observe.logs.log_file import last_lines, order_for
+from phalanx.observe.record.records import usable_cores
 from phalanx.process.child import Child, describe_exit, end_all
 from phalanx.process.stop_signals import StopOrders, on_stop_signals
+from phalanx.run.directory.files import write_atomically
+from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.factory import rank_environment
+from phalanx.run.fields import RunFileError, listing
+from phalanx.run.layout import layout_problems, replica_ranks
+from phalanx.run.read import to_table
+from phalanx.run.resolve import found_again
+from phalanx.run.smaller_degrees import divided_over
+from phalanx.run.spec import RunSpec
+from phalanx.train.compare.logged import Logged
+from phalanx.train.compare.observation import RankReplay, Replay, ReplayOrder, order_file, seen_file
 from phalanx.train.lifecycle.ending import STOP_WORDS, Ending, last_words, read_failure, remove_failure
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
-from phalanx.train.start.open_run import OpenRun
+from phalanx.train.start.open_run import OpenRun, take_lock
 
 TRAIN_RANK = "phalanx.train.lifecycle.worker"
 _POLL_S = 0.1
@@ -201,3 +218,105 @@ def _ending(run: OpenRun, processes: _Ranks) -> Ending:
     failure = read_failure(log)
     words = last_words(log, f"ended with exit code {code}")
     return Ending("failed", culprit, code, words, failure.kind if failure else "")
+
+
+# The number of ranks on this machine of a run whose file leaves it open.
+
+
+def ranks_on_this_machine(spec: RunSpec, run_file: Path) -> int:
+    """Returns the run's own number of ranks, or else as many as the machine has room for: one for each GPU, or by cores.
+
+    Raises ``RunFileError``, which names ``run_file``, if the run can be laid out on none of these numbers.
+    """
+    if spec.parallel.ranks:
+        return spec.parallel.ranks
+    room = gpu_count() if spec.runtime.device != "cpu" else 0
+    replica = replica_ranks(spec.parallel)
+    most = spec.train.slots * spec.parallel.pipeline * spec.parallel.context * spec.parallel.tensor
+    ranks = max(min(room or max(1, usable_cores() // spec.runtime.threads), most), replica)
+    while ranks > replica and layout_problems(spec, ranks):
+        ranks -= 1
+    problems = layout_problems(spec, ranks)
+    if problems:
+        raise RunFileError(run_file, problems)
+    return ranks
+
+
+# Replay of a run's steps on this machine's ranks, in a directory of their own.
+#
+# The ranks are started as those of a training are; the run itself is only read.
+
+_PROGRAM = "phalanx.train.compare.replay_worker"
+
+
+class ReplayError(RuntimeError):
+    """A replay could not be done; the message says why."""
+
+
+def replay_run(path: Path, log: Logged, steps: tuple[int, int], ranks: int, folder: Path) -> Replay:
+    """Replays the run in ``path`` from the state of the first of ``steps`` to the second, in the new directory ``folder``.
+
+    ``ranks`` 0 means as many as the run had at the last of these steps. Raises ``ReplayError``.
+    """
+    directory = RunDirectory(path)
+    spec, record = read_resolved(directory), directory.read_record()
+    spec = dataclasses.replace(spec, data=found_again(spec.data, record, same_end=False))
+    started = log.started.ranks if log.started is not None else spec.parallel.ranks
+    order = ReplayOrder(steps[1], steps[0], str(directory.checkpoints.resolve()))
+    fingerprint = str(record.get("data_fingerprint", ""))
+    count = ranks or log.ranks.get(steps[1], started) or 1
+    # A fleet that lost nodes may have computed these steps under a smaller degree.
+    return replay_locally(divided_over(spec, count), order, count, folder, fingerprint)
+
+
+def replay_locally(
+    spec: RunSpec,
+    order: ReplayOrder,
+    ranks: int,
+    folder: Path,
+    fingerprint: str = "",
+    on_wait: Callable[[], None] = lambda: None,
+) -> Replay:
+    """Replays a resolved run on ``ranks`` processes of this machine, in the new directory ``folder``.
+
+    Args:
+        spec: The run.
+        order: The steps.
+        ranks: How many to start.
+        folder: For what the ranks write.
+        fingerprint: Of the data that the run was trained on; empty if any will do.
+        on_wait: Called now and then while the ranks compute.
+
+    Raises:
+        ReplayError: The run cannot be laid out on these ranks, or one of them failed.
+    """
+    problems = layout_problems(spec, ranks)
+    if problems:
+        raise ReplayError(listing(f"{spec.name} cannot be replayed on {ranks} ranks", problems))
+    if spec.runtime.device == "cuda" and gpu_count() < ranks:
+        raise ReplayError(f"{spec.name} needs {ranks} GPUs to be replayed; this machine has {gpu_count()}")
+    directory = RunDirectory(folder)
+    directory.logs.mkdir(parents=True)
+    table = to_table(dataclasses.replace(spec, run_dir=str(folder)))
+    write_atomically(directory.run_file, tomli_w.dumps(table).encode())
+    known = {"data_fingerprint": fingerprint} if fingerprint else {}
+    write_atomically(directory.record, json.dumps({"attempts": 1, **known}).encode())
+    write_atomically(order_file(folder), msgspec.json.encode(order))
+    lock = take_lock(directory.lock)
+
+    def wait(ended: Callable[[], bool]) -> None:
+        while not ended():
+            on_wait()
+            time.sleep(0.05)
+
+    try:
+        ending = run_locally(OpenRun(directory, spec, 0, lock), ranks, wait, program=_PROGRAM)
+    finally:
+        os.close(lock)
+    if ending.status != "finished":
+        who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
+        raise ReplayError(f"the replay on {ranks} ranks {ending.status}: {who}{ending.message}")
+    seen = [
+        msgspec.msgpack.decode(seen_file(folder, rank).read_bytes(), type=RankReplay) for rank in range(ranks)
+    ]
+    return Replay(seen[0].layout, [one.observed for one in seen], seen[0].numbers)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx.hardware.cluster import Cluster
-from phalanx.launch.placing.seats import Order
-from phalanx.launch.placing.topology import Topology
+from phalanx.launch.placing import Order, Topology
 from phalanx.plugins import load_plugin
 from phalanx.run.smaller_degrees import Axis
 from phalanx.run.spec import RunSpec

@@ -240,7 +240,7 @@ class Transformer(nn.Module):
             documents: Tokens of different documents do not see each other; by default each sequence is one.
             cache: One for each layer of the whole model; ``x`` is the continuation of what they hold.
             ahead: Called for each prediction ahead. Then the result is the vector ``(1 + mtp_depth,)`` of what ``readout``
-                and ``ahead`` returned (see ``phalanx.model.mtp.training_loss``); without it, none is made.
+                and ``ahead`` returned (see ``phalanx.model.transformer.training_loss``); without it, none is made.
             further: For each prediction ahead, the tokens ``(b, s)`` that lie so much further in their sequences than those of
                 ``x``; by default ``x`` holds them, because it has whole sequences.
         """

@@ -192,7 +192,7 @@ def _lane_axes(spec: RunSpec) -> Iterator[Problem]:
 
 # The rules of ``model.context_tiles``: the tiles that the run cuts each sequence into, so that no context degree changes a bit.
 #
-# What a tile is, and how it is computed: ``phalanx.parallel.context.fixed.apply``. What has no tiles yet is refused beside them, by name.
+# What a tile is, and how it is computed: ``phalanx.parallel.context.fixed_tiles``. What has no tiles yet is refused beside them, by name.
 
 
 _TILES = "model.context_tiles"

@@ -12,7 +12,7 @@ import click
 
 from phalanx.cli.errors import explained, refuse_unused
 from phalanx.cli.text_console import text_console
-from phalanx.command.options import (
+from phalanx.command import (
     Argument,
     AsJson,
     ExistingFolder,
@@ -26,7 +26,7 @@ from phalanx.command.options import (
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
-    from phalanx.launch.placing.topology import Topology
+    from phalanx.launch.placing import Topology
     from phalanx.run.spec import RunSpec
     from phalanx_plan.placing.choose import Choice
     from phalanx_plan.placing.run_traffic import RunTraffic
@@ -92,10 +92,9 @@ def command(options: PlaceOptions) -> None:
       phalanx place run.toml --topology slurm --allocation 'n[20-23]' --joining runs/big-1f3a9c04
     """
     from phalanx.hardware.cluster import HardwareError
-    from phalanx.launch.engines.live_topology import load_topology
-    from phalanx.launch.engines.tools import EngineError
-    from phalanx.launch.placing.host_list import expanded
-    from phalanx.launch.placing.topology import TopologyError
+    from phalanx.launch.engines.order import EngineError
+    from phalanx.launch.placing import TopologyError, expanded
+    from phalanx.launch.topology_files import load_topology
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
     from phalanx_plan.search.query import RequestError
@@ -205,7 +204,7 @@ def _print_joining(
     spec: RunSpec, topology: Topology, run_dir: Path, joining: Sequence[str], options: PlaceOptions
 ) -> None:
     """Says what the fleet of a run loses with nodes that are to join it; exit code ``REFUSED`` if they make it lose more than it may."""
-    from phalanx.cli.fleet.join_from_hosts import price_with
+    from phalanx.cli.launch.on_hosts import price_with
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.launch.planner import loses_more
     from phalanx_plan.placing.given_nodes import verdict_on
@@ -232,7 +231,7 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
     from rich.table import Table
     from rich.text import Text
 
-    from phalanx.launch.placing.host_list import folded
+    from phalanx.launch.placing import folded
     from phalanx.observe.throughput import format_bytes
 
     console = text_console()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.command.options import command_options
+from phalanx.command import command_options
 from phalanx_plan.cli.plan_request import (
     GivenOnce,
     PlanOptions,

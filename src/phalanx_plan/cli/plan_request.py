@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.command.options import Argument, AsJson, FilePath, Option, Overrides, given_options
+from phalanx.command import Argument, AsJson, FilePath, Option, Overrides, given_options
 from phalanx.run.fields import FRACTION, POSITIVE, ValueRange
 from phalanx_plan.cli.what_to_train import refuse_beside, refuse_model_fields
 
@@ -147,8 +147,8 @@ def placer_asked(options: PlanOptions, spec: RunSpec) -> Placer | None:
         if shares:
             raise click.UsageError("--share is about a network: --topology FILE, slurm or kubernetes")
         return None
-    from phalanx.launch.engines.live_topology import load_topology
-    from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.engines.order import EngineError
+    from phalanx.launch.topology_files import load_topology
     from phalanx_plan.placing.given_nodes import fractions
     from phalanx_plan.placing.placed_layout import placer_on
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, cast
 
 import click
 
-from phalanx.command.options import AsJson, Option, command_options
+from phalanx.command import AsJson, Option, command_options
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.plugins import load_plugin, plugin_names
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange

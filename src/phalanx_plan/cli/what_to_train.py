@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.command.options import given_options
+from phalanx.command import given_options
 
 if TYPE_CHECKING:
     from phalanx_plan.scaling.answer import BudgetAnswer, Question

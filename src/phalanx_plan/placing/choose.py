@@ -10,9 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.launch.placing.place import PlacedUnits, most_units, place_units
-from phalanx.launch.placing.seats import Order, Shape
-from phalanx.launch.placing.topology import Topology, TopologyError
+from phalanx.launch.placing import Order, PlacedUnits, Shape, Topology, TopologyError, most_units, place_units
 from phalanx_plan.placing.price import Price, price
 from phalanx_plan.step_cost.traffic import Flow
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from phalanx.launch.placing.seats import Order
-from phalanx.launch.placing.topology import Topology, TopologyError
+from phalanx.launch.placing import Order, Topology, TopologyError
 from phalanx.run.spec import RunSpec
 from phalanx_plan.placing.run_traffic import RunTraffic, traffic_of
 from phalanx_plan.placing.verify import Verdict, verify

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.launch.placing.seats import Order, Shape
-from phalanx.launch.placing.topology import Topology, TopologyError
+from phalanx.launch.placing import Order, Shape, Topology, TopologyError
 from phalanx.run.spec import RunSpec
 from phalanx_plan.placing.choose import choices
 from phalanx_plan.search.alternatives import NetworkCost, Placer

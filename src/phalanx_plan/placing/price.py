@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.launch.placing.topology import Domains, Topology
+from phalanx.launch.placing import Domains, Topology
 from phalanx_plan.step_cost.traffic import Flow
 
 # Bounds from below what the nodes' own links need in a step, over all placements: what a certificate compares with.

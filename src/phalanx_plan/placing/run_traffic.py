@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from phalanx.hardware.catalog import cluster
-from phalanx.launch.placing.seats import Shape
+from phalanx.launch.placing import Shape
 from phalanx.run.fields import listing
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_of, layout_problems

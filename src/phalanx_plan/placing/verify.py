@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.launch.placing.seats import Order, Shape
-from phalanx.launch.placing.topology import Topology, TopologyError
+from phalanx.launch.placing import Order, Shape, Topology, TopologyError
 from phalanx_plan.placing.choose import Choice, choices
 from phalanx_plan.step_cost.traffic import Flow
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.epochs.deadlines import next_deadline_s
+from phalanx.fleet.core.epochs.faults import next_deadline_s
 from phalanx.fleet.core.epochs.life_cycle import can_grow
 from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
 from phalanx.fleet.core.settings import CoreSettings, Formation

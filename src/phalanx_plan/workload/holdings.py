@@ -153,7 +153,7 @@ def _last_less(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced(costs: Floats, counts: set[int]) -> dict[int, tuple[int, ...]]:
-    """``phalanx.model.facts.stages.balance`` for several numbers of stages at once: sizes that make the dearest stage cheapest.
+    """``phalanx.model.facts.shape.balance`` for several numbers of stages at once: sizes that make the dearest stage cheapest.
 
     Stage by stage, a table holds for the first ``end`` layers the dearest stage, the sum of squares (which prefers even stages
     among equals) and the last boundary; each new table is a minimum over all boundaries, taken for all ends at once.

@@ -15,7 +15,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import weights_place
-from phalanx.cli.weights.options import (
+from phalanx.cli.shared_options import (
     RUN_FILE_NAMES,
     Bytes,
     DeviceName,
@@ -23,7 +23,7 @@ from phalanx.cli.weights.options import (
     TrustCode,
     require_trusted_code,
 )
-from phalanx.command.options import Argument, AsJson, command_options
+from phalanx.command import Argument, AsJson, command_options
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizers.tokenizer import Tokenizer

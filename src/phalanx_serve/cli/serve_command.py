@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from phalanx.command.options import command_options
+from phalanx.command import command_options
 from phalanx.run.directory.paths import is_published
 from phalanx_serve.cli.service.options import (
     ServeOptions,

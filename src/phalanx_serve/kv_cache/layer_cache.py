@@ -48,7 +48,7 @@ class Rule:
 
 
 class LayerKVCache:
-    """A layer's ``phalanx.model.layers.attention.cache.Cache`` for the spans of a step."""
+    """A layer's ``phalanx.model.layers.attention.attention.Cache`` for the spans of a step."""
 
     length = 0
 

@@ -59,7 +59,7 @@ def command(
     """
     if (ranks or from_start) and not replay:
         raise click.UsageError(f"{'--ranks' if ranks else '--from-start'} needs --replay")
-    from phalanx.launch.replay import ReplayError, replay_run
+    from phalanx.launch.local import ReplayError, replay_run
 
     with trouble(EventLogError, NothingToCompareError, NothingToReplayError, ReplayError, RunDirectoryError):
         found = compare_runs(run_a, run_b, progress_on(console_for(True)))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.errors import explained
-from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.errors import demand_folder, explained
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.goodput import format_goodput, goodput
 from phalanx.run.directory.paths import RunDirectory

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import click
 
-from phalanx.cli.address_options import HostName
-from phalanx.cli.errors import explained
-from phalanx.cli.run_folder import demand_folder
-from phalanx.command.options import Argument, Option, command_options
+from phalanx.cli.errors import demand_folder, explained
+from phalanx.cli.shared_options import HostName
+from phalanx.command import Argument, Option, command_options
 from phalanx.run.fields import ValueRange
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.errors import explained
-from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.text_console import text_console
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from phalanx.fleet.control.fleet_file import FleetFile, Happening
-from phalanx.fleet.core.resize import GIVEN_BACK
+from phalanx.fleet.core.requests import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import EpochLeft, IncidentKind
 from phalanx.observe.throughput import format_duration

@@ -27,7 +27,7 @@ from phalanx.checkpoint.save.store_uploader import (
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.checkpoint.tiers.store_standing import store_standing
-from phalanx.fleet.control.distrust import distrusted_after, forget_distrust, record_distrust
+from phalanx.fleet.control.fleet_file import distrusted_after, forget_distrust, record_distrust
 from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import CheckpointCopied, CheckpointFailed, Message
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory

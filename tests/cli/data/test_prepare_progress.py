@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.cli.data.progress import in_words
+from phalanx.cli.data.report import in_words
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 from click.testing import CliRunner
 
-from phalanx.cli import run_folder
+from phalanx.cli import errors
 from phalanx.cli.fleet.status_command import command
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
@@ -78,7 +78,7 @@ def test_a_fleet_that_stands_still_because_the_disk_is_full_says_so(
 
 def test_a_disk_that_does_not_say_how_large_it_is_is_not_called_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=0, used=0, free=0))
-    assert run_folder.full_disk(Path()) == ""
+    assert errors.full_disk(Path()) == ""
 
 
 def test_of_a_fleet_that_is_over_neither_the_last_heartbeats_step_nor_its_pace_is_printed(

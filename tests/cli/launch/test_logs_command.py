@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from forked_python import Popen
 from phalanx.cli.fleet import status_command
 from phalanx.cli.launch import logs_command
-from phalanx.cli.launch.log_lines import moment, ranks_of
+from phalanx.cli.launch.logs_command import moment, ranks_of
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.launch.engines.submission import Submitted

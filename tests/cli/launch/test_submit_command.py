@@ -19,17 +19,16 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.cli.fleet import ask, fleet_command, resize_command, status_command
-from phalanx.cli.launch import cancel_command, submit_command, submit_to_hosts
+from phalanx.cli.fleet import fleet_command, resize_command, status_command
+from phalanx.cli.launch import cancel_command, on_hosts, submit_command
 from phalanx.cli.launch.submit_command import SubmitOptions
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.launch.engines import bare, slurm, submission
 from phalanx.launch.engines.hosts import HERE, Host
-from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.order import FOLDER, EngineError
 from phalanx.launch.engines.submission import Submitted, order_of, read_record
-from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import ENVIRONMENT, RUN_FILE
 from watch.why.watched import fleet_file
@@ -147,7 +146,7 @@ def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earli
     assert status_command._job_line(run_dir).startswith("job 9 (slurm): waits for 2 nodes")  # type: ignore[union-attr]
     here = order_of(replace(spec, launch=LaunchSpec(engine="local")), tmp_path)
     with pytest.raises(EngineError, match=r"is job 9 already"):
-        submit_to_hosts._verified(here, spec, "local", [], [])
+        on_hosts._verified(here, spec, "local", [], [])
     told = CliRunner().invoke(cancel_command.command, [str(run_dir)])
     assert told.output == "job 9 (slurm) is cancelled\n"
     assert (tmp_path / "cancelled").read_text() == "9\n"
@@ -248,7 +247,7 @@ def asked_in(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         asked.append(run)
         return "accepted"
 
-    monkeypatch.setattr(ask, "ask", answered)
+    monkeypatch.setattr(resize_command, "ask", answered)
     return asked
 
 
@@ -432,7 +431,7 @@ def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_it
         asked.append(request)
         return "accepted"
 
-    monkeypatch.setattr(ask, "ask", accepted)
+    monkeypatch.setattr(resize_command, "ask", accepted)
     refused = engine == "slurm"
     for command in (fleet_command.command.commands["stop"], cancel_command.command):
         told = CliRunner().invoke(command, [str(run_dir)])

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from phalanx.cli.train.display_stream import DisplayStream
+from phalanx.cli.train.session import DisplayStream
 
 
 def test_a_full_disk_behind_the_display_is_named_once_and_ends_nothing(

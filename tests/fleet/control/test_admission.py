@@ -15,7 +15,7 @@ import pytest
 
 from fleet.control.wire import CREDENTIALS, PATIENCE_S, Caller, Wire, until
 from phalanx.fleet.control.coordinator_link import CoordinatorLink, operate
-from phalanx.fleet.control.credentials import Credentials, credentials_of, software
+from phalanx.fleet.control.credentials import Credentials, HandshakeStream, Method, credentials_of, software
 from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
     Certificates,
@@ -26,7 +26,6 @@ from phalanx.fleet.control.security import (
     rotate_token,
     run_token,
 )
-from phalanx.fleet.control.streams import HandshakeStream, Method
 from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m

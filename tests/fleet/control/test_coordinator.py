@@ -23,11 +23,11 @@ from fleet.stand_in_worker import state_after
 from phalanx.cli.fleet.fleet_command import command
 from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START
 from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file
-from phalanx.fleet.control.succession.coordinator_lock import only_coordinator
 from phalanx.fleet.control.succession.journal import Journal
+from phalanx.fleet.control.succession.reign import only_coordinator
 from phalanx.fleet.core.replay import JournalError, replay
-from phalanx.fleet.node.local_fleet import run_fleet
-from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
+from phalanx.fleet.node.launcher import LocalFleet
+from phalanx.fleet.node.processes import run_fleet
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EpochLeft, Message
 from phalanx.run.directory.paths import RunDirectory
@@ -41,8 +41,8 @@ LAUNCHER = """
 import os, sys, json
 from pathlib import Path
 from phalanx.fleet.core.replay import JournalError, replay
-from phalanx.fleet.node.local_fleet import run_fleet
-from phalanx.fleet.node.supervision.fleet_plan import LocalFleet
+from phalanx.fleet.node.processes import run_fleet
+from phalanx.fleet.node.launcher import LocalFleet
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.train.start.open_run import OpenRun
 directory = RunDirectory(Path(sys.argv[1]))

@@ -15,9 +15,8 @@ from fleet.small_fleets import Fleet
 from phalanx.fleet.control.coordinator import Coordinator
 from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
-from phalanx.fleet.control.succession.journal import Journal
-from phalanx.fleet.control.succession.patient_journal import RENEW_BYTES
-from phalanx.fleet.control.turn.inbox import Inbox
+from phalanx.fleet.control.succession.journal import RENEW_BYTES, Journal
+from phalanx.fleet.control.turn import Inbox
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state

@@ -24,7 +24,7 @@ def limited(soft: int, hard: int, nodes: int) -> subprocess.CompletedProcess[str
     code = (
         "import resource\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
-        "from phalanx.fleet.control.descriptors import raise_descriptor_limit\n"
+        "from phalanx.fleet.control.transport import raise_descriptor_limit\n"
         f"raise_descriptor_limit({nodes})\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

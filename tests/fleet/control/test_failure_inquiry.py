@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.fleet.control.inquiry.failure_inquiry import FailureInquiry
+from phalanx.fleet.control.inquiry import FailureInquiry
 from phalanx.fleet.core import messages as m
 from phalanx.observe.logs.line import LogLine, encode, ended_text
 from phalanx.run.directory.paths import RunDirectory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from phalanx.fleet.control.fleet_file import FleetFile, Happening, Member
-from phalanx.fleet.control.fleet_metrics import FleetSampler
+from phalanx.fleet.control.publisher import FleetSampler
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import IncidentKind
 

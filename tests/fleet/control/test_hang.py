@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleet.small_fleets import running
-from phalanx.fleet.control.inquiry.hang import (
+from phalanx.fleet.control.inquiry import (
     Call,
     FlightRecord,
     FlightRecordError,
+    Inquiry,
     diagnose,
     parse_record,
     shortened,
 )
-from phalanx.fleet.control.inquiry.hang_inquiry import Inquiry
 from phalanx.fleet.core.messages import Recorded
 from ranks import Ranks
 

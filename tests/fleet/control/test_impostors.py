@@ -18,9 +18,16 @@ from fleet.fleet_processes import FLEET, make_run
 from phalanx.fleet.control.coordinator import Coordinator
 from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.coordinator_link import operate
-from phalanx.fleet.control.credentials import Credentials, credentials_of
+from phalanx.fleet.control.credentials import (
+    Credentials,
+    Greeting,
+    HandshakeStream,
+    Method,
+    TurnedAwayError,
+    connect,
+    credentials_of,
+)
 from phalanx.fleet.control.fleet_file import read_fleet_file
-from phalanx.fleet.control.streams import Greeting, HandshakeStream, Method, TurnedAwayError, connect
 from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m

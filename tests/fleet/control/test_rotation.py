@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fleet.fleet_processes import FLEET, make_run
+from phalanx.fleet.control import turn
 from phalanx.fleet.control.coordinator import Coordinator
 from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
@@ -28,7 +29,6 @@ from phalanx.fleet.control.security import (
     run_token,
 )
 from phalanx.fleet.control.transport import AgentLink, FleetServer
-from phalanx.fleet.control.turn import token_rotation
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.node.agent import Agent
 from phalanx.fleet.node.agent_args import AgentArgs
@@ -164,7 +164,7 @@ def test_an_operator_is_told_which_token_was_changed_if_the_second_cannot_be_wri
         return rotate_token(path, role, held, grace_s)
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_rotation, "rotate_token", full)
+        patch.setattr(turn, "rotate_token", full)
         answer = asyncio.run(coordinator.on_operation(m.RotateTokens()))
     assert answer.startswith("half done: the token of operators was changed, that of agents was not")
     assert answer.endswith("no room")

@@ -9,7 +9,7 @@ import pytest
 
 from fleet.control.wire import CREDENTIALS, Caller, Ear, Wire, joined, opened, until
 from phalanx.fleet.control.coordinator_link import operate
-from phalanx.fleet.control.streams import Greeting
+from phalanx.fleet.control.credentials import Greeting
 from phalanx.fleet.control.transport import MAX_REPORT_BYTES, FleetServer, TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m

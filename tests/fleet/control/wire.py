@@ -8,8 +8,15 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
-from phalanx.fleet.control.credentials import Credentials
-from phalanx.fleet.control.streams import END, Facts, Greeting, HandshakeStream, TurnedAwayError, connect
+from phalanx.fleet.control.credentials import (
+    END,
+    Credentials,
+    Facts,
+    Greeting,
+    HandshakeStream,
+    TurnedAwayError,
+    connect,
+)
 from phalanx.fleet.control.transport import AgentLink, FleetServer
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m

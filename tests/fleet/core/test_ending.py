@@ -14,9 +14,8 @@ from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
-from phalanx.fleet.core.epochs.deadlines import next_deadline_s
-from phalanx.fleet.core.invariants import check, mark
-from phalanx.fleet.core.resync import resync
+from phalanx.fleet.core.epochs.faults import next_deadline_s
+from phalanx.fleet.core.invariants import check, mark, resync
 from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.run.identity import FencingToken

@@ -22,7 +22,7 @@ from phalanx.fleet.core.epochs.epoch_plan import (
     is_needed,
     needs_buddy,
 )
-from phalanx.fleet.core.epochs.retention import droppable, may_begin
+from phalanx.fleet.core.epochs.progress import droppable, may_begin
 from phalanx.fleet.core.epochs.seating import common_levels
 from phalanx.fleet.core.orders import bind
 from phalanx.fleet.core.settings import Formation, formation_of

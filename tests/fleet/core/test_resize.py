@@ -7,11 +7,10 @@ import pytest
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.invariants import check, mark
+from phalanx.fleet.core.invariants import check, mark, resync
 from phalanx.fleet.core.orders import deliveries
 from phalanx.fleet.core.replay import batch_line, first_line, replay
-from phalanx.fleet.core.resize import CannotShrinkError, choose, require_enough
-from phalanx.fleet.core.resync import resync
+from phalanx.fleet.core.requests import CannotShrinkError, choose, require_enough
 from phalanx.fleet.core.state import Eligibility, FleetPhase, RestorePoint
 
 

@@ -14,7 +14,7 @@ from fleet.small_fleets import Fleet, fleet_in_racks, settings
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs.seating import common_levels
 from phalanx.fleet.core.settings import Formation
-from phalanx.launch.placing.seats import Order
+from phalanx.launch.placing import Order
 
 
 def test_domains_agree_from_the_widest_level_on() -> None:

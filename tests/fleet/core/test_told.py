@@ -5,7 +5,7 @@ from __future__ import annotations
 from fleet.small_fleets import running
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.epochs.ending import end
+from phalanx.fleet.core.epochs.progress import end
 from phalanx.fleet.core.state import FleetPhase, node_called
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.fleet.health.gpu import GpuReading, Xid
-from phalanx.fleet.health.gpu_metrics import gpu_samples, samples_of
+from phalanx.fleet.node.node_metrics import gpu_samples, samples_of
 from phalanx.observe.metrics.samples import Labels
 
 READING = GpuReading("H100", "00000000:3B:00.0", 61.0, 87.0, 1980.0, 0x8, 2, True, False)

@@ -22,11 +22,9 @@ from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.core.succession import first_claim
-from phalanx.fleet.node.local_fleet import run_fleet
-from phalanx.fleet.node.supervision import processes as supervised
-from phalanx.fleet.node.supervision.fleet_plan import LocalFleet, SupervisionTimes
-from phalanx.fleet.node.supervision.launcher import Launcher
-from phalanx.fleet.node.supervision.processes import Processes
+from phalanx.fleet.node import processes as supervised
+from phalanx.fleet.node.launcher import Launcher, LocalFleet, SupervisionTimes
+from phalanx.fleet.node.processes import Processes, run_fleet
 from phalanx.process.child import Child
 from phalanx.process.restarts import MOST_DEATHS
 from phalanx.process.stop_signals import StopOrders

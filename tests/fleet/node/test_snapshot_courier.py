@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
-from phalanx.fleet.node.copies.snapshot_courier import SnapshotCourier
+from phalanx.fleet.node.copies import SnapshotCourier
 
 
 def test_a_buddy_that_refuses_is_asked_less_and_less_often_and_each_of_its_reasons_is_told_once(

@@ -17,17 +17,15 @@ import tomli_w
 from click.testing import CliRunner
 
 from launch.engines.bare_runs import processes_of, wait_until
-from phalanx.cli.fleet.join_from_hosts import verified_hosts
 from phalanx.cli.launch import submit_command
-from phalanx.cli.launch.submit_to_hosts import hosts_in
+from phalanx.cli.launch.on_hosts import hosts_in, verified_hosts
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.launch.engines import standing
 from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on
 from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script, unreachable
-from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.order import EngineError, LaunchOrder
 from phalanx.launch.engines.submission import Submitted, problems_of, read_record
-from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.placing.topology import TopologyError
+from phalanx.launch.placing import TopologyError
 from phalanx.run.read import to_table
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import RUN_FILE

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.launch.engines.hosts import coordinator_port
-from phalanx.launch.engines.ports import (
+from phalanx.launch.engines.order import (
     USUAL_RANGE,
     port_in_shell,
     port_of,

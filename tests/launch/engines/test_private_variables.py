@@ -13,10 +13,9 @@ import tomli_w
 from launch.engines.slurm_orders import order
 from phalanx.launch.engines import bare
 from phalanx.launch.engines.hosts import HERE, Host
-from phalanx.launch.engines.private_variables import private_exports, private_variables
+from phalanx.launch.engines.order import EngineError, private_exports, private_variables
 from phalanx.launch.engines.slurm_script import batch_script
 from phalanx.launch.engines.submission import problems_of
-from phalanx.launch.engines.tools import EngineError
 from phalanx.observe.sinks import hyperparameters
 from phalanx.run.read import to_table
 from phalanx.run.resolve import variable_problems

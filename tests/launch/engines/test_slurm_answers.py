@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.engines.slurm_orders import order
-from phalanx.launch.engines.order import seconds_of, slurm_time
+from phalanx.launch.engines.order import EngineError, run_tool, seconds_of, slurm_time
 from phalanx.launch.engines.slurm import (
     NodeFacts,
     SlurmPartition,
@@ -20,7 +20,6 @@ from phalanx.launch.engines.slurm import (
     problems,
 )
 from phalanx.launch.engines.slurm_script import batch_script
-from phalanx.launch.engines.tools import EngineError, run_tool
 
 
 @pytest.mark.parametrize("text", ["9" * 400, f"{'9' * 400}d", "\u0663", "1d \u0663h", "-1", "1-"])

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch.engines.slurm_cluster import SlurmCluster, missing, slurm_cluster
-from phalanx.launch.engines.order import LaunchOrder
-from phalanx.launch.engines.slurm_limits import Limit, limit_problems, limits_of
-from phalanx.launch.engines.tools import EngineError, run_tool
+from phalanx.launch.engines.order import EngineError, LaunchOrder, run_tool
+from phalanx.launch.engines.slurm_options import Limit, limit_problems, limits_of
 from phalanx.run.spec import LaunchSpec
 
 ORDER = LaunchOrder(

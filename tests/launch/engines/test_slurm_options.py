@@ -14,6 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launch.engines.slurm_orders import order
+from phalanx.launch.engines.order import EngineError
 from phalanx.launch.engines.slurm_options import (
     FIELDS,
     LETTERS,
@@ -28,7 +29,6 @@ from phalanx.launch.engines.slurm_options import (
     without_overrulers,
 )
 from phalanx.launch.engines.slurm_script import joining_script
-from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import LaunchSpec
 
 needs_sbatch = pytest.mark.skipif(shutil.which("sbatch") is None, reason="no sbatch: make servers")

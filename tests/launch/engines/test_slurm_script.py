@@ -15,8 +15,8 @@ import pytest
 
 from launch.engines.slurm_orders import order, with_tools
 from phalanx.launch.engines import slurm
+from phalanx.launch.engines.order import EngineError
 from phalanx.launch.engines.slurm_script import batch_script, joining_script
-from phalanx.launch.engines.tools import EngineError
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 
 

@@ -18,7 +18,7 @@ import pytest
 from launch.engines.slurm_cluster import missing
 from phalanx.cli.train.session import how_to_go_on
 from phalanx.launch.engines import standing
-from phalanx.launch.engines.order import LaunchOrder
+from phalanx.launch.engines.order import EngineError, LaunchOrder
 from phalanx.launch.engines.submission import (
     Submitted,
     doubts_of,
@@ -26,7 +26,6 @@ from phalanx.launch.engines.submission import (
     mark_stopped,
     only_submission,
 )
-from phalanx.launch.engines.tools import EngineError
 from phalanx.run.spec import DataSpec, FleetSpec, LaunchSpec, RunSpec
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.engines.tools import EngineError, run_tool
+from phalanx.launch.engines.order import EngineError, run_tool
 
 
 def test_a_host_may_greet_in_any_encoding() -> None:

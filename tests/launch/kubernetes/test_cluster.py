@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from launch.kubernetes.api_server import ApiServer, api_server, missing
 from phalanx.cli.main import phalanx_command
-from phalanx.launch.kubernetes.kubectl import JOB_SETS, VOLCANO_JOBS
-from phalanx.launch.kubernetes.standing import parse_jobs
+from phalanx.launch.kubernetes.cluster import JOB_SETS, VOLCANO_JOBS, parse_jobs
 from phalanx_process import RUN_FILE
 
 pytestmark = [pytest.mark.servers, pytest.mark.skipif(bool(missing()), reason=missing())]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.launch.engines.order import EngineError
 from phalanx.launch.engines.submission import mark_stopped
-from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.kubernetes.in_pod import begin_submission, exit_code, is_over, node_domains, show_life
 from phalanx.run.directory.paths import RunDirectory, RunResult
 

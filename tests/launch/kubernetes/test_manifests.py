@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.kubernetes.requests import on_cpu, request, spec_of
-from phalanx.launch.engines.tools import EngineError
+from phalanx.launch.engines.order import EngineError
 from phalanx.launch.kubernetes.manifests import beside, job_of, node_reader, owned_by, text_of
 from phalanx.launch.kubernetes.request import PodRequest, mounts_of, object_name, problems, request_of
 from phalanx.run.spec import LaunchSpec, RunSpec

@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 from launch.kubernetes.requests import request, spec_of
-from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.kubernetes.pod_patch import read_pod_patch
+from phalanx.launch.engines.order import EngineError
 from phalanx.launch.kubernetes.pod_template import pod_template
-from phalanx.launch.kubernetes.request import request_of
+from phalanx.launch.kubernetes.request import read_pod_patch, request_of
 from phalanx.run.spec import ObserveSpec
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from phalanx.launch.placing.topology import Domains, Topology
+from phalanx.launch.placing import Domains, Topology
 
 Message = tuple[int, int, float]
 """The seat that sends, the seat that receives, and bytes."""

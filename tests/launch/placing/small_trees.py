@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from launch.placing.milp import Message, least_slowest_s
-from phalanx.launch.placing.seats import Shape
-from phalanx.launch.placing.topology import Domains, Level, Topology
+from phalanx.launch.placing import Domains, Level, Shape, Topology
 from phalanx.run.layout import Layout
 from phalanx_plan.step_cost.traffic import Flow, Pattern
 

@@ -8,8 +8,7 @@ import pytest
 
 from launch.placing.milp import fewest_torn
 from launch.placing.small_trees import small_case, small_tree
-from phalanx.launch.placing.place import place_units
-from phalanx.launch.placing.topology import Level
+from phalanx.launch.placing import Level, place_units
 from phalanx_plan.placing.choose import choices
 
 pytestmark = pytest.mark.servers

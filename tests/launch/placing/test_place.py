@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.placing.place import PlacedUnits, most_units, place_units
-from phalanx.launch.placing.topology import Level, Topology, TopologyError, from_domains
+from phalanx.launch.placing import (
+    Level,
+    PlacedUnits,
+    Topology,
+    TopologyError,
+    from_domains,
+    most_units,
+    place_units,
+)
 
 POD, LEAF = Level("pod"), Level("leaf")
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.placing.small_trees import messages
-from phalanx.launch.placing.seats import Shape, sequence
-from phalanx.launch.placing.topology import Level, Topology, TopologyError
+from phalanx.launch.placing import Level, Shape, Topology, TopologyError, sequence
 from phalanx.run.layout import Layout
 from phalanx_plan.placing.choose import choices
 from phalanx_plan.placing.price import leaving, price

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.placing.host_list import expanded, folded
-from phalanx.launch.placing.topology import TopologyError
-from phalanx.launch.placing.topology_files import parse_topology, read_topology
+from phalanx.launch.placing import TopologyError, expanded, folded
+from phalanx.launch.topology_files import parse_topology, read_topology
 
 TREE = """
 SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[1-2]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from phalanx.fleet.control import fleet_metrics
-from phalanx.fleet.health import gpu_metrics
+from phalanx.fleet.control import publisher
 from phalanx.fleet.node import node_metrics
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS
 from phalanx.observe.metrics.run_metrics import RUN_METRICS
@@ -20,14 +19,14 @@ PAGE = (ROOT / "docs" / "metrics.md").read_text()
 def metrics() -> list[tuple[str, Metric]]:
     """All metrics, with the labels that say where they stand."""
     run = [one.metric for one in RUN_METRICS]
-    fleet = [one.metric for one in fleet_metrics.FLEET_METRICS]
+    fleet = [one.metric for one in publisher.FLEET_METRICS]
     node = [one.metric for one in (*node_metrics.AGENT_METRICS, *node_metrics.MACHINE_METRICS)]
-    gpu = [one.metric for one in gpu_metrics.GPU_METRICS]
+    gpu = [one.metric for one in node_metrics.GPU_METRICS]
     return [
         *(("run", one) for one in (*run, *fleet)),
         *(
             ("run, node", one)
-            for one in (*fleet_metrics.NODE_METRICS, *node, node_metrics.SOFTWARE, *gpu, gpu_metrics.XID)
+            for one in (*publisher.NODE_METRICS, *node, node_metrics.SOFTWARE, *gpu, node_metrics.XID)
         ),
         *(("run, node", one) for one in EXPORTER_METRICS),
         *(("run", one) for one in (*WATCHED_METRICS, *SERVING_METRICS)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.launch.placing.topology import TopologyError
+from phalanx.launch.placing import TopologyError
 from phalanx_plan.placing.given_nodes import fractions
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from phalanx.hardware.catalog import cluster
-from phalanx.launch.placing.topology import Level, Topology, TopologyError
+from phalanx.launch.placing import Level, Topology, TopologyError
 from phalanx_plan.placing.placed_layout import placer_on
 from phalanx_plan.search.plan import Plan, make_plan
 from phalanx_plan.search.query import Aim, run_of_model

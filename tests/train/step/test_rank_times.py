@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from observe.rank_frames import read
 from phalanx.checkpoint.save.saver import AsyncSaver
-from phalanx.fleet.health.straggler_watch import StragglerWatch
+from phalanx.fleet.health.stragglers import StragglerWatch
 from phalanx.hardware.local.device import Event, QueueTimes
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message

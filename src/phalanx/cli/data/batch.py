@@ -11,8 +11,7 @@ import click
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.cli.data.order import data_origin, read_data_run
-from phalanx.cli.errors import explained
-from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.errors import demand_folder, explained
 from phalanx.data.errors import DataError
 from phalanx.data.origin.show import ShownSample, show_batch
 from phalanx.data.origin.where import DataOrigin

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from phalanx.cli.data.progress import PrepareProgress
-from phalanx.cli.data.report import lines_of_counts, report
+from phalanx.cli.data.report import PrepareProgress, lines_of_counts, report
 from phalanx.cli.errors import explained
-from phalanx.command.options import Argument, AsJson, Option, command_options
+from phalanx.command import Argument, AsJson, Option, command_options
 from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import (
     carry_out,

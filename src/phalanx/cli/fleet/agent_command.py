@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from phalanx.cli.address_options import HostAndPort, HostName
 from phalanx.cli.errors import explained
-from phalanx.command.options import AsJson, ExistingFolder, Option, Overrides, command_options
+from phalanx.cli.shared_options import HostAndPort, HostName
+from phalanx.command import AsJson, ExistingFolder, Option, Overrides, command_options
 from phalanx.hardware.local.network import family_of, split_address
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
         succeeded = _is_succeeded(folder, options.certificates)
         if _leads(options.lead, options.coordinator) and not succeeded:
             from phalanx.cli.train.train_fleet import train_fleet
-            from phalanx.fleet.node.supervision.fleet_plan import Lead
+            from phalanx.fleet.node.launcher import Lead
 
             here, port = split_address(options.coordinator)
             lead = Lead(
@@ -148,7 +148,7 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
 
 def _refuse_too_far(run_dir: Path, node: str, domain: tuple[str, ...]) -> None:
     """Raises ``click.ClickException`` if the fleet would lose more of a step with this node than it may."""
-    from phalanx.cli.fleet.join_from_hosts import why_not_here
+    from phalanx.cli.launch.on_hosts import why_not_here
     from phalanx.run.directory.paths import RunDirectoryError
 
     with explained(RunDirectoryError):

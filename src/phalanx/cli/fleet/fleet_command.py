@@ -8,11 +8,9 @@ from pathlib import Path
 
 import click
 
-from phalanx.cli.address_options import HostName
-from phalanx.cli.errors import explained
-from phalanx.cli.fleet.ask import ask_and_print, operation_options
-from phalanx.cli.fleet.resize_command import grow, shrink
-from phalanx.cli.run_folder import full_disk
+from phalanx.cli.errors import explained, full_disk
+from phalanx.cli.fleet.resize_command import ask_and_print, grow, operation_options, shrink
+from phalanx.cli.shared_options import HostName
 
 
 @click.group("fleet")
@@ -78,8 +76,8 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
       phalanx fleet stop runs/quickstart-1f3a9c04
     """
     from phalanx.fleet.core.messages import StopRun
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import noted_as_stopped, read_record
-    from phalanx.launch.engines.tools import EngineError
 
     if not for_now:
         with explained(EngineError):
@@ -138,12 +136,11 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
     """
     from phalanx.fleet.control.coordinator import run_coordinator
     from phalanx.fleet.control.coordinator_args import CoordinatorArgs
-    from phalanx.fleet.control.descriptors import DescriptorLimitError
     from phalanx.fleet.control.fleet_file import read_fleet_file
     from phalanx.fleet.control.security import TOKEN_VARIABLES, SecurityError, make_token
     from phalanx.fleet.control.succession.claims import ClaimError
     from phalanx.fleet.control.succession.reign import SupersededError
-    from phalanx.fleet.control.transport import TransportError
+    from phalanx.fleet.control.transport import DescriptorLimitError, TransportError
     from phalanx.fleet.core.replay import JournalError
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.train.start.open_run import take_lock

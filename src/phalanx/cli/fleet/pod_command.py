@@ -9,8 +9,8 @@ from typing import Annotated
 
 import click
 
-from phalanx.cli.address_options import HostAndPort, HostName
-from phalanx.command.options import Argument, Option, command_options
+from phalanx.cli.shared_options import HostAndPort, HostName
+from phalanx.command import Argument, Option, command_options
 from phalanx.run.fields import NOT_NEGATIVE
 
 
@@ -46,7 +46,7 @@ def command(options: PodOptions) -> None:
     from phalanx.cli.fleet.agent_command import AgentOptions, take_part
     from phalanx.fleet.node.agent import leave
     from phalanx.hardware.local.network import join_address, split_address
-    from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.kubernetes.in_pod import (
         begin_submission,
         exit_code,

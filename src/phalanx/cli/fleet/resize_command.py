@@ -1,10 +1,12 @@
-"""``phalanx fleet shrink`` and ``grow``: nodes are given back to the cluster in seconds, and others join, while the run trains."""
+"""Requests to the coordinator of a running fleet, and ``phalanx fleet shrink`` and ``grow``, which change its size while the run trains."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +14,64 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.fleet.ask import ask, operation_options
 
 if TYPE_CHECKING:
+    from phalanx.fleet.core.messages import OperatorRequest
     from phalanx.launch.engines.submission import Submitted
 
+
+# One request: sent to the coordinator, its answer printed.
+
+
+def operation_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options that every operation has."""
+    decorators = (
+        click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object."),
+        click.option(
+            "--certificates",
+            type=click.Path(path_type=Path, exists=True, file_okay=False),
+            help="Folder with ca.pem, node.pem and node.key, if the fleet speaks TLS.",
+        ),
+    )
+    for decorator in decorators:
+        function = decorator(function)
+    return function
+
+
+def ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None) -> str:
+    """The coordinator's answer. Raises ``click.ClickException`` if there is none."""
+    from phalanx.fleet.control.coordinator_link import operate
+    from phalanx.fleet.control.credentials import credentials_of
+    from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+    from phalanx.fleet.control.security import SecurityError
+    from phalanx.fleet.control.transport import TransportError
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+
+    with explained(FleetFileError, SecurityError, TransportError, RunDirectoryError):
+        seen = read_fleet_file(run_dir)
+        if seen.over:
+            raise TransportError(f"the run in {run_dir} is over: {seen.phase}, {seen.reason}")
+        directory = RunDirectory(run_dir)
+        attempt = directory.newest_attempt()
+        credentials = credentials_of(run_dir, read_resolved(directory), attempt, certificates, ("operate",))
+        return asyncio.run(operate(seen.coordinator, credentials, operation))
+
+
+def ask_and_print(
+    run_dir: Path, operation: OperatorRequest, certificates: Path | None, as_json: bool
+) -> None:
+    """Prints the coordinator's answer; exit code 1 if it refuses."""
+    answer = ask(run_dir, operation, certificates)
+    done: dict[str, object] = {"accepted": answer == "accepted", "answer": answer}
+    click.echo(json.dumps(done) if as_json else answer)
+    if not done["accepted"]:
+        raise SystemExit(1)
+
+
 _POLL_S, _TELL_S = 0.2, 10.0
+
+
+# ``phalanx fleet shrink`` and ``grow``: nodes are given back to the cluster in seconds, and others join.
 
 
 @click.command("shrink")
@@ -44,8 +98,8 @@ def shrink(
       phalanx fleet shrink runs/big-1f3a9c04 --by 2
       phalanx fleet shrink runs/big-1f3a9c04 --node n17 --node n18
     """
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     if (by is None) == (not nodes):
         raise click.UsageError("which nodes? --by N, or --node NAME")
@@ -74,8 +128,8 @@ def asked_to_go(
     """Names of the nodes that the coordinator lets go. Raises ``click.ClickException`` with its words if it refuses."""
     from phalanx.fleet.core.messages import Shrink
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     made = read_record(run_dir)
     if made is not None and made.engine == "slurm":
@@ -137,8 +191,8 @@ def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, 
       phalanx fleet grow runs/big-1f3a9c04 --by 2
       phalanx fleet grow runs/big-1f3a9c04 --by 2 --hosts more-hosts.txt
     """
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     made = read_record(run_dir)
     if hosts is not None:
@@ -176,11 +230,11 @@ def _grow_on_hosts(
     certificates: Path | None,
     as_json: bool,
 ) -> None:
-    from phalanx.cli.fleet.join_from_hosts import verified_hosts
+    from phalanx.cli.launch.on_hosts import verified_hosts
     from phalanx.fleet.control.fleet_file import FleetFileError
     from phalanx.fleet.core.messages import Grow
     from phalanx.launch.engines import bare
-    from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.engines.order import EngineError
     from phalanx.run.directory.paths import RunDirectoryError
 
     if made is None or made.engine != "ssh":
@@ -201,11 +255,10 @@ def _joining_script(run_dir: Path, by: int, made: Submitted) -> tuple[Path, dict
     Raises ``EngineError`` if that job could never start.
     """
     from phalanx.launch.engines import slurm
-    from phalanx.launch.engines.private_variables import private_variables
+    from phalanx.launch.engines.order import EngineError, private_variables
     from phalanx.launch.engines.slurm_options import from_environment
     from phalanx.launch.engines.slurm_script import joining_script
     from phalanx.launch.engines.submission import order_of
-    from phalanx.launch.engines.tools import EngineError
     from phalanx.run.directory.files import write_atomically
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 

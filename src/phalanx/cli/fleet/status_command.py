@@ -1,28 +1,89 @@
-"""``phalanx status``: who is a member of a run's fleet, who a spare, and what happened when."""
+"""``phalanx status``: how far a run is, which nodes are members and spares of its fleet, and the incidents so far."""
 
 from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from phalanx.cli.errors import explained, refuse_unused
-from phalanx.cli.fleet.run_summary import RunSummary, summarize
+from phalanx.checkpoint.tiers.store_standing import store_standing
+from phalanx.cli.errors import demand_folder, explained, full_disk, refuse_unused
 from phalanx.cli.numbers import moment
-from phalanx.cli.run_folder import demand_folder, full_disk
 from phalanx.cli.text_console import text_console
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
 from phalanx.run.directory.files import read_small
-from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.directory.lineage import Origin, read_lineage
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved, read_small_json
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+
+# Summary of a run directory in one line: steps, losses, and the run that it continues.
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run directory, as ``phalanx runs`` lists it."""
+
+    path: str
+    name: str
+    steps: int
+    """Steps after which the run is complete."""
+    saved_step: int
+    """Step of the newest checkpoint; 0 if there is none."""
+    finished: bool
+    loss: float | None
+    """Training loss of the last step, in nats a token, once the run is complete."""
+    held_out_loss: float | None
+    weights_sha256: str
+    """Hash of the final weights; empty while the run is not complete."""
+    lineage: tuple[Origin, ...]
+    """The checkpoints that the run descends from, the oldest first."""
+    store: str = ""
+    """What is in the run's store, and what is not yet; empty if it has none."""
+
+    @property
+    def state(self) -> str:
+        """The run's progress, for people."""
+        if self.finished:
+            return "finished"
+        return (
+            f"saved step {self.saved_step} of {self.steps}"
+            if self.saved_step
+            else f"nothing saved yet of {self.steps} steps"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The fields as a JSON object."""
+        return asdict(self)
+
+
+def summarize(path: Path) -> RunSummary:
+    """The summary of the run in the directory ``path``. Raises ``RunDirectoryError`` if there is none, ``OSError``."""
+    directory = RunDirectory(path)
+    spec, result = read_resolved(directory), directory.finished_result()
+    standing = store_standing(spec, directory)
+    return RunSummary(
+        path=str(path),
+        name=spec.name,
+        steps=spec.train.steps,
+        saved_step=max(directory.committed_steps(), default=0),
+        finished=result is not None,
+        loss=result.loss if result else None,
+        held_out_loss=result.held_out_loss if result else None,
+        weights_sha256=result.weights_sha256 if result else "",
+        lineage=tuple(read_lineage(read_small_json(directory.record))),
+        store="" if standing is None else str(standing),
+    )
+
 
 _STALE_S = 10.0
 _WORTH_A_LINE = 0.01
@@ -52,7 +113,7 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
     """
     if engine is not None:
         from phalanx.cli.launch.on_kubernetes import tell_status
-        from phalanx.launch.engines.tools import EngineError
+        from phalanx.launch.engines.order import EngineError
 
         with explained(EngineError):
             tell_status(str(run_dir), namespace, last, as_json=as_json)
@@ -99,8 +160,8 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 def _job_line(run_dir: Path) -> str | None:
     """A line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
     from phalanx.cli.launch.formed_fleet import leading_log
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.standing import sentence, submission_of, title
-    from phalanx.launch.engines.tools import EngineError
 
     try:
         made = submission_of(run_dir)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.cli.errors import explained, refuse_unused
-from phalanx.cli.run_folder import demand_folder, full_disk
+from phalanx.cli.errors import demand_folder, explained, full_disk, refuse_unused
 
 if TYPE_CHECKING:
     from phalanx.launch.engines.slurm import SlurmJob
@@ -42,6 +41,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
       phalanx cancel big-1f3a9c04 --on kubernetes
     """
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.standing import end_now, sentence, submission_of, title, wait_until_ended
     from phalanx.launch.engines.submission import (
         noted_as_stopped,
@@ -49,7 +49,6 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
         submitter_of,
         wait_for_submitter,
     )
-    from phalanx.launch.engines.tools import EngineError
 
     if engine is not None:
         from phalanx.cli.launch.on_kubernetes import cancel_job
@@ -107,10 +106,9 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
 def _give_back(run_dir: Path, made: Submitted) -> None:
     """Lets the run that has lent nodes to this one have as many again, where the job's own script did not come to it."""
     from phalanx.cli.fleet.resize_command import grown
-    from phalanx.launch.engines.order import FOLDER
+    from phalanx.launch.engines.order import FOLDER, EngineError
     from phalanx.launch.engines.slurm_script import RETURNED
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     if not made.taken_from:
         return
@@ -133,11 +131,11 @@ def _ask_to_stop(run_dir: Path, made: Submitted, job: SlurmJob | None) -> None:
 
     With the first node of a job its batch shell was lost too; then another node leads. Whichever is asked saves, however often it is asked.
     """
-    from phalanx.cli.fleet.ask import ask
+    from phalanx.cli.fleet.resize_command import ask
     from phalanx.cli.launch.formed_fleet import formed_fleet
     from phalanx.fleet.core.messages import StopRun
     from phalanx.launch.engines import bare
-    from phalanx.launch.engines.tools import run_tool
+    from phalanx.launch.engines.order import run_tool
 
     seen = formed_fleet(run_dir, made)
     seen = None if seen is None or seen.over else seen

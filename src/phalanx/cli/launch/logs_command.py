@@ -1,26 +1,224 @@
-"""``phalanx logs``: what the processes of a run have said; of a submitted run also what its job has printed."""
+"""``phalanx logs``: the lines that a run's processes have logged; of a submitted run also the output of its job."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
-from phalanx.cli.errors import explained, refuse_unused
-from phalanx.cli.launch.log_options import LogsOptions
-from phalanx.cli.run_folder import demand_folder
-from phalanx.command.options import command_options, written_options
+from phalanx.cli.errors import demand_folder, explained, refuse_unused
+from phalanx.command import Argument, AsJson, Option, command_options, written_options
+from phalanx.observe.logs.assemble import clean
+from phalanx.observe.logs.line import LogLine, encode, what_happened, who
+from phalanx.observe.logs.read_lines import (
+    Follower,
+    LogGroup,
+    LogQuery,
+    LogQueryError,
+    all_lines,
+    grouped,
+    read_lines,
+    recovered_step,
+    told_failure,
+)
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.fields import NOT_NEGATIVE
 
 if TYPE_CHECKING:
     from phalanx.launch.engines.submission import Submitted
+
 
 _POLL_S = 0.5
 _ASK_S = 5.0
 _OF_LINES = ("ranks", "nodes", "level", "since", "until", "grep", "attempt", "grouped", "as_json")
 """Options that choose lines, or their form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsOptions:
+    run_dir: Annotated[Path, Argument()]
+    ranks: Annotated[tuple[str, ...], Option("--rank", metavar="N|N-M")] = ()
+    """Only these ranks; may be given again."""
+    nodes: Annotated[tuple[str, ...], Option("--node")] = ()
+    """Only this node; may be given again."""
+    level: Literal["debug", "info", "warning", "error"] | None = None
+    """Only lines as serious as this, or more."""
+    since: Annotated[str | None, Option(metavar="AGO|TIME")] = None
+    """Only later lines: 90s, 10m, 2h, 1d ago, or an ISO time."""
+    until: Annotated[str | None, Option(metavar="AGO|TIME")] = None
+    """Only earlier lines."""
+    grep: Annotated[str | None, Option(metavar="REGEX")] = None
+    """Only lines in which this is found, in upper or lower case."""
+    attempt: Annotated[int | None, NOT_NEGATIVE] = None
+    """Only of this start of the run."""
+    grouped: bool = False
+    """Equal lines of many ranks and nodes are one line with a count."""
+    as_json: AsJson = False
+    """Lines of JSON, for programs."""
+    follow: Annotated[bool, Option("--follow", "-f")] = False
+    """Go on until the run is complete, or the job has ended."""
+    last: Annotated[int, NOT_NEGATIVE] = 50
+    """Begin with so many lines; 0: all."""
+    job: Annotated[bool | None, Option("--job/--lines")] = None
+    """The log that the job has printed, or the lines of its processes. By default the job's, of a submitted run for which no other option is given."""
+    engine: Annotated[Literal["kubernetes"] | None, Option("--on")] = None
+    """RUN_DIR is the name of a job there, as phalanx submit has printed it."""
+    namespace: str = ""
+    """With --on kubernetes: not that of kubectl's context."""
+    index: Annotated[int | None, NOT_NEGATIVE] = None
+    """With --on kubernetes: the pod of this index; by default that which leads."""
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_COLORS = {"error": "red", "warning": "yellow", "debug": "bright_black"}
+_LETTERS = {"error": "E", "warning": "W", "debug": "D"}
+
+
+def print_lines(options: LogsOptions) -> None:
+    """Prints the lines. Raises ``click.ClickException`` with what is wrong with the options, or if there are no logs."""
+    directory = RunDirectory(options.run_dir)
+    if not directory.logs.is_dir():
+        raise click.ClickException(
+            f"there is no {directory.logs}: nobody has started a run in {options.run_dir} yet, or its logs were removed"
+        )
+    query = _query(options, time.time())
+    follower = Follower(directory, query) if options.follow else None
+    if not options.as_json:
+        _print_first_failure(directory)
+    _print_each(
+        read_lines(directory, query, options.last) if options.last else all_lines(directory, query), options
+    )
+    while follower is not None:
+        complete = directory.finished_result() is not None
+        new = follower.look()
+        _print_each(new, options)
+        if complete and not new:
+            return
+        time.sleep(_POLL_S)
+
+
+def _print_each(lines: Iterable[LogLine], options: LogsOptions) -> None:
+    for text in _texts(lines, options):
+        click.echo(text)
+
+
+def _query(options: LogsOptions, now_s: float) -> LogQuery:
+    try:
+        return LogQuery(
+            frozenset(number for words in options.ranks for number in ranks_of(words)),
+            frozenset(options.nodes),
+            options.level or "debug",
+            moment(options.since, now_s) if options.since else None,
+            moment(options.until, now_s) if options.until else None,
+            options.grep or "",
+            options.attempt,
+        )
+    except LogQueryError as error:
+        raise click.BadParameter(str(error), param_hint="--grep") from error
+
+
+def ranks_of(words: str) -> Iterable[int]:
+    """The ranks that ``3``, ``8-15`` or ``1,4`` names. Raises ``click.BadParameter``."""
+    for part in words.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if not match:
+            raise click.BadParameter(
+                f'"{part}" is no rank, like 3, and no ranks, like 8-15', param_hint="--rank"
+            )
+        first = int(match[1])
+        yield from range(first, int(match[2] or first) + 1)
+
+
+def moment(words: str, now_s: float) -> float:
+    """The unix time that ``10m`` (ago) or an ISO time means. Raises ``click.BadParameter``."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", words.strip()):
+        return now_s - float(match[1]) * _SECONDS[match[2]]
+    try:
+        return datetime.fromisoformat(words).timestamp()
+    except ValueError as error:
+        raise click.BadParameter(
+            f'"{words}" is no time: 90s, 10m, 2h or 1d ago, or like 2026-11-25T07:20',
+            param_hint="--since, --until",
+        ) from error
+
+
+def _print_first_failure(directory: RunDirectory) -> None:
+    told = told_failure(directory)
+    if told is None:
+        return
+    at = datetime.fromtimestamp(told.line.t).strftime("%m-%d %H:%M:%S")
+    message = what_happened(told.line.text).splitlines()[0][:300]
+    recovered = recovered_step(directory, told.line)
+    since = "" if recovered is None else f" (recovered: step {recovered:,} was reached since)"
+    text = f"first failure{since}: {who(told.line)}, {at}: {_safe(message)}"
+    click.secho(text, fg="red" if recovered is None else "yellow", bold=True, err=True)
+    for words in told.evidence:
+        click.secho(f"  {_safe(words)}", dim=True, err=True)
+
+
+def _texts(lines: Iterable[LogLine], options: LogsOptions) -> Iterator[str]:
+    """What is printed of some lines."""
+    if options.grouped:
+        for group in grouped(lines):
+            yield _group_as_json(group) if options.as_json else _group_as_text(group)
+        return
+    for line in lines:
+        yield encode(line).decode().rstrip() if options.as_json else _line_as_text(line)
+
+
+def _line_as_text(line: LogLine) -> str:
+    place = line.process or "-"
+    if line.rank is not None and not place.startswith("rank-"):
+        place = f"{place} r{line.rank}"
+    place += "" if line.step is None else f" s{line.step}"
+    return _text(line.t, line.level, place, line.text)
+
+
+def _group_as_text(group: LogGroup) -> str:
+    line = group.example
+    return _text(group.first, line.level, f"{group.count:>7,} x {group.place}", line.text)
+
+
+def _text(t: float, level: str, place: str, text: str) -> str:
+    at = datetime.fromtimestamp(t).strftime("%m-%d %H:%M:%S.%f")[:-3]
+    head = f"{at} {_LETTERS.get(level, 'I')} {_safe(place)} | "
+    body = "\n    ".join(_safe(part) for part in text.split("\n"))
+    return click.style(head, dim=True) + click.style(body, fg=_COLORS.get(level))
+
+
+def _safe(text: str) -> str:
+    """A text that cannot command a terminal: a stranger may have written the file."""
+    return clean(text).replace("\n", " ")
+
+
+def _group_as_json(group: LogGroup) -> str:
+    line = group.example
+    return json.dumps(
+        {
+            "t": group.first,
+            "level": line.level,
+            "node": line.node,
+            "rank": line.rank,
+            "epoch": line.epoch,
+            "step": line.step,
+            "text": line.text,
+            "count": group.count,
+            "first": group.first,
+            "last": group.last,
+            "place": group.place,
+        }
+    )
+
+
+# The command.
 
 
 @click.command("logs")
@@ -41,8 +239,8 @@ def command(options: LogsOptions) -> None:
       phalanx logs runs/big-1f3a9c04 --job --last 0 | grep '^3:'
       phalanx logs big-1f3a9c04 --on kubernetes --index 3
     """
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     run_dir, job = options.run_dir, options.job
     line_options = written_options(options, *_OF_LINES)
@@ -68,7 +266,6 @@ def command(options: LogsOptions) -> None:
     if job:
         _print_job(run_dir, options.last, follow=options.follow)
         return
-    from phalanx.cli.launch.log_lines import print_lines
 
     try:
         print_lines(options)
@@ -78,8 +275,8 @@ def command(options: LogsOptions) -> None:
 
 def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
     from phalanx.cli.launch.formed_fleet import leading_log
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.standing import sentence, submission_of, title
-    from phalanx.launch.engines.tools import EngineError
 
     with explained(EngineError):
         made = submission_of(run_dir)
@@ -122,3 +319,6 @@ def _print(path: Path, run_dir: Path, made: Submitted, last: int, *, follow: boo
             asked_s, ended = time.monotonic(), sentence(run_dir, made) is None
         else:
             time.sleep(_POLL_S)
+
+
+# Lines of the processes, on a terminal or as JSON.

@@ -10,11 +10,11 @@ from pathlib import Path
 import click
 import tomli_w
 
-from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.kubernetes import cluster, standing
+from phalanx.launch.engines.order import EngineError
+from phalanx.launch.kubernetes import cluster
+from phalanx.launch.kubernetes.cluster import ClusterJob
 from phalanx.launch.kubernetes.manifests import beside, job_of, node_reader, text_of
 from phalanx.launch.kubernetes.request import PodRequest, request_of
-from phalanx.launch.kubernetes.standing import ClusterJob
 from phalanx.run.read import to_table
 from phalanx.run.spec import RunSpec
 
@@ -70,7 +70,7 @@ def _show(request: PodRequest, submission: str, out: Path | None, as_json: bool)
 
 def list_jobs(namespace: str, *, as_json: bool) -> None:
     """Prints what the cluster does with the runs that were submitted to it."""
-    found = standing.jobs(namespace)
+    found = cluster.jobs(namespace)
     if as_json:
         click.echo(json.dumps([asdict(job) for job in found]))
         return
@@ -109,7 +109,7 @@ def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int)
 
 
 def _named(name: str, namespace: str) -> ClusterJob:
-    job = standing.job_named(name, namespace)
+    job = cluster.job_named(name, namespace)
     if job is None:
         raise EngineError(
             f"there is no job {name} in this namespace: phalanx runs --on kubernetes lists them, --namespace names another; a finished job may have been "

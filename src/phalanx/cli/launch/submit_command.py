@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.command.options import (
+from phalanx.command import (
     Argument,
     AsJson,
     ExistingFile,
@@ -97,8 +97,8 @@ def command(options: SubmitOptions) -> None:
       phalanx submit run.toml --on local --nodes 2              # in the background of this machine
       phalanx submit urgent.toml --on slurm --nodes 6 --take-from runs/big-1f3a9c04
     """
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import doubts_of
-    from phalanx.launch.engines.tools import EngineError
 
     working_dir = Path.cwd()
     with explained(EngineError):
@@ -114,7 +114,7 @@ def command(options: SubmitOptions) -> None:
 
             submit_to_kubernetes(spec, dry_run=options.dry_run, out=options.out, as_json=options.as_json)
         else:
-            from phalanx.cli.launch.submit_to_hosts import submit_to_hosts
+            from phalanx.cli.launch.on_hosts import submit_to_hosts
 
             submit_to_hosts(spec, working_dir, dry_run=options.dry_run, as_json=options.as_json)
 
@@ -187,8 +187,8 @@ def _with_variables(launch: LaunchSpec) -> LaunchSpec:
 def _refuse_impossible(order: LaunchOrder) -> None:
     """Raises ``EngineError`` if the run is finished, queued or running already, or could never start."""
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import refuse_finished
-    from phalanx.launch.engines.tools import EngineError
 
     refuse_finished(order)
     _refuse_second(order)
@@ -211,8 +211,8 @@ def _refuse_second(order: LaunchOrder) -> None:
 def _borrowing(order: LaunchOrder, lender: Path) -> LaunchOrder:
     """The order, with as many nodes to be taken from ``lender`` as are missing now. Raises ``EngineError`` if it has none of Slurm's to give."""
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record
-    from phalanx.launch.engines.tools import EngineError
 
     made = read_record(lender)
     if made is None or made.engine != "slurm":
@@ -258,7 +258,7 @@ def _submit(
     spec: RunSpec, working_dir: Path, best: PricedNodes | None, why_not: str, options: SubmitOptions
 ) -> None:
     from phalanx.launch.engines import slurm
-    from phalanx.launch.engines.private_variables import private_variables
+    from phalanx.launch.engines.order import EngineError, private_variables
     from phalanx.launch.engines.slurm_script import batch_script
     from phalanx.launch.engines.submission import (
         forget_stopped,
@@ -269,7 +269,6 @@ def _submit(
         refuse_stopped,
         write_files,
     )
-    from phalanx.launch.engines.tools import EngineError
 
     order, lender = order_of(spec, working_dir), options.lender
     private = private_variables(order.launch, working_dir)
@@ -307,8 +306,8 @@ def _submit(
 def _noted(order: LaunchOrder, job: str) -> Submitted:
     """The record of a job that is queued. Raises ``EngineError`` if it cannot be written, and takes the job back, which could not write a line either."""
     from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import record
-    from phalanx.launch.engines.tools import EngineError
 
     try:
         return record(order, "slurm", job)
@@ -325,9 +324,9 @@ def _noted(order: LaunchOrder, job: str) -> Submitted:
 def _placement(spec: RunSpec) -> tuple[PricedNodes | None, str]:
     """The best placement on the nodes that are free now; or why there is none."""
     from phalanx.hardware.cluster import HardwareError
-    from phalanx.launch.engines.live_topology import load_topology
-    from phalanx.launch.placing.topology import TopologyError
+    from phalanx.launch.placing import TopologyError
     from phalanx.launch.planner import PlannerError, installed_planner
+    from phalanx.launch.topology_files import load_topology
 
     try:
         topology = load_topology("slurm", spec.launch.partition, free_only=True)

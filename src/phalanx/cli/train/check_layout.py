@@ -12,12 +12,11 @@ import click
 import msgspec
 
 from phalanx.cli.errors import trouble
-from phalanx.cli.train.compared_text import left_out_lines, number_text
+from phalanx.cli.numbers import left_out_lines, number_text
 from phalanx.cli.train.session import console_for, progress_on
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import index_of_places
-from phalanx.launch.ranks import ranks_on_this_machine
-from phalanx.launch.replay import ReplayError, replay_locally
+from phalanx.launch.local import ReplayError, ranks_on_this_machine, replay_locally
 from phalanx.run.directory.paths import RunDirectoryError, step_of
 from phalanx.run.fields import RunFileError
 from phalanx.run.identity import identity

@@ -5,6 +5,7 @@ They are the console, the display of events while ranks run, and the messages wi
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -21,7 +22,6 @@ import click
 
 from phalanx.cli.safe_output import unfiltered
 from phalanx.cli.text_console import text_console
-from phalanx.cli.train.display_stream import DisplayStream
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.ledger import Recovery
 from phalanx.plugins import load_plugin
@@ -35,6 +35,50 @@ from phalanx.train.start.origins import changes_from_parent, notes_of_earlier_da
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+# The stream that a run is shown on: a full disk or a closed pipe behind it does not end the run.
+
+
+class DisplayStream(io.TextIOBase):
+    """Writes to ``stream`` until that fails; warns on stderr once then, and drops everything from there on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._failed = False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # read by rich, which never sets it
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not self._failed:
+            try:
+                self._stream.write(text)
+            except (OSError, ValueError) as error:  # ValueError: it was closed
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._failed:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed = True
+        with suppress(OSError, ValueError):  # stderr may be what has failed
+            print(f"warning: the display failed: {error}; training goes on", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

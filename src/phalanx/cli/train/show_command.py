@@ -13,7 +13,7 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.text_console import text_console
-from phalanx.command.options import Argument, AsJson, Option, Overrides, command_options
+from phalanx.command import Argument, AsJson, Option, Overrides, command_options
 from phalanx.model.facts.holdings import Holding, fullest, state_bytes
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, fleet_state_bytes, stage_layers

@@ -23,7 +23,7 @@ from phalanx.cli.train.session import (
     tell_on,
     tell_parent,
 )
-from phalanx.command.options import (
+from phalanx.command import (
     Argument,
     AsJson,
     Option,
@@ -167,8 +167,7 @@ def _described(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path
 
 
 def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
-    from phalanx.launch.local import run_locally
-    from phalanx.launch.ranks import ranks_on_this_machine
+    from phalanx.launch.local import ranks_on_this_machine, run_locally
     from phalanx.train.start.prepare import prepare_run
 
     console = console_for(as_json)

@@ -28,8 +28,8 @@ from phalanx.data.errors import DataError
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.faults.fault import FaultError
 from phalanx.fleet.faults.fault_list import FleetShape, fault_marker, read_faults
-from phalanx.fleet.node.local_fleet import run_fleet
-from phalanx.fleet.node.supervision.fleet_plan import Lead, LocalFleet
+from phalanx.fleet.node.launcher import Lead, LocalFleet
+from phalanx.fleet.node.processes import run_fleet
 from phalanx.hardware.catalog import cluster
 from phalanx.hardware.local.detect import system_here
 from phalanx.launch.planner import installed_planner

@@ -7,7 +7,7 @@ agents reconnect and describe themselves, and training has gone on meanwhile. He
 core once per tick, so that 12,500 nodes cost one line of the journal.
 
 After each turn, and before anything is sent, the core's invariants are checked; if one is broken, the turn's commands
-are dropped and the state is rebuilt from what the nodes say (``phalanx.fleet.core.resync``).
+are dropped and the state is rebuilt from what the nodes say (``phalanx.fleet.core.invariants``).
 """
 
 from __future__ import annotations
@@ -18,39 +18,47 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.fleet.control.coordinator_args import HURRY_SIGNAL, CoordinatorArgs, exit_code_of
+from phalanx.fleet.control.coordinator_link import answers
 from phalanx.fleet.control.credentials import Credentials, credentials_of
-from phalanx.fleet.control.descriptors import raise_descriptor_limit
-from phalanx.fleet.control.fleet_file import FleetFile, fleet_file
-from phalanx.fleet.control.fleet_metrics import FleetSampler
-from phalanx.fleet.control.inquiry.failure_inquiry import FailureInquiry
-from phalanx.fleet.control.inquiry.hang_inquiry import Inquiry
-from phalanx.fleet.control.listening import listen
-from phalanx.fleet.control.publisher import Publisher
-from phalanx.fleet.control.succession.coordinator_lock import only_coordinator
-from phalanx.fleet.control.succession.leadership import Leadership
-from phalanx.fleet.control.succession.patient_journal import RENEW_BYTES, RETRY_S, PatientJournal
-from phalanx.fleet.control.succession.reign import Reign, SupersededError, forget_candidates, reign_again
-from phalanx.fleet.control.succession.restoration import report_contradiction
-from phalanx.fleet.control.transport import AgentLink, FleetServer
-from phalanx.fleet.control.turn.decisions import Decided, decide
-from phalanx.fleet.control.turn.inbox import Inbox
-from phalanx.fleet.control.turn.operations import answer
-from phalanx.fleet.control.turn.run_disk import RunDisk, first_step
-from phalanx.fleet.control.turn.token_rotation import TokenRotation, rekeyed
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
+from phalanx.fleet.control.inquiry import FailureInquiry, Inquiry
+from phalanx.fleet.control.publisher import FleetSampler, Publisher
+from phalanx.fleet.control.succession.journal import RENEW_BYTES, RETRY_S, PatientJournal
+from phalanx.fleet.control.succession.reign import (
+    Leadership,
+    Reign,
+    SupersededError,
+    forget_candidates,
+    only_coordinator,
+    reign_again,
+    report_contradiction,
+)
+from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError, raise_descriptor_limit
+from phalanx.fleet.control.turn import (
+    Decided,
+    Inbox,
+    RunDisk,
+    TokenRotation,
+    answer,
+    decide,
+    first_step,
+    rekeyed,
+)
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
+from phalanx.fleet.core.invariants import reason, resync
 from phalanx.fleet.core.orders import deliveries
 from phalanx.fleet.core.replay import JournalError, batch_line, first_line
-from phalanx.fleet.core.resync import reason, resync
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
-from phalanx.hardware.local.network import join_address
+from phalanx.hardware.local.network import join_address, split_address
 from phalanx.observe.logs.capture import capture_output
 from phalanx.observe.metrics.endpoint import Endpoint
 from phalanx.observe.metrics.exporter import RunSampler
@@ -58,6 +66,43 @@ from phalanx.process.child import die_with_parent
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.wire.messages import token_name
+
+# The address of a coordinator: that of the last one of its run's start, so that agents find it there.
+
+
+async def listen(
+    server: FleetServer, args: CoordinatorArgs, log: Callable[[str], None], *, restarted: bool
+) -> int:
+    """Listens where the last coordinator of this attempt did, if this one is ``restarted``; returns the port.
+
+    If another program has taken that port, a free one does: agents find it in fleet.json.
+
+    Raises:
+        TransportError: It cannot listen, or another coordinator of this run listens there.
+    """
+    host, port = args.listening_on, _port(args, restarted=restarted)
+    try:
+        return await server.start(host, port)
+    except TransportError as error:
+        if not restarted or not port:
+            raise
+        if await answers(join_address(args.host, port), server.credentials):
+            raise TransportError(
+                f"another coordinator of this run listens on {join_address(host, port)}; end it first"
+            ) from error
+        log(
+            f"another program has taken {join_address(host, port)}; a free port serves instead, and fleet.json says which"
+        )
+        return await server.start(host, 0)
+
+
+def _port(args: CoordinatorArgs, *, restarted: bool) -> int:
+    """The port that the arguments name, else that of the last coordinator of this attempt; 0 if neither is known."""
+    if restarted and not args.port:
+        with suppress(FleetFileError, ValueError):
+            return int(split_address(read_fleet_file(args.run_dir).coordinator)[1])
+    return args.port
+
 
 _LONGEST_TICK_S = 1.0
 _UNSYNCED_BYTES = 1 << 20

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.fleet.control.descriptors import DescriptorLimitError
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.control.succession.claims import ClaimError
 from phalanx.fleet.control.succession.reign import FIRST_REIGN, SupersededError
-from phalanx.fleet.control.transport import TransportError
+from phalanx.fleet.control.transport import DescriptorLimitError, TransportError
 from phalanx.fleet.core.replay import JournalError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.train.lifecycle.ending import report_failure

@@ -16,9 +16,9 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
-from phalanx.fleet.control.credentials import Credentials
-from phalanx.fleet.control.streams import (
+from phalanx.fleet.control.credentials import (
     END,
+    Credentials,
     Greeting,
     HandshakeStream,
     Method,

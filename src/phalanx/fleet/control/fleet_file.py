@@ -2,6 +2,8 @@
 
 Agents find in it the address of the coordinator, the launcher how the run ended, and people the members, the spares, and
 what happened when. It is replaced atomically, so a reader never sees half of it.
+
+A second file in the run directory names the steps whose checkpoints are not to be trusted, for the agents that copy them.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
-from phalanx.fleet.core.epochs.ending import unsaved_steps
+from phalanx.fleet.core.epochs.progress import unsaved_steps
 from phalanx.fleet.core.messages import NO_STEP
-from phalanx.fleet.core.resize import GIVEN_BACK
+from phalanx.fleet.core.requests import GIVEN_BACK
 from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase, FleetState, Incident, Node
 from phalanx.fleet.core.succession import Claim
 from phalanx.observe.events import EpochLeft, IncidentKind
@@ -206,3 +208,35 @@ def _as_claimed(run_dir: Path, found: FleetFile) -> FleetFile:
         if newest is not None and newest.ended is not None:
             return replace(found, phase=newest.ended, reason=newest.reason)
     return found
+
+
+# Checkpoints that are not to be trusted: a file for the agents that copy checkpoints to the run's object store.
+#
+# An audit that finds a corruption condemns the steps after the last one that is known to be good. The coordinator sets them aside on disk;
+# in the object store the agents do, which cannot be reached at any moment. Until they have, the file stays, and nothing is copied.
+
+
+def _file(directory: RunDirectory) -> Path:
+    return directory.fleet / "distrusted-after"
+
+
+def record_distrust(directory: RunDirectory, step: int) -> None:
+    """Says that what was saved after ``step`` is not to be trusted. Raises ``OSError``."""
+    earlier = distrusted_after(directory)
+    if earlier is None or step < earlier:
+        write_atomically(_file(directory), f"{step}\n".encode())
+
+
+def distrusted_after(directory: RunDirectory) -> int | None:
+    """The step after which copies are not to be trusted and have not been set aside; ``None`` if all are trusted. Raises ``OSError``."""
+    try:
+        return int(read_small(_file(directory)))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def forget_distrust(directory: RunDirectory, step: int) -> None:
+    """Says that the copies after ``step`` have been set aside. Raises ``OSError``."""
+    if distrusted_after(directory) == step:
+        with suppress(FileNotFoundError):
+            _file(directory).unlink()

@@ -1,4 +1,4 @@
-"""The coordinator's server: one stream for each agent (``phalanx.fleet.control.streams``), and one for each request of an operator.
+"""The coordinator's server: one stream for each agent (``phalanx.fleet.control.credentials``), and one for each request of an operator.
 
 The client side is ``phalanx.fleet.control.coordinator_link``. The first messages of a
 stream prove, in both directions, that the two ends know the run's token (``phalanx.wire.messages``) and belong to the same start of the
@@ -7,11 +7,14 @@ sealed with a key of that connection, which is derived from all of this: nobody 
 start opens. A message that cannot be decoded is refused, counted and logged, and changes nothing. Nothing waits for a slow reader: its
 queue is short, and when it is full the connection is closed; the agent reconnects and describes itself. If connections are too many, one that
 has not proven itself makes room.
+
+Each connection is an open file, so the limit on open files is raised first, and bounds the number of connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import ssl
 from collections import Counter
@@ -21,9 +24,16 @@ from typing import Protocol, TypeGuard
 
 import msgspec
 
-from phalanx.fleet.control.credentials import Credentials, Refusal, host_in
-from phalanx.fleet.control.descriptors import most_connections
-from phalanx.fleet.control.streams import END, Greeting, HandshakeStream, TurnedAway, accepted
+from phalanx.fleet.control.credentials import (
+    END,
+    Credentials,
+    Greeting,
+    HandshakeStream,
+    Refusal,
+    TurnedAway,
+    accepted,
+    host_in,
+)
 from phalanx.fleet.core.commands import (
     Command,
     Fence,
@@ -54,6 +64,43 @@ from phalanx.wire.messages import (
 )
 from phalanx.wire.port import shut
 from phalanx.wire.stream import FrameStream
+
+# The limit on open files: raised as far as the system allows, and checked before the fleet depends on it.
+#
+# Every agent is a connection, and one that reconnects may be there twice for a moment. The usual soft limit (1,024) is below what 1,000
+# nodes need; the hard limit seldom is.
+
+_RESERVE = 256
+"""For files, operators, and strangers who have not been refused yet."""
+_WHERE_UNLIMITED = 1 << 20
+
+
+class DescriptorLimitError(RuntimeError):
+    """The system allows too few open files for the fleet; the message says how many it needs."""
+
+
+def raise_descriptor_limit(nodes: int) -> int:
+    """Raises this process's limit on open files to the hard limit; returns it.
+
+    Raises ``DescriptorLimitError`` if that is too low for the coordinator of ``nodes`` nodes.
+    """
+    needed = 2 * nodes + _RESERVE
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(needed, _WHERE_UNLIMITED) if hard == resource.RLIM_INFINITY else hard
+    if limit < needed:
+        raise DescriptorLimitError(
+            f"the coordinator of {nodes:,} nodes needs {needed:,} open files (two for each node and {_RESERVE}), and this system allows "
+            f"{limit:,}: raise the hard limit (ulimit -Hn; LimitNOFILE= of a service, --ulimit nofile= of a container)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
+def most_connections() -> int:
+    """The number of connections that leaves enough descriptors for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(_RESERVE, soft - _RESERVE)
+
 
 MAX_REPORT_BYTES = 4 << 20
 """Largest message to the coordinator; a Joined with 65,536 snapshots stays below it."""

@@ -14,13 +14,11 @@ from collections.abc import Callable
 
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core import requests, resize
-from phalanx.fleet.core.epochs import blame
-from phalanx.fleet.core.epochs.ending import OVER, end, not_saved
+from phalanx.fleet.core import requests
+from phalanx.fleet.core.epochs import faults
+from phalanx.fleet.core.epochs.faults import lose, rollcall, strike
 from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH, advance, regroup
-from phalanx.fleet.core.epochs.losses import lose, strike
-from phalanx.fleet.core.epochs.progress import stepped, waits_for_samples
-from phalanx.fleet.core.epochs.rollcall import rollcall
+from phalanx.fleet.core.epochs.progress import OVER, end, not_saved, stepped, waits_for_samples
 from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import (
@@ -182,7 +180,7 @@ def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> No
         if event.waiting_s > 0:
             waits_for_samples(state, node, event.waiting_s)
     if event.leaving and node.eligibility is not Eligibility.LEAVING:
-        resize.leave(state, node, LEAVES)
+        requests.leave(state, node, LEAVES)
         node = state.nodes[node.name]
     _compare(state, node, event.epoch, event.phase, orders)
 
@@ -312,7 +310,7 @@ _SUSPICIONS = {
 
 def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     if event.reason == "nonfinite":
-        blame.nonfinite(state, event, orders)
+        faults.nonfinite(state, event, orders)
         return
     named = _named(state, event)
     if not named:
@@ -343,7 +341,7 @@ def _doubt(state: FleetState, event: m.Suspect, node: Node, orders: list[Order])
         text = f"slow, and no spare to take its place: {event.evidence[:200]}"
         note(state, node.name, text, kind=IncidentKind.SLOW_WITHOUT_SPARE)
         return
-    blame.set_aside(state, node.name, f"{event.reason}: {event.evidence[:200]}", _SUSPICIONS[event.reason])
+    faults.set_aside(state, node.name, f"{event.reason}: {event.evidence[:200]}", _SUSPICIONS[event.reason])
 
 
 def _roll_back(state: FleetState, event: m.Suspect, node: Node, step_: int, orders: list[Order]) -> None:
@@ -389,12 +387,12 @@ _ANSWERS: dict[type, Callable[..., None]] = {
     m.NotSaved: not_saved,
     m.Suspect: _suspect,
     m.RunFinished: _finished,
-    m.Fatal: blame.fatal,
+    m.Fatal: faults.fatal,
     m.Drain: requests.drain,
     m.Admit: requests.admit,
     m.StopRun: requests.stop,
-    m.GiveBack: resize.give_back,
-    m.Enlarge: resize.enlarge,
+    m.GiveBack: requests.give_back,
+    m.Enlarge: requests.enlarge,
     m.Disconnected: _disconnected,
     m.Tick: requests.tick,
     m.DiskHolds: requests.disk_holds,

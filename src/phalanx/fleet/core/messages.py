@@ -239,7 +239,7 @@ class Recorded(WireMessage, frozen=True):
     incarnation: Natural
     epoch: EpochNumber
     record: Annotated[str, Meta(max_length=MOST_RECORD_BYTES)]
-    """The record as ``phalanx.fleet.control.inquiry.hang.shortened`` leaves it."""
+    """The record as ``phalanx.fleet.control.inquiry.shortened`` leaves it."""
 
 
 class Fatal(WireMessage, frozen=True):

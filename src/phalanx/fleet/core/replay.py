@@ -5,7 +5,7 @@ A journal begins with a state and goes on with batches of events, each with the 
 with ``replay``: what the property tests hold it to is what a restarted coordinator does.
 
 A journal can lead to a state that contradicts itself: the coordinator that found it was killed before it had written the
-new journal. The replay rebuilds the state as that coordinator would have (``phalanx.fleet.core.resync``); to refuse the
+new journal. The replay rebuilds the state as that coordinator would have (``phalanx.fleet.core.invariants``); to refuse the
 journal would end at its second start the run that the resynchronization is there to save.
 """
 
@@ -19,8 +19,7 @@ from msgspec import Struct
 
 from phalanx.fleet.core import decide
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.invariants import check, mark
-from phalanx.fleet.core.resync import reason, resync
+from phalanx.fleet.core.invariants import check, mark, reason, resync
 from phalanx.fleet.core.state import FleetState, decode_state, encode_state
 
 JOURNAL_VERSION = 9

@@ -6,7 +6,7 @@ import bisect
 
 from msgspec import Struct
 
-from phalanx.launch.placing.seats import Order, block_seats
+from phalanx.launch.placing import Order, block_seats
 from phalanx.run.layout import replica_ranks
 from phalanx.run.smaller_degrees import divisions, legal_ranks
 from phalanx.run.spec import FleetSpec, RunSpec

@@ -59,7 +59,7 @@ class Eligibility(StrEnum):
     QUARANTINED = "quarantined"
     DRAINED = "drained"
     LEAVING = "leaving"
-    """It is to be given back (``phalanx.fleet.core.resize``)."""
+    """It is to be given back (``phalanx.fleet.core.requests``)."""
 
 
 class Node(Struct, frozen=True):

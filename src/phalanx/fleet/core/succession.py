@@ -13,7 +13,7 @@ besides the lost head's own node have attached to it: whoever they follow is the
 
 The successor replays the journal of the reign before. A journal on shared storage may lack its last lines, or be lost. Where it does not
 reach what the claim says, the claim alone is enough: who may be waited for, which epochs were begun, which state is not to be trusted and
-who is unfit. The nodes say the rest, as after a resynchronization (``phalanx.fleet.core.resync``).
+who is unfit. The nodes say the rest, as after a resynchronization (``phalanx.fleet.core.invariants``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.fleet.core import decide
-from phalanx.fleet.core.epochs.ending import OVER
+from phalanx.fleet.core.epochs.progress import OVER
 from phalanx.fleet.core.messages import NO_EPOCH
 from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.core.settings import CoreSettings

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.observe.rank_stream import RankFrame
 from phalanx.observe.throughput import MAD_TO_DEVIATION
 from phalanx.run.layout import Layout
 
@@ -127,3 +128,34 @@ def _outstanding(
     slowdown, deviations = lateness(np.fromiter(times_s.values(), np.float64, len(ranks)), rule)
     for place in np.flatnonzero((slowdown >= rule.slowdown) & (deviations >= rule.deviations)):
         yield ranks[place], (float(slowdown[place]), float(deviations[place]))
+
+
+# Watch for stragglers during a run. All ranks get the same numbers of all ranks (``phalanx.train.step.meters``) and come to the same
+# judgment; the straggler reports itself to its agent.
+
+
+class StragglerWatch:
+    """Watches the ranks of one epoch, from one of them.
+
+    Args:
+        layout: Of the epoch.
+        window_steps: Steps after which the ranks are judged; 0 means never.
+    """
+
+    def __init__(self, layout: Layout, window_steps: int) -> None:
+        self._roles, self._window_steps, self._rule = roles(layout), window_steps, StragglerRule()
+        self._history = History()
+        self._times_s: list[NDArray[np.float32]] = []
+
+    def look(self, frame: RankFrame) -> tuple[Straggler, ...]:
+        """Takes in what the ranks measured; at the end of a window returns the stragglers, on all ranks the same."""
+        if not self._window_steps:
+            return ()
+        self._times_s.append(frame.columns["compute_s"])
+        if frame.step % self._window_steps:
+            return ()
+        # A rank without slots has no times.
+        window_s, self._times_s = np.median(self._times_s, axis=0), []
+        times_s = {rank: time_s for rank, time_s in enumerate(window_s.tolist()) if time_s > 0}
+        self._history, found = judge_window(self._history, times_s, self._roles, self._rule)
+        return found

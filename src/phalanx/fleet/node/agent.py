@@ -25,11 +25,11 @@ from phalanx.checkpoint.snapshot.data_port import SnapshotServer
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
-from phalanx.fleet.control.descriptors import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.control.security import Keyring, SecurityError
+from phalanx.fleet.control.transport import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.core.commands import Command, SaveSnapshots, in_words
 from phalanx.fleet.core.settings import leave_s
-from phalanx.fleet.health.gpu_metrics import gpu_samples
+from phalanx.fleet.health.quick import HealthWatch
 from phalanx.fleet.node.agent_actions import (
     AgentAction,
     CheckHealth,
@@ -47,15 +47,11 @@ from phalanx.fleet.node.agent_actions import (
     StreamSnapshot,
     TellWorker,
 )
-from phalanx.fleet.node.agent_args import AgentArgs, parsed
+from phalanx.fleet.node.agent_args import AgentArgs, TokenHolder, parsed
 from phalanx.fleet.node.agent_state import AgentState
-from phalanx.fleet.node.copies.snapshot_courier import SnapshotCourier
-from phalanx.fleet.node.copies.store_copies import StoreCopies
-from phalanx.fleet.node.health_watch import HealthWatch
-from phalanx.fleet.node.leader.leader_watch import coordinator_addresses, look_for_leader, other_start
-from phalanx.fleet.node.leader.successor import Successor
-from phalanx.fleet.node.node_metrics import AgentFacts, Software, agent_samples, machine_samples
-from phalanx.fleet.node.token_holder import TokenHolder
+from phalanx.fleet.node.copies import SnapshotCourier, StoreCopies
+from phalanx.fleet.node.leader import Successor, coordinator_addresses, look_for_leader, other_start
+from phalanx.fleet.node.node_metrics import AgentFacts, Software, agent_samples, gpu_samples, machine_samples
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_pool import WorkerPool
 from phalanx.observe.logs.capture import capture_output

@@ -1,17 +1,22 @@
-"""The parts of an agent's state, and the actions that its handlers return for the shell to carry out."""
+"""The parts of an agent's state, the levels that it reports, and the actions that its handlers return for the shell to carry out."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.fleet.core.commands import SaveSnapshots
+from phalanx.fleet.core.commands import Bind, FromDisk, FromMemory, Resume, SaveSnapshots
 from phalanx.fleet.core.messages import (
     NO_EPOCH,
     NO_STEP,
     AgentMessage,
+    Heartbeat,
+    WorkerPhase,
 )
+from phalanx.fleet.node import worker_link
 from phalanx.fleet.node.worker_link import SnapshotTaken, ToWorker
+from phalanx.hardware.local.network import join_address
 
 
 @dataclass(frozen=True)
@@ -179,3 +184,106 @@ class WorkerLife:
         """Marks it as out of every epoch, ready to be rank 0 of the next at ``meeting_point`` (empty: not ready)."""
         self.epoch, self.rank, self.step, self.bound, self.leaving = NO_EPOCH, -1, NO_STEP, False, False
         self.leave_by_s, self.meeting_point = math.inf, meeting_point
+
+
+# Levels that an agent reports: the common phase of its node's workers, computed on each request.
+
+
+def placed(workers: Sequence[WorkerLife]) -> list[WorkerLife]:
+    """The workers that are in an epoch."""
+    return [worker for worker in workers if worker.epoch != NO_EPOCH]
+
+
+def meeting_points(workers: Sequence[WorkerLife], *, cleared: bool) -> tuple[str, ...]:
+    """Where each worker would meet the others; empty words for those that are not warm, and for all of a node that is not ``cleared``."""
+    return tuple(worker.meeting_point if cleared else "" for worker in workers)
+
+
+def phase_of(workers: Sequence[WorkerLife], *, cleared: bool) -> WorkerPhase:
+    """The phase of all workers together: that of the one that is furthest behind."""
+    in_epoch = placed(workers)
+    if not all(meeting_points(workers, cleared=cleared)):
+        return WorkerPhase.COLD
+    if not in_epoch:
+        return WorkerPhase.WARM
+    if any(worker.leaving for worker in in_epoch):
+        return WorkerPhase.LEAVING
+    return WorkerPhase.BOUND if all(worker.bound for worker in in_epoch) else WorkerPhase.BINDING
+
+
+def heartbeat_of(
+    identity: Identity, incarnation: int, workers: Sequence[WorkerLife], phase: WorkerPhase, *, leaving: bool
+) -> Heartbeat:
+    """The heartbeat of a node, with the newest epoch of its workers, and the slowest step and longest wait of those in one."""
+    in_epoch = placed(workers)
+    return Heartbeat(
+        identity.node,
+        incarnation,
+        max(worker.epoch for worker in workers),
+        min((worker.step for worker in in_epoch), default=NO_STEP),
+        phase,
+        max((worker.waiting_s for worker in in_epoch), default=0.0),
+        leaving,
+    )
+
+
+def end_of_last_epoch(bind: Bind, *, planned: bool, ended_unix_s: float, unix_s: float) -> tuple[bool, float]:
+    """Returns (planned, unix time) of the end of the last epoch that trained; time 0 if there was none.
+
+    ``planned`` and ``ended_unix_s`` are what this node knows of it itself, the time 0 if it was not in that epoch.
+    """
+    if bind.left_s_ago is None:
+        return planned, ended_unix_s
+    told_unix_s = unix_s - bind.left_s_ago
+    if not ended_unix_s:
+        return bind.left_planned, told_unix_s
+    return planned, min(ended_unix_s, told_unix_s)
+
+
+# Entry into an epoch: the coordinator's ``Bind``, translated into a message for each worker. Pure functions.
+
+
+def buddy_addresses(bind: Bind) -> dict[int, str]:
+    """By rank, the address of the node that keeps the second copy of its snapshots in the epoch of ``bind``."""
+    return {rank: join_address(b.host, b.data_port) for b in bind.buddies if b.data_port for rank in b.ranks}
+
+
+def join_epoch(
+    bind: Bind, rank: int, token: str, *, planned: bool, ended_unix_s: float
+) -> worker_link.JoinEpoch:
+    """The message by which a worker joins the epoch of ``bind`` as ``rank``.
+
+    Args:
+        bind: The coordinator's command.
+        rank: One of this node's.
+        token: The run's token under which the ranks of the epoch meet.
+        planned: The last epoch that trained was not ended by a fault.
+        ended_unix_s: When that one ended; 0 if there was none.
+    """
+    return worker_link.JoinEpoch(
+        epoch=bind.epoch,
+        attempt=bind.attempt,
+        rank=rank,
+        ranks=bind.ranks,
+        meeting_point=bind.meeting_point,
+        resume=_restore_from(bind.resume, first=rank == bind.places[0][1]),
+        planned=planned,
+        detected_unix_s=ended_unix_s,
+        nonfinite_step=bind.nonfinite_step,
+        token=token,
+    )
+
+
+def _restore_from(resume: Resume, *, first: bool) -> worker_link.RestoreFrom:
+    """Translates the state that an epoch begins with into the worker link's message; the node's ``first`` rank speaks for its share."""
+    if isinstance(resume, FromDisk):
+        return worker_link.RestoreFrom(disk_step=resume.step)
+    if not isinstance(resume, FromMemory):
+        return worker_link.RestoreFrom()
+    told = resume.holders if first or not resume.shared else ()
+    holders = tuple(
+        worker_link.SnapshotAddress(rank, join_address(h.host, h.data_port)) for h in told for rank in h.ranks
+    )
+    return worker_link.RestoreFrom(
+        step=resume.step, ranks=resume.ranks, holders=holders, shared=resume.shared
+    )

@@ -69,9 +69,14 @@ from phalanx.fleet.node.agent_actions import (
     StreamSnapshot,
     TellWorker,
     WorkerLife,
+    buddy_addresses,
+    end_of_last_epoch,
+    heartbeat_of,
+    join_epoch,
+    meeting_points,
+    phase_of,
+    placed,
 )
-from phalanx.fleet.node.agent_levels import end_of_last_epoch, heartbeat_of, meeting_points, phase_of, placed
-from phalanx.fleet.node.epoch_entry import buddy_addresses, join_epoch
 from phalanx.fleet.node.worker_link import ToAgent
 
 _TEXT_MAX = 2000

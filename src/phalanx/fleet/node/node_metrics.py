@@ -1,10 +1,11 @@
-"""The metrics of a node, from its agent: workers, memory, disk, versions.
+"""Metrics of a node, from its agent: workers, memory, disk, versions, and NVIDIA GPUs.
 
-What lies in the agent's event loop is read as single values that the loop replaces whole, so that a thread may look at any time.
+Values of the agent's event loop are single values that the loop replaces whole, so that a thread may read them at any time.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import Any
 
 from phalanx.checkpoint.snapshot.segments import free_memory_bytes
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, RankSnapshot, WorkerPhase
+from phalanx.fleet.health.gpu import GpuReading, Xid, kernel_log, read_gpu, same_bus, xids
 from phalanx.fleet.node.agent_actions import WorkerLife
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect
 from phalanx.observe.record.machines import nvidia_driver
@@ -127,3 +129,62 @@ class Software:
             }
             self._found = self._labels | versions
         return [Sample(SOFTWARE, self._found, 1)]
+
+
+# Metrics of the node's NVIDIA GPUs, under the field names of NVIDIA's DCGM exporter.
+#
+# Dashboards and alerts for ``dcgm-exporter`` name these fields, so they are kept letter for letter. The numbers are read as the health
+# checks read them, through NVML and from the kernel's log. Only the fields that a run is judged by are here: DCGM, run beside it, has all
+# of them.
+
+
+def _of_gpu(name: str, kind: Kind, text: str, compute: Any) -> Derived[GpuReading]:
+    return Derived(Metric(f"DCGM_FI_DEV_{name}", kind, text, "NVML", ("gpu",)), compute)
+
+
+GPU_METRICS: tuple[Derived[GpuReading], ...] = (
+    _of_gpu("GPU_TEMP", "gauge", "Temperature, in degrees Celsius.", lambda r: r.temperature_c),
+    _of_gpu("SM_CLOCK", "gauge", "Clock of the multiprocessors, in MHz.", lambda r: r.clock_mhz),
+    _of_gpu("CLOCK_THROTTLE_REASONS", "gauge", "Why its clocks are low, as bits (nvml.h).", lambda r: r.throttle_reasons),
+    _of_gpu("ECC_DBE_VOL_TOTAL", "counter", "Uncorrectable memory errors since the driver was loaded.", lambda r: r.uncorrected_errors),
+    _of_gpu("ROW_REMAP_PENDING", "gauge", "1 if memory rows wait for a reset to be replaced.", lambda r: int(r.remap_pending)),
+    _of_gpu("ROW_REMAP_FAILURE", "gauge", "1 if memory rows could not be replaced.", lambda r: int(r.remap_failed)),
+)  # fmt: skip
+XID = Metric(
+    "DCGM_FI_DEV_XID_ERRORS",
+    "gauge",
+    "Number of the newest Xid error in the kernel's log, as far as it may be read; 0 for none.",
+    "kernel log",
+    ("gpu",),
+)
+
+
+def gpu_samples(labels: Labels) -> list[Sample]:
+    """The samples of this machine's GPUs; none where there are none, or where ``nvidia-ml-py`` is not installed.
+
+    May hang where a driver does. Raises NVML's errors.
+    """
+    try:
+        nvml: Any = importlib.import_module("pynvml")  # optional: only machines with GPUs have a use for it
+    except ImportError:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return []
+    try:
+        readings = [read_gpu(nvml, number) for number in range(nvml.nvmlDeviceGetCount())]
+    finally:
+        nvml.nvmlShutdown()
+    return samples_of(readings, xids(kernel_log()), labels)
+
+
+def samples_of(readings: list[GpuReading], errors: tuple[Xid, ...], labels: Labels) -> list[Sample]:
+    """The samples of what the GPUs have reported, by index as NVML counts them."""
+    samples: list[Sample] = []
+    for index, reading in enumerate(readings):
+        own = labels | {"gpu": str(index)}
+        newest = [error.number for error in errors if same_bus(error.bus, reading.bus)]
+        samples += collect(GPU_METRICS, reading, own, lambda _metric, _error: None)
+        samples.append(Sample(XID, own, newest[-1] if newest else 0))
+    return samples

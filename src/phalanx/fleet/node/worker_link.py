@@ -168,7 +168,7 @@ class FlightRecordSent(_LinkMessage, frozen=True):
 
     epoch: int
     record: str
-    """A flight record, as ``phalanx.fleet.control.inquiry.hang.shortened`` leaves it."""
+    """A flight record, as ``phalanx.fleet.control.inquiry.shortened`` leaves it."""
 
 
 class LeftEpoch(_LinkMessage, frozen=True):

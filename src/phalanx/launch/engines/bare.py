@@ -28,10 +28,8 @@ from phalanx.launch.engines.hosts import (
     start_script,
     unreachable,
 )
-from phalanx.launch.engines.order import FOLDER, LaunchOrder
-from phalanx.launch.engines.private_variables import private_exports
+from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, private_exports, run_tool
 from phalanx.launch.engines.submission import refuse_stopped
-from phalanx.launch.engines.tools import EngineError, run_tool
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.peers import own_clock_is_wrong
 

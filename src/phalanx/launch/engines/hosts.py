@@ -15,11 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.hardware.local.network import join_address
-from phalanx.launch.engines.order import FOLDER, LEAD_EXIT, LaunchOrder
-from phalanx.launch.engines.ports import port_of
-from phalanx.launch.engines.private_variables import exports_of
-from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.placing.topology import Topology, TopologyError, from_domains
+from phalanx.launch.engines.order import FOLDER, LEAD_EXIT, EngineError, LaunchOrder, exports_of, port_of
+from phalanx.launch.placing import Topology, TopologyError, from_domains
 from phalanx.run.peers import is_loopback
 
 ASKED = "asked-to-end"

@@ -1,19 +1,74 @@
-"""What an engine is asked to start: a run, its files, the number of nodes, and what the run file says of the cluster.
+"""The order that an engine gets: a run, its files, the number of nodes, and the values of ``[launch]``; and how schedulers' tools are run.
 
-The files of a start lie in ``RUN_DIR/launch``: ``run.toml`` (the run file with all overrides, frozen, so that what is queued is not what
+The files of a start are in ``RUN_DIR/launch``: ``run.toml`` (the run file with all overrides, frozen, so that what is queued is not what
 somebody edits meanwhile), what was given to the engine, ``submitted.json``, the job's log, and a nonce by which every node shows that it
 sees this folder and not one of its own of the same name.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import stat
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.launch.engines.ports import USUAL_RANGE
-from phalanx.launch.engines.tools import EngineError
+from phalanx.run.directory.files import open_regular
+from phalanx.run.resolve import launch_variables
 from phalanx.run.spec import LaunchSpec
+
+# The TCP port of a run's coordinator, outside the range from which the kernel takes the ports of outgoing connections.
+#
+# A coordinator that is started, or started again after a death, needs one port that all agents know. Any program's outgoing connection may
+# use a port of the kernel's range at that moment, for as long as it lives (``ip_local_port_range``, by default 32768 to 60999: Linux,
+# Documentation/networking/ip-sysctl.rst). So the port is taken from those from 20,000 to 39,999 that the machine's range leaves, by a
+# number that is the run's own. Where it leaves fewer than a thousand, as on machines that give nearly all ports to connections, any of them
+# is taken, as runs would come to share ports otherwise; ``fleet.port`` names one. The address of a running fleet is in its ``fleet.json``.
+
+_FIRST, _END = 20_000, 40_000
+_LEAST = 1_000
+USUAL_RANGE = 32_768, 60_999
+"""The first and last port of outgoing connections where nobody has set others."""
+RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def range_of_connections(path: Path = RANGE_FILE) -> tuple[int, int]:
+    """The first and last port that this machine's kernel gives to outgoing connections; the usual ones where it does not say."""
+    try:
+        first, last = map(int, path.read_text().split())
+    except (OSError, ValueError):
+        return USUAL_RANGE
+    return first, last
+
+
+def port_of(number: int, connections: tuple[int, int]) -> int:
+    """The coordinator's port of a run with this number, where outgoing connections have these first and last ports."""
+    first, last = connections
+    below = min(max(first, _FIRST), _END) - _FIRST
+    resumes = min(max(last + 1, _FIRST), _END)
+    count = below + _END - resumes
+    if count < _LEAST:
+        below = count = _END - _FIRST
+    place = number % count
+    return _FIRST + place if place < below else resumes + place - below
+
+
+def port_in_shell(number: str, path: Path = RANGE_FILE) -> Iterator[str]:
+    """Lines of a shell that set ``port`` as ``port_of`` does, on the machine that runs them; ``number`` is an expression of its arithmetic."""
+    first, last = USUAL_RANGE
+    yield f"first={first} last={last}; {{ read -r first last < {path}; }} 2>/dev/null || :"
+    yield f"below=$(( (first < {_FIRST} ? {_FIRST} : first > {_END} ? {_END} : first) - {_FIRST} ))"
+    yield f"resumes=$(( last < {_FIRST} ? {_FIRST} : last >= {_END} ? {_END} : last + 1 ))"
+    yield f"count=$(( below + {_END} - resumes ))"
+    yield f'[ "$count" -ge {_LEAST} ] || {{ below={_END - _FIRST}; count=$below; }}'
+    yield f"place=$(( {number} % count ))"
+    yield f"port=$(( place < below ? {_FIRST} + place : resumes + place - below ))"
+
+
+# The order to an engine.
 
 FOLDER = "launch"
 """The folder's name in a run directory."""
@@ -106,3 +161,115 @@ def slurm_time(seconds: float) -> str:
     """A time as Slurm writes it: D-HH:MM:SS."""
     whole = int(seconds)
     return f"{whole // 86_400}-{whole % 86_400 // 3_600:02d}:{whole % 3_600 // 60:02d}:{whole % 60:02d}"
+
+
+# Private variables: values that no file of a run may contain, those that the run file only names and those of ``launch.secrets``.
+#
+# They are read where the run is submitted. Slurm gets them in sbatch's environment and hosts on the standard input of their shell, so they
+# are in no script, no command line and no file of the run directory.
+
+_MOST_BYTES = 1 << 20
+
+
+def private_variables(
+    launch: LaunchSpec, working_dir: Path, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the values of variables that the run file does not hold. Raises ``EngineError`` naming the field."""
+    values = _of_file(working_dir / Path(launch.secrets).expanduser()) if launch.secrets else {}
+    for name, value in launch_variables(launch):
+        if value is None and name not in values:
+            if name not in environ:
+                raise EngineError(
+                    f"launch.environment: {name} has no value here: export {name}=..., or write it into the file that launch.secrets names"
+                )
+            values[name] = environ[name]
+    return values
+
+
+def exports_of(launch: LaunchSpec) -> Iterator[str]:
+    """Yield the shell lines that export the variables whose values the run file holds. Raises ``EngineError`` for a bad name."""
+    for name, value in launch_variables(launch):
+        if not name.isidentifier():
+            raise EngineError(f"launch.environment: {name!r} is no name of a variable")
+        if value is not None:
+            yield f"export {name}={shlex.quote(value)}"
+
+
+def private_exports(launch: LaunchSpec, working_dir: Path) -> str:
+    """Return the shell lines that export ``private_variables``, to be sent to a shell and never written."""
+    return "".join(
+        f"export {name}={shlex.quote(value)}\n"
+        for name, value in private_variables(launch, working_dir).items()
+    )
+
+
+def _of_file(path: Path) -> dict[str, str]:
+    try:
+        with open_regular(path, follow=True) as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(_MOST_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineError(f"launch.secrets: cannot read {path}: {error}") from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise EngineError(f"launch.secrets: others can read {path}: chmod 600 {shlex.quote(str(path))}")
+    values: dict[str, str] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        name, sign, value = line.strip().partition("=")
+        if name and not name.startswith("#"):
+            if not sign or not name.isidentifier():
+                raise EngineError(f"launch.secrets: line {number} of {path} is not NAME=VALUE")
+            values[name] = value
+    return values
+
+
+# Command-line tools of schedulers (sbatch, squeue, kubectl, ssh), with errors that name the remedy.
+
+_MEANS = {
+    "Could not establish a configuration source": "this machine belongs to no Slurm cluster (SLURM_CONF, /etc/slurm/slurm.conf): give the command on a login node",
+    "Unable to contact slurm controller": "slurmctld does not answer: try again in a moment, or ask who runs the cluster",
+}
+"""Words of a tool that say little to who did not set it up -> what they mean, and what to do."""
+
+
+class EngineError(RuntimeError):
+    """An engine cannot do what was asked; the message says why and what to do."""
+
+
+def run_tool(
+    words: Sequence[str],
+    *,
+    timeout_s: float = 60.0,
+    stdin: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
+    errors_too: bool = False,
+) -> str:
+    """What a tool printed that ran in ``folder`` (by default here), and with ``errors_too`` what it wrote as errors although it had none.
+
+    Raises ``EngineError`` if it is not installed, ended with an error (with its own words), or took too long.
+    """
+    try:
+        done = subprocess.run(
+            list(words),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",  # what a host greets with may be in any encoding
+            timeout=timeout_s,
+            cwd=folder,
+            env=None if environment is None else dict(environment),
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise EngineError(
+            f"there is no {words[0]} on this machine: give the command where the cluster is used from (a login node), or install its client"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise EngineError(
+            f"{words[0]} has not answered for {timeout_s:.0f} s: is what it talks to up? Try again"
+        ) from error
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        meaning = next((meaning for word, meaning in _MEANS.items() if word in said), said)
+        raise EngineError(f"{words[0]}: {meaning}")
+    return done.stdout + (done.stderr if errors_too else "")

@@ -17,12 +17,10 @@ from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
 
-from phalanx.launch.engines.order import LaunchOrder, seconds_of, slurm_time
-from phalanx.launch.engines.slurm_limits import limit_problems, limits_of
-from phalanx.launch.engines.slurm_options import without_overrulers
+from phalanx.launch.engines.order import EngineError, LaunchOrder, run_tool, seconds_of, slurm_time
+from phalanx.launch.engines.slurm_options import limit_problems, limits_of, without_overrulers
 from phalanx.launch.engines.slurm_script import COMMENT, JOINING_COMMENT
-from phalanx.launch.engines.tools import EngineError, run_tool
-from phalanx.launch.placing.host_list import expanded
+from phalanx.launch.placing import expanded
 from phalanx.run.spec import LaunchSpec
 
 _FORMAT = "%i|%T|%r|%D|%N|%S|%L|%j|%P|%k"

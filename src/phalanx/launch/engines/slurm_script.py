@@ -21,11 +21,16 @@ import math
 import shlex
 from collections.abc import Iterator
 
-from phalanx.launch.engines.order import FOLDER, LaunchOrder, seconds_of, slurm_time
-from phalanx.launch.engines.ports import port_in_shell
-from phalanx.launch.engines.private_variables import exports_of
+from phalanx.launch.engines.order import (
+    FOLDER,
+    EngineError,
+    LaunchOrder,
+    exports_of,
+    port_in_shell,
+    seconds_of,
+    slurm_time,
+)
 from phalanx.launch.engines.slurm_options import options_in, refuse
-from phalanx.launch.engines.tools import EngineError
 from phalanx.run.resolve import launch_variables
 
 COMMENT, JOINING_COMMENT = "phalanx:", "phalanx-joining:"

@@ -10,9 +10,8 @@ from pathlib import Path
 from shlex import quote
 
 from phalanx.launch.engines import bare, slurm
-from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.order import FOLDER, EngineError
 from phalanx.launch.engines.submission import Submitted, read_record
-from phalanx.launch.engines.tools import EngineError
 
 _SILENT_S = 30.0
 _LONGEST_LINE, _TAIL_BYTES = 500, 16 << 10

@@ -17,10 +17,8 @@ from shlex import quote
 
 import tomli_w
 
-from phalanx.launch.engines.order import FOLDER, LaunchOrder
-from phalanx.launch.engines.ports import range_of_connections
+from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, range_of_connections
 from phalanx.launch.engines.slurm_options import options_in
-from phalanx.launch.engines.tools import EngineError
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.fields import Problem

@@ -15,9 +15,8 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
-from phalanx.launch.engines.order import FOLDER
+from phalanx.launch.engines.order import FOLDER, EngineError
 from phalanx.launch.engines.submission import OF_PODS, STOPPED
-from phalanx.launch.engines.tools import EngineError
 from phalanx.launch.kubernetes.manifests import EXIT_GOES_ON, EXIT_OVER
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_small_json

@@ -11,9 +11,15 @@ import math
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from phalanx.launch.kubernetes.pod_patch import merged
-from phalanx.launch.kubernetes.request import CONFIG_FOLDER, PodRequest, constraint_of, toleration_of, user_of
-from phalanx.launch.placing.host_list import expanded
+from phalanx.launch.kubernetes.request import (
+    CONFIG_FOLDER,
+    PodRequest,
+    constraint_of,
+    merged,
+    toleration_of,
+    user_of,
+)
+from phalanx.launch.placing import expanded
 from phalanx.run.resolve import launch_variables
 
 Json: TypeAlias = dict[str, object]

@@ -1,20 +1,22 @@
-"""What is asked of a Kubernetes cluster for a run: the names of its objects, its volumes, and what the run file asks that no cluster has.
+"""The request to a Kubernetes cluster for a run: names of its objects, volumes, a user's own pod fields, and what no cluster has.
 
-The submitter does not see the run directory, which lies on a volume of the pods. So the cluster itself keeps what a file keeps elsewhere: the name of
-the job follows from the run directory, so that the API server refuses a second job of the same run.
+The submitter does not see the run directory, which is on a volume of the pods. So the cluster itself keeps what a file keeps elsewhere: the
+name of the job follows from the run directory, so that the API server refuses a second job of the same run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
+from phalanx.launch.engines.order import EngineError
 from phalanx.launch.engines.submission import default_name
-from phalanx.launch.engines.tools import EngineError
-from phalanx.launch.kubernetes.pod_patch import read_pod_patch
+from phalanx.run.directory.files import read_small
 from phalanx.run.resolve import launch_variables
 from phalanx.run.spec import LaunchSpec, RunSpec
 
@@ -264,3 +266,78 @@ def user_of(launch: LaunchSpec) -> tuple[int, int] | None:
     """User and group of the pods' processes; ``None`` for those of the image."""
     match = _USER.fullmatch(launch.run_as)
     return None if match is None else (int(match[1]), int(match[2] or match[1]))
+
+
+# Pod patch: a file of a user's own fields that is merged into the pod template, such as annotations, volumes, a runtime class, limits of
+# CPU.
+#
+# Tables are merged field by field, and null removes a field (RFC 7386, JSON merge patch). Of lists whose entries have a ``name``, such as
+# containers, volumes and env, entries of one name are merged, as kubectl's strategic merge does; other lists are appended. Fields without
+# which a fleet cannot form are refused.
+
+_OWNED = (
+    ("metadata", "labels", "phalanx.run/name"),
+    ("spec", "restartPolicy"),
+    ("spec", "containers", "agent", "command"),
+    ("spec", "containers", "agent", "startupProbe"),
+    ("spec", "containers", "agent", "livenessProbe"),
+)
+"""Fields that a patch may not name; entries of lists by their names."""
+
+
+def read_pod_patch(path: Path) -> dict[str, object]:
+    """Read ``launch.pod_patch``. Raises ``EngineError`` naming what is wrong with it."""
+    try:
+        text = read_small(path.expanduser(), follow=True).decode()
+        patch: object = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise EngineError(f"launch.pod_patch: cannot read {path}: {error}") from error
+    if not isinstance(patch, dict) or not patch.keys() <= {"metadata", "spec"}:
+        raise EngineError(
+            f"launch.pod_patch: {path} has other fields than metadata and spec of a pod template"
+        )
+    for owned in _OWNED:
+        if _has(patch, owned):
+            raise EngineError(
+                f"launch.pod_patch: {path} changes {'.'.join(owned)}, which is the launcher's; take it out"
+            )
+    return patch
+
+
+def merged(table: Mapping[str, object], patch: Mapping[str, object]) -> dict[str, object]:
+    """Return a table of a manifest with a patch merged into it."""
+    fields = dict(table)
+    for key, part in patch.items():
+        if part is None:
+            fields.pop(key, None)
+        else:
+            fields[key] = _merged(fields.get(key), part)
+    return fields
+
+
+def _merged(value: object, patch: object) -> object:
+    if isinstance(value, dict) and isinstance(patch, dict):
+        return merged(value, patch)
+    if not isinstance(value, list) or not isinstance(patch, list):
+        return patch
+    named = {entry["name"]: entry for entry in patch if isinstance(entry, dict) and "name" in entry}
+    kept = [
+        merged(entry, named.pop(entry["name"]))
+        if isinstance(entry, dict) and entry.get("name") in named
+        else entry
+        for entry in value
+    ]
+    unnamed = [entry for entry in patch if not isinstance(entry, dict) or "name" not in entry]
+    return [*kept, *unnamed, *named.values()]
+
+
+def _has(value: object, path: tuple[str, ...]) -> bool:
+    if not path:
+        return True
+    if isinstance(value, list):
+        return any(
+            _has(entry, path[1:])
+            for entry in value
+            if isinstance(entry, dict) and entry.get("name") == path[0]
+        )
+    return isinstance(value, dict) and path[0] in value and _has(value[path[0]], path[1:])

@@ -175,7 +175,7 @@ class ThrottlingWatch:
         look: Callable[[], list[str]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``look`` says in sentences what slows this machine down (``phalanx.hardware.local.throttle.Throttles.now``)."""
+        """``look`` says in sentences what slows this machine down (``phalanx.hardware.local.detect.Throttles.now``)."""
         self._look = look
         self._place, self._node, self._clock = place_of(directory, node).with_suffix(_SUFFIX), node, clock
         self._note: Throttling | None = None

@@ -5,7 +5,7 @@ One of the two choices that make up data parallelism; the other, whether a rank 
 
 - ``TreeSummation``: every slot's gradient enters a tree of all slots alone, so the sum has the same bits on any number of
   ranks (``reduction = "reproducible"``).
-- ``IntegerSummation`` (``integer/summation.py``): every slot's gradient is added in integers, whose sum has the same bits in any
+- ``IntegerSummation`` (``integer_summation.py``): every slot's gradient is added in integers, whose sum has the same bits in any
   order (``reduction = "integer"``).
 - ``FastSummation``: gradients accumulate in place, and a reduce-scatter or all-reduce adds them up (``reduction = "fast"``).
 """

@@ -1,4 +1,4 @@
-"""The process of one rank of a replay, started by ``phalanx.launch.replay``."""
+"""The process of one rank of a replay, started by ``phalanx.launch.local``."""
 
 from __future__ import annotations
 

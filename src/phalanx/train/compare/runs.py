@@ -2,7 +2,7 @@
 
 The files are run files, records, logged numbers and checkpoints.
 
-Nothing is computed again and nothing is written. ``phalanx.launch.replay`` goes on from here: it computes the step at which the runs part
+Nothing is computed again and nothing is written. ``phalanx.launch.local`` goes on from here: it computes the step at which the runs part
 once more.
 """
 

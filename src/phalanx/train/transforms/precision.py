@@ -79,7 +79,7 @@ def apply_precision(module: nn.Module, spec: RunSpec) -> None:
 
 @dataclass(frozen=True)
 class NarrowProduct:
-    """``phalanx.model.layers.linear.Product`` with operands of a narrow format, forward and in both products of backward."""
+    """``phalanx.model.layers.dense.Product`` with operands of a narrow format, forward and in both products of backward."""
 
     format: str
 

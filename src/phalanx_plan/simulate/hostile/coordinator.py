@@ -19,7 +19,7 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import succession
 from phalanx.fleet.core.decide import CoreStep
-from phalanx.fleet.core.epochs.deadlines import next_deadline_s
+from phalanx.fleet.core.epochs.faults import next_deadline_s
 from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
 from phalanx.fleet.core.orders import Order, deliveries
 from phalanx.fleet.core.replay import batch_line, first_line, replay

@@ -9,7 +9,7 @@ from typing import Protocol
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import succession
-from phalanx.fleet.core.epochs.retention import droppable
+from phalanx.fleet.core.epochs.progress import droppable
 from phalanx.fleet.core.succession import NOT_LED
 from phalanx_plan.simulate.hostile.coordinator import Heads, SimulatedCoordinator
 from phalanx_plan.simulate.hostile.training import Group, TrainingWorld

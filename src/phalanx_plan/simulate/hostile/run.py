@@ -18,7 +18,7 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs.epoch_plan import can_do_without
 from phalanx.fleet.core.invariants import BrokenInvariant
-from phalanx.fleet.core.resize import CannotShrinkError, choose
+from phalanx.fleet.core.requests import CannotShrinkError, choose
 from phalanx.fleet.core.state import FleetPhase
 from phalanx_plan.simulate.hostile.node import SimulatedNode
 from phalanx_plan.simulate.hostile.world import World

@@ -4,7 +4,7 @@ Fleet size, layout, patience, network and speeds are drawn from the world's seed
 
 A group makes steps only while every rank is held by a living node that is in its epoch and does not hang; a step ends at
 slightly different times on different nodes, so that a fault may fall between. Snapshots follow the commit rule
-(``phalanx.fleet.core.epochs.retention``), on which the workers of a real run agree by flags in the step's all-reduce.
+(``phalanx.fleet.core.epochs.progress``), on which the workers of a real run agree by flags in the step's all-reduce.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from phalanx.fleet.core.commands import Bind, Fresh
-from phalanx.fleet.core.epochs.retention import may_begin
+from phalanx.fleet.core.epochs.progress import may_begin
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.messages import NO_STEP
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.simulated_clock import SimulatedClock
-from phalanx.launch.placing.seats import block_seats
+from phalanx.launch.placing import block_seats
 
 # Conditions.
 

@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 
 import click
 
-from phalanx.cli.address_options import HostName
-from phalanx.cli.weights.options import Bytes, DeviceName, DtypeName, TrustCode
-from phalanx.command.options import Argument, AsJson, ExistingFile, Option, given_options
+from phalanx.cli.shared_options import Bytes, DeviceName, DtypeName, HostName, TrustCode
+from phalanx.command import Argument, AsJson, ExistingFile, Option, given_options
 from phalanx.run.directory.paths import is_published
 from phalanx.run.fields import FRACTION, NOT_NEGATIVE, POSITIVE, ValueRange
 from phalanx_serve.cli.service.worker_roles import UNDIVIDED, Degrees, RoleDegrees, WorkerRoles

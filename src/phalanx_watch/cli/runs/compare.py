@@ -8,10 +8,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from phalanx.cli.errors import explained
-from phalanx.cli.numbers import ABOVE_PEAK, share, utilization
-from phalanx.cli.run_folder import demand_folder
-from phalanx.cli.train.compared_text import number_text
+from phalanx.cli.errors import demand_folder, explained
+from phalanx.cli.numbers import ABOVE_PEAK, number_text, share, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_watch.runs.compare import Comparison, compare
 

@@ -11,11 +11,10 @@ from typing import Annotated, Literal
 import click
 import msgspec
 
-from phalanx.cli.errors import explained, refuse_unused
+from phalanx.cli.errors import demand_folder, explained, refuse_unused
 from phalanx.cli.numbers import ABOVE_PEAK, age, share, utilization
-from phalanx.cli.run_folder import demand_folder
 from phalanx.cli.text_console import text_console
-from phalanx.command.options import Argument, AsJson, Option, command_options, written_options
+from phalanx.command import Argument, AsJson, Option, command_options, written_options
 from phalanx.run.fields import POSITIVE
 from phalanx_watch.runs.index import RunIndex
 from phalanx_watch.runs.row import RunRow
@@ -170,7 +169,7 @@ def origin(row: RunRow) -> str:
 
 
 def _list_jobs(engine: str, namespace: str, *, as_json: bool) -> None:
-    from phalanx.launch.engines.tools import EngineError
+    from phalanx.launch.engines.order import EngineError
 
     if engine == "kubernetes":
         from phalanx.cli.launch.on_kubernetes import list_jobs

@@ -10,8 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from phalanx.cli.errors import TroubleError, trouble
-from phalanx.cli.run_folder import demand_folder
+from phalanx.cli.errors import TroubleError, demand_folder, trouble
 from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec

@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 import msgspec
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.numbers import ABOVE_PEAK, age, moment, share, size, utilization
-from phalanx.cli.run_folder import demand_folder
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_watch.runs.recorded import Recorded, read_recorded
 

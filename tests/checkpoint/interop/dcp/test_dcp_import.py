@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from checkpoint.huggingface_models import ours_of, saved
-from phalanx.api.weights import load_weights
+from phalanx.api import load_weights
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.dcp.export_folder import export_dcp
 from phalanx.checkpoint.interop.dcp.import_folder import import_dcp

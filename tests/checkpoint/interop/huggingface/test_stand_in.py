@@ -194,7 +194,7 @@ def test_weights_that_may_not_be_read_are_refused_by_name(
         raise FileNotFoundError(f"No such file or directory: {path}")  # as safetensors does then
 
     monkeypatch.setattr("pathlib.Path.open", forbidden)
-    monkeypatch.setattr("phalanx.checkpoint.interop.huggingface.stored.weights.safe_open", not_there)
+    monkeypatch.setattr("phalanx.checkpoint.interop.huggingface.stored_weights.safe_open", not_there)
     with pytest.raises(HuggingFaceError, match=r"model\.safetensors: Permission denied"):
         FolderTier(llama3)
 

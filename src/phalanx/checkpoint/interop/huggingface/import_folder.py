@@ -1,7 +1,7 @@
 """Import: a Hugging Face model folder becomes a run directory to start from.
 
 A published model can be trained on, and text generated from it, once it is a run directory. No number changes: tensors are
-renamed and put into this project's order (``stored/weights.py``), in pieces of bounded size, whatever the model's. Only float64 is
+renamed and put into this project's order (``stored_weights.py``), in pieces of bounded size, whatever the model's. Only float64 is
 rounded, which a note says. The directory appears under its name only when it is complete.
 """
 

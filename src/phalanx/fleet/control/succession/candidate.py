@@ -23,12 +23,16 @@ import msgspec
 from phalanx.fleet.control.coordinator import Coordinator, Elected, run_coordinator
 from phalanx.fleet.control.coordinator_args import CoordinatorArgs, exit_code_of
 from phalanx.fleet.control.credentials import Credentials, credentials_of
-from phalanx.fleet.control.descriptors import raise_descriptor_limit
 from phalanx.fleet.control.fleet_file import path_in
 from phalanx.fleet.control.succession.claims import ClaimRegister
-from phalanx.fleet.control.succession.coordinator_lock import only_coordinator
-from phalanx.fleet.control.succession.reign import FIRST_REIGN, candidates_in, nonce, succeed
-from phalanx.fleet.control.transport import AgentLink, FleetServer
+from phalanx.fleet.control.succession.reign import (
+    FIRST_REIGN,
+    candidates_in,
+    nonce,
+    only_coordinator,
+    succeed,
+)
+from phalanx.fleet.control.transport import AgentLink, FleetServer, raise_descriptor_limit
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import settings_of

@@ -1,25 +1,38 @@
-"""The begin of a coordinator's reign: its claim, its journal, and the state from which it leads.
+"""The reign of a coordinator: its claim, its lock, the journal and state from which it leads, and its watch for a successor.
 
 The first coordinator of a start of a run leads in reign 1, and so does each that its launcher starts in its place. A coordinator on another
-machine that succeeds it leads in reign 2, with a journal of its own: the machine of the one before may only be cut off, and write on.
-Where the journal of a reign does not reach its newest claim, the claim counts (``phalanx.fleet.core.succession``).
+machine that succeeds it leads in reign 2, with a journal of its own: the machine of the one before may only be cut off, and write on. Where
+the journal of a reign does not reach its newest claim, the claim counts (``phalanx.fleet.core.succession``).
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import secrets
+import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
-from phalanx.fleet.control.succession.journal import Journal, read_journal
-from phalanx.fleet.control.succession.restoration import Restored, restored
-from phalanx.fleet.core.replay import RESTARTED, UNTOLD, batch_line, first_line, replay_batch
+from phalanx.fleet.control.succession.journal import Journal, PatientJournal, read_journal
+from phalanx.fleet.core.invariants import mark, resync
+from phalanx.fleet.core.replay import (
+    RESTARTED,
+    UNTOLD,
+    JournalError,
+    batch_line,
+    first_line,
+    replay,
+    replay_batch,
+)
 from phalanx.fleet.core.state import FleetState, note
-from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind, is_untold
+from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind, is_due, is_untold, renewed
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 FIRST_REIGN = 1
@@ -168,3 +181,194 @@ def succeed(
     journal.sync()
     state = _without_untold_epoch(state, claim, journal)
     return Reign(register, claim, journal, Restored(state, 0, min(told_s, now_s - 1e-3)))
+
+
+# Restoration: a coordinator begins with the state in which the last one of this start of the run was killed.
+#
+# A whole journal is replayed. If that leads to a contradiction, or if the disk has damaged the journal, the file is kept as evidence, a new
+# one begins, and every node is asked to describe itself (``phalanx.fleet.core.invariants``).
+
+
+class Restored(NamedTuple):
+    """The begin of a coordinator's life."""
+
+    state: FleetState
+    restarts: int
+    """Number of earlier coordinators of this start of the run."""
+    published_s: float = 0.0
+    """Incidents up to this time were published by an earlier coordinator."""
+
+
+def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> Restored:
+    """Restores the state from ``journal``, and writes into it that a coordinator has begun.
+
+    Args:
+        journal: As it was read; its ``lines`` are released.
+        empty: The state of a fleet without nodes, of the start of the run that this process belongs to.
+        log: Takes a line for the coordinator's log.
+
+    Raises:
+        JournalError: It cannot be read or written, or is of another run file.
+    """
+    if journal.damaged:
+        return _salvaged(journal, empty, log)
+    if not journal.lines:
+        journal.append(first_line(empty))
+        journal.sync()
+        return Restored(empty, 0)
+    state, restarts, contradiction = replay(journal.lines)
+    journal.lines = []
+    _require_same_start(journal, state, empty)
+    now_s = max(state.now_s, time.time())
+    state, found = replay_batch(state, RESTARTED, now_s)
+    told_s = [incident.at_s for incident in state.incidents]
+    if error := found or contradiction:
+        kept = report_contradiction(journal, error, log)
+        journal.begin_anew(first_line(state, restarts + 1), keep_as=kept)
+        # The coordinator that met the contradiction was killed before it published that turn's incidents.
+        told_s = [at_s for at_s in told_s if at_s < max(told_s)]
+    else:
+        journal.append(batch_line(now_s, RESTARTED))
+    return Restored(state, restarts + 1, max(told_s, default=0.0))
+
+
+def _salvaged(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> Restored:
+    """Rebuilds the state to which the good lines of a damaged journal lead from what the nodes will say.
+
+    What the lost lines said of epochs, ranks and snapshots the nodes say again. Only they know which nodes were lost, drained
+    or quarantined, and from which step on a corruption made snapshots worthless, so the good lines behind them are replayed too.
+    """
+    begin = [first_line(empty)] if journal.damaged[0] == 1 else []
+    state, restarts, _ = replay([*begin, *journal.lines])
+    _require_same_start(journal, state, empty)
+    state.now_s = max(state.now_s, time.time())
+    published_s = max((incident.at_s for incident in state.incidents), default=0.0)
+    kept = journal.path.with_name(f"damaged-{time.time_ns()}.jsonl")
+    numbers = ", ".join(map(str, journal.damaged[:8])) + ("..." if len(journal.damaged) > 8 else "")
+    why = f"line {numbers} of {journal.path}, kept as {kept.name}; is its disk all right?"
+    state, _ = resync(state, mark(state), why, "the disk has damaged the coordinator's journal")
+    log(f"the disk has damaged {why} Every node is asked anew")
+    journal.begin_anew(first_line(state, restarts + 1), keep_as=kept)
+    journal.lines = []
+    return Restored(state, restarts + 1, published_s)
+
+
+def _require_same_start(journal: Journal, state: FleetState, empty: FleetState) -> None:
+    """Raises ``JournalError`` if the journal is of another run file than this process has read."""
+    if state.fencing != empty.fencing:
+        raise JournalError(
+            f"the run file has changed since this start of the run began: {journal.path} is of {state.fencing}, this is "
+            f"{empty.fencing}. Undo the change, or start the run again"
+        )
+
+
+def report_contradiction(journal: Journal, contradiction: Exception, log: Callable[[str], None]) -> Path:
+    """Writes a contradiction into the log; returns the path at which the journal that led to it is to be kept."""
+    kept = journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
+    log("".join(traceback.format_exception(contradiction)))
+    log(f"this is a bug in the coordinator, please report it with {kept}; every node is asked anew")
+    return kept
+
+
+# The lock that a run's one coordinator has for as long as its process lives.
+
+
+@contextmanager
+def only_coordinator(directory: RunDirectory, reign: int = FIRST_REIGN) -> Iterator[None]:
+    """Inside, no other process coordinates the run: two would write one journal, each at its own place.
+
+    A lock of its own (``fleet/coordinator.lock``), since the journal is replaced now and then. The kernel gives it back, however this
+    process ends. Each reign has its own: on a lost machine, the process of the one before may still hold its lock.
+
+    Raises:
+        JournalError: Another process holds it.
+    """
+    directory.fleet.mkdir(exist_ok=True)
+    name = "coordinator.lock" if reign == FIRST_REIGN else f"coordinator-reign-{reign}.lock"
+    path = directory.fleet / name
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            raise JournalError(f"{directory.path} is coordinated by {holder} already; end it first") from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# Leadership: a coordinator renews its claim before each epoch, and looks for a successor.
+#
+# What follows from a state is sent only once the claim that the state needs is made (``phalanx.fleet.core.succession``).
+
+_LEADS_PER_PATIENCE = 4
+"""So many times in ``fleet.succession_s`` the coordinator says that it leads."""
+
+
+class Leadership:
+    """The claims of one coordinator in one start of the run."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        attempt: int,
+        register: ClaimRegister,
+        claim: Claim,
+        journal: PatientJournal,
+        patience_s: float,
+    ) -> None:
+        """
+        Args:
+            directory: The run's.
+            attempt: The number of the run's start.
+            register: Where claims are made.
+            claim: The newest one, its own.
+            journal: Its journal, which is on disk before a claim is made.
+            patience_s: ``fleet.succession_s``; 0 if nobody ever succeeds it.
+        """
+        self._directory, self._attempt, self._register = directory, attempt, register
+        self._journal, self._patience_s, self._say_due_s = journal, patience_s, 0.0
+        self.claim = claim
+        """The newest claim that it has made."""
+
+    def leads(self) -> bool:
+        """True if nobody has made a later claim."""
+        return self._register.newest_term() <= self.claim.term
+
+    def look_for_successor(self) -> None:
+        """Raises ``SupersededError`` if another coordinator leads now, or the run was started again."""
+        with suppress(OSError):  # tried again at the next look; a claim that is due finds out in any case
+            require_leading(self._register, self.claim)
+        with suppress(RunDirectoryError):
+            if self._directory.newest_attempt() > self._attempt:
+                raise SupersededError("the run was started again")
+
+    def is_due(self, state: FleetState) -> bool:
+        """True if nothing may be sent that follows from ``state`` before the next term is claimed."""
+        return is_due(self.claim, state)
+
+    async def claim_anew(self, state: FleetState) -> None:
+        """Claims the next term, before anything is sent that follows from ``state``. Raises ``SupersededError``."""
+        await self._journal.synced()
+        claim = renewed(self.claim, state, nonce())
+
+        def make() -> None:
+            try:
+                if not self._register.make(claim):
+                    require_leading(self._register, self.claim)
+                    raise SupersededError("superseded")
+            except (ClaimError, OSError) as error:
+                raise JournalError(str(error)) from error
+
+        await self._journal.until_written(make)
+        self.claim = claim
+
+    def is_to_be_said(self, now_s: float) -> bool:
+        """True if all agents are to be told again that it leads; counted as said then."""
+        if not self._patience_s or now_s < self._say_due_s:
+            return False
+        self._say_due_s = now_s + self._patience_s / _LEADS_PER_PATIENCE
+        return True

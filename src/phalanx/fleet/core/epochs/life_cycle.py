@@ -11,7 +11,6 @@ from itertools import compress
 from operator import is_not
 
 from phalanx.fleet.core.commands import Park, Stop
-from phalanx.fleet.core.epochs.ending import OVER, conclude, enter, from_saving, memory_may_come
 from phalanx.fleet.core.epochs.epoch_plan import (
     EpochPlan,
     is_complete,
@@ -19,7 +18,16 @@ from phalanx.fleet.core.epochs.epoch_plan import (
     possible_ranks,
     ranks_without_started_spares,
 )
-from phalanx.fleet.core.epochs.progress import progressed, step_of, withdraw_doubt
+from phalanx.fleet.core.epochs.progress import (
+    OVER,
+    conclude,
+    enter,
+    from_saving,
+    memory_may_come,
+    progressed,
+    step_of,
+    withdraw_doubt,
+)
 from phalanx.fleet.core.messages import NO_EPOCH
 from phalanx.fleet.core.orders import SEATED, Order
 from phalanx.fleet.core.state import (

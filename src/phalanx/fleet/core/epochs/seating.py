@@ -15,9 +15,7 @@ from heapq import heapify, heappop, heappush
 
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import NO_SEAT, FleetState, Node
-from phalanx.launch.placing.place import PlacedUnits, place_units
-from phalanx.launch.placing.seats import sequence
-from phalanx.launch.placing.topology import from_domains
+from phalanx.launch.placing import PlacedUnits, from_domains, place_units, sequence
 
 Domain = tuple[str, ...]
 

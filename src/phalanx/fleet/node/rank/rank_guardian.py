@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ssl
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Protocol
 
 import msgspec
 import torch
@@ -24,12 +26,11 @@ from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
 from phalanx.fleet.control.succession.claims import ClaimRegister
-from phalanx.fleet.core.epochs.retention import may_begin
+from phalanx.fleet.core.epochs.progress import may_begin
 from phalanx.fleet.core.succession import is_superseded
 from phalanx.fleet.health.live_audit import LiveAudit
-from phalanx.fleet.health.straggler_watch import StragglerWatch
+from phalanx.fleet.health.stragglers import StragglerWatch
 from phalanx.fleet.node import worker_link as link
-from phalanx.fleet.node.rank.hooks import Hooks, NoHooks
 from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
 from phalanx.hardware.local.device import on_gpu
 from phalanx.observe.rank_stream import RankFrame
@@ -37,12 +38,69 @@ from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.torch_compat import set_group_timeouts
 from phalanx.parallel.process_group.abort import Connections
 from phalanx.parallel.process_group.typed_gather import gather_typed
+from phalanx.parallel.reduction.checksum import Witness
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.guardian import EpochSupersededError, Guardian, Samples
 from phalanx.train.step.placement import Built
 from phalanx.train.step.state import RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
+
+# Hooks at the moments of a rank's life at which faults are injected; a worker without faults has ``NoHooks``.
+
+GuardedPhase = Literal["optimizer", "snapshot", "recovery"]
+"""The phases of a step, or of an epoch, that the rank's guardian announces."""
+
+
+class Hooks(Protocol):
+    """Callbacks of one worker process, for every epoch in which it is a rank."""
+
+    @abstractmethod
+    def enters(self, rank: int) -> None:
+        """The worker becomes ``rank`` of an epoch."""
+
+    @abstractmethod
+    def assembled(self, built: Built, saver: AsyncSaver) -> None:
+        """The model is built and its state restored."""
+
+    @abstractmethod
+    def audited(self, witness: Witness) -> None:
+        """Audits are on: gradients pass through ``witness``."""
+
+    @abstractmethod
+    def step_begins(self, step: int) -> None:
+        """Step ``step`` begins."""
+
+    @abstractmethod
+    def at(self, phase: GuardedPhase) -> None:
+        """The rank has come to ``phase``."""
+
+    @abstractmethod
+    def leaves(self) -> None:
+        """The epoch has ended; its model must not be kept alive."""
+
+
+class NoHooks(Hooks):
+    """The hooks of a worker without faults: they do nothing."""
+
+    def enters(self, rank: int) -> None:
+        pass
+
+    def assembled(self, built: Built, saver: AsyncSaver) -> None:
+        pass
+
+    def audited(self, witness: Witness) -> None:
+        pass
+
+    def step_begins(self, step: int) -> None:
+        pass
+
+    def at(self, phase: GuardedPhase) -> None:
+        pass
+
+    def leaves(self) -> None:
+        pass
+
 
 _GROUP_TIMEOUT_S = 3600.0
 """So long that collectives are aborted by the agent's order, never by their own timeout."""

@@ -30,14 +30,13 @@ from torch._C._distributed_c10d import Store
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import segments_from
 from phalanx.data.reading.dataset import RunData
-from phalanx.fleet.control.inquiry.hang import shortened
+from phalanx.fleet.control.inquiry import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
 from phalanx.fleet.control.succession.claims import ClaimRegister
 from phalanx.fleet.core.messages import LEFT_AS_ASKED, NO_EPOCH, NO_STEP
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.health.quick import complaints, of_device
-from phalanx.fleet.node.rank.hooks import Hooks, NoHooks
-from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, NonFiniteStepError, RankGuardian
+from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, Hooks, NoHooks, NonFiniteStepError, RankGuardian
 from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
 from phalanx.fleet.node.worker_link import (
     Alive,

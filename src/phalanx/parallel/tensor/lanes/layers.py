@@ -83,7 +83,7 @@ class _RowsProduct(torch.autograd.Function):
 
 @dataclass(eq=False)
 class LaneRows:
-    """``phalanx.model.layers.linear.Affine`` of a matrix of which each lane has some rows; a layer says which lane it computes."""
+    """``phalanx.model.layers.dense.Affine`` of a matrix of which each lane has some rows; a layer says which lane it computes."""
 
     lane: int = 0
     _gradient: WholeGradient | None = None

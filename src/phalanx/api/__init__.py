@@ -1,1 +1,0 @@
-"""The Python interface: what the commands do, as functions; ``phalanx`` itself offers the names of this package's modules."""

@@ -1,1 +1,0 @@
-"""Commands as typed fields: a dataclass describes a command's arguments and options."""

@@ -1,0 +1,227 @@
+"""An agent's watch over who leads: where the coordinator may be, whether the run was started again, and who succeeds a lost one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START, EXIT_SUPERSEDED
+from phalanx.fleet.control.coordinator_link import CoordinatorLink
+from phalanx.fleet.control.credentials import Credentials
+from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+from phalanx.fleet.control.succession.candidate import EXIT_NOT_ELECTED, candidate_addresses
+from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
+from phalanx.fleet.core.succession import Claim, stands_after_s
+from phalanx.fleet.node.agent_args import AgentArgs
+from phalanx.observe.logs.child_output import ChildOutput
+from phalanx.observe.logs.log_file import order_for
+from phalanx.process.child import Child, describe_exit
+from phalanx.process.restarts import Restarts
+from phalanx.run.directory.paths import RunDirectory, read_resolved
+from phalanx.run.identity import fencing_token, identity
+from phalanx.run.spec import ObserveSpec
+
+# Succession of a lost coordinator: an agent that has been without one for too long starts a candidate.
+#
+# The candidate is a process of its own (``phalanx.fleet.control.succession.candidate``), which becomes the coordinator if it is elected,
+# and is started again if it dies then. The newest claim in the run directory decides whose turn it is. The agent's own work goes on
+# meanwhile.
+
+_FINE = (0, EXIT_NOT_ELECTED, EXIT_SUPERSEDED)
+_GOODBYE_S = 20.0
+_LOOK_S = 5.0
+"""After so many seconds without a coordinator, the agent looks whether the run is over."""
+
+
+@dataclass
+class Successor:
+    """The candidate of one node, or the coordinator that it has become."""
+
+    args: AgentArgs
+    """The agent's."""
+    patience_s: float
+    """``fleet.succession_s``."""
+    observe: ObserveSpec
+    certificates: Path | None
+    log: Callable[[str], None]
+    alone_since_s: float | None = None
+    """Since when the agent has had no coordinator, by the monotonic clock."""
+    _claim: Claim | None = None
+    """The newest claim when it last looked."""
+    _child: Child | None = None
+    _restarts: Restarts = field(default_factory=Restarts)
+    _due_s: float = 0.0
+    """A coordinator that has died here is started again then."""
+    _complaint: str = ""
+
+    def __post_init__(self) -> None:
+        self._may_lead = self.args.may_lead
+
+    async def look(self, *, led: bool, now_s: float) -> str:
+        """Starts a candidate if it is this node's turn. Returns why the run is over, if a claim says so; else nothing.
+
+        Args:
+            led: The agent is attached to a coordinator that leads.
+            now_s: The monotonic clock.
+        """
+        if led:
+            self.alone_since_s = None
+        elif self.alone_since_s is None:
+            self.alone_since_s = now_s
+        if self._child is not None:
+            if self._child.exit_code() is not None:
+                code = await asyncio.to_thread(self._child.end, _FINE)
+                self._has_ended(code, now_s)
+            return ""
+        if self._due_s:
+            if now_s >= self._due_s:
+                self._start()
+            return ""
+        alone_since_s = self.alone_since_s
+        if alone_since_s is None or now_s - alone_since_s < min(_LOOK_S, self.patience_s or _LOOK_S):
+            return ""
+        known, claim = self._claim, await asyncio.to_thread(self._newest)
+        if claim is None:
+            return ""
+        if claim.ended is not None:
+            return claim.reason or f"the run is {claim.ended}"
+        if known is not None and known.term != claim.term:
+            self.alone_since_s = alone_since_s = now_s  # whoever has made it leads, or did a moment ago
+        waits_s = stands_after_s(claim, self.args.node, self.patience_s)
+        if waits_s is not None and now_s - alone_since_s >= waits_s and self._may_lead:
+            self._start()
+        return ""
+
+    def _newest(self) -> Claim | None:
+        """The newest claim; read only if it is another than before, since every agent of a large fleet may look."""
+        register, known = ClaimRegister(RunDirectory(self.args.run_dir), self.args.attempt), self._claim
+        try:
+            if known is None or register.newest_term() != known.term:
+                self._claim = register.newest()
+            return self._claim
+        except (ClaimError, OSError) as error:
+            if str(error) != self._complaint:
+                self.log(str(error))
+            self._complaint = str(error)
+            return None
+
+    def _start(self) -> None:
+        args, self._due_s = self.args, 0.0
+        shown = ["--certificates", str(self.certificates)] if self.certificates else []
+        name = f"coordinator-{args.node}"
+        path = RunDirectory(args.run_dir).named_log(args.attempt, name)
+        self.log(f"no coordinator: this node stands as a candidate; its log is {path}")
+        try:
+            output = ChildOutput(
+                order_for(path, name, args.attempt, self.observe, args.node), os.environ, self.log
+            )
+            command = [
+                *(sys.executable, "-m", "phalanx.fleet.control.succession.candidate"),
+                *("--run-dir", str(args.run_dir), "--attempt", str(args.attempt)),
+                *("--host", args.host, "--listen", args.listening_on, "--node", args.node, *shown),
+                *("--term", str(self._claim.term if self._claim else 0)),
+            ]
+            # In the agent's group: a kill of the group kills the node.
+            self._child = Child.start(command, output=output, own_session=False, parent="its agent")
+        except OSError as error:
+            self.log(f"the candidate cannot be started: {error}")
+            self._has_ended(1, time.monotonic())
+
+    def _has_ended(self, code: int, now_s: float) -> None:
+        """Handles the end of the process. One that was the coordinator and died is started again; else the node waits its turn anew."""
+        self._child = None
+        self.alone_since_s = None if self.alone_since_s is None else now_s
+        if code == EXIT_CANNOT_START:
+            self.log("this node cannot lead: the log of its candidate says why")
+            self._may_lead = False
+        elif code not in _FINE:
+            pause_s = self._restarts.after_death()
+            self.log(f"the candidate, or the coordinator that it had become, {describe_exit(code)}")
+            self._due_s = 0.0 if pause_s is None else now_s + pause_s
+
+    async def end(self, *, at_once: bool) -> None:
+        """Ends the process; unless ``at_once``, a coordinator may tell the other nodes first that the run is over."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if not at_once:
+            try:
+                await asyncio.wait_for(child.wait_in_loop(), _GOODBYE_S)
+            except TimeoutError:
+                self.log("the coordinator on this node does not end: killed")
+        await asyncio.to_thread(child.end, _FINE)
+
+
+# Whether a run was started again, or its directory belongs to another run now.
+#
+# A coordinator's word is not enough: that one may be of an earlier start, or no coordinator. The run directory decides.
+
+
+class OtherStart(NamedTuple):
+    """A start of another run, or a newer one of this run."""
+
+    attempt: int | None
+    """The number of the newer start; None if it is another run."""
+    reason: str
+
+
+def other_start(directory: RunDirectory, own: Credentials) -> OtherStart | None:
+    """The start that has taken the place of the one that ``own`` belongs to, if any has. Raises ``RunDirectoryError``."""
+    spec, attempt = read_resolved(directory), directory.newest_attempt()
+    if identity(spec) != own.run:
+        return OtherStart(
+            None,
+            f"{directory.path} belongs to another run now ({identity(spec)[:12]}, not {own.run[:12]}), to which this node "
+            "is of no use; start its agent again if it is to train that run",
+        )
+    found = fencing_token(spec, attempt)
+    if attempt >= own.fencing.attempt and found != own.fencing:
+        return OtherStart(attempt, f"the run was started again: from {own.fencing} on to {found}")
+    return None
+
+
+# Addresses at which a coordinator may be, and the search for one that leads.
+
+
+def coordinator_addresses(args: AgentArgs) -> list[str]:
+    """The address that this agent was given, and the one in fleet.json: a coordinator whose port was taken writes another one.
+
+    Before them those of candidates, which stand if the coordinator is lost: to find that out takes long at its own address.
+    """
+    addresses = [*_candidates(args), args.coordinator]
+    with suppress(FleetFileError):
+        addresses.append(read_fleet_file(args.run_dir).coordinator)
+    return list(dict.fromkeys(filter(None, addresses)))
+
+
+async def look_for_leader(
+    args: AgentArgs, link: CoordinatorLink, successor: Successor, patience_s: float
+) -> str:
+    """Looks whether a coordinator leads, and takes part in the succession if none does. Returns why the run is over, if it is.
+
+    Args:
+        args: The agent's.
+        link: Its connection, which is given up if nobody leads at its other end.
+        successor: The candidate of this node.
+        patience_s: ``fleet.succession_s``.
+    """
+    now_s, led_s = time.monotonic(), link.led_s
+    led = led_s is not None and (not patience_s or now_s - led_s <= patience_s)
+    if led_s is not None and not led:
+        # The stream is open, and whoever is there decides nothing, or its machine is gone.
+        successor.alone_since_s = successor.alone_since_s or led_s
+        link.drop(f"it has not said for {patience_s:g} s that it leads")
+    elif not led and link.attached and link.address not in (found := _candidates(args)) and found:
+        link.drop("a candidate stands to succeed it")
+    return await successor.look(led=led, now_s=now_s)
+
+
+def _candidates(args: AgentArgs) -> list[str]:
+    return candidate_addresses(RunDirectory(args.run_dir), args.attempt, args.node)
