@@ -112,7 +112,7 @@ def withdraw_doubt(state: FleetState) -> None:
 #
 # A snapshot may be dropped once a newer one is safe, that is, once every rank's own copy and its buddy's copy of the newer
 # one are complete. Then all ranks hold some common step at any moment, and a fault loses at most the steps since then.
-# (``phalanx.checkpoint.committed.retention`` has the rule for checkpoints on disk.)
+# (``phalanx.checkpoint.save.interval`` has the rule for checkpoints on disk.)
 
 
 def droppable(held: Iterable[RankSnapshot], safe_step: int) -> tuple[RankSnapshot, ...]:
