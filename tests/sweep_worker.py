@@ -28,7 +28,8 @@ from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.reduction import exact_sum, tree
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.run.directory.paths import RunResult
-from phalanx.train.lifecycle import loop, saving
+from phalanx.train.lifecycle import loop
+from phalanx.train.lifecycle.saving import Saving
 from phalanx.train.step.evaluate import evaluate
 from phalanx.train.step.slot import LoopRunner, PipelineRunner
 from phalanx.train.step.state import weights_sha256
@@ -44,7 +45,7 @@ _PHASES = {
     for function, phase in {
         evaluate: "evaluation",
         weights_sha256: "hash of the weights",
-        saving.settle: "checkpoint",
+        Saving.settle: "checkpoint",
         exact_sum.norm: "clipping",
         Stepper._reduce_losses: "loss",
         Stepper._balance_experts: "balance",

@@ -129,8 +129,8 @@ def test_serve_says_why_a_gpu_cannot_compute(
 def test_text_and_scores_come_of_the_cpu_where_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for place in ("serve.generate", "hardware.local.device"):
-        monkeypatch.setattr(f"phalanx.{place}.gpus", lambda: 0)
+    for place in ("phalanx_serve.generate", "phalanx.hardware.local.device"):
+        monkeypatch.setattr(f"{place}.gpus", lambda: 0)
     place, text = make_run(tmp_path / "run", replace(DENSE, vocab_size=257)), tmp_path / "text.jsonl"
     (place / "tokenizer").mkdir()
     BytesTokenizer().save(place / "tokenizer")

@@ -109,8 +109,8 @@ def elsewhere(device: str) -> Iterator[tuple[torch.device, Seen]]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        for place in ("serve.engine.sampler", "serve.kv_cache.memory"):
-            patch.setattr(f"phalanx.{place}.fetched", seen.fetch)
+        for place in ("engine.sampler", "kv_cache.memory"):
+            patch.setattr(f"phalanx_serve.{place}.fetched", seen.fetch)
         patch.setattr("phalanx_serve.numerics.make_current", lambda _: None)
         patch.setattr("phalanx_serve.numerics.device_name", lambda _: "made up")
         sampling_module._on.cache_clear()
