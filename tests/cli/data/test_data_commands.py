@@ -235,6 +235,17 @@ def test_conversations_that_are_left_out_are_a_warning_with_the_remedy(chats: Pa
     assert "a larger --seq-len or --too-long cut" in said
 
 
+def test_a_dataset_without_a_conversation_is_refused_and_nothing_is_written(chats: Path) -> None:
+    options = ["--layout", "chat", "--tokenizer", "model", "--seq-len", "4", "--out", "none"]
+    refused = run(["data", "prepare", "chats.jsonl", *options], chats)
+    assert refused.returncode == 1
+    assert (
+        "no conversation is left to train on: 20 are bad or longer than a record of 4 tokens"
+        in refused.stderr
+    )
+    assert not (chats / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -235,6 +235,11 @@ def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) 
             if split == HELD_OUT and xz is not None:
                 xz_bytes += len(xz.compress(document.text.encode()))
         splits = {name: writer.close() for name, writer in writers.items()}
+    if not splits[TRAIN].tokens and (left_out := sum(split.left_out for split in splits.values())):
+        raise CorpusError(
+            f"no conversation is left to train on: {left_out:,} are bad or longer than a record of {recipe.packed_seq_len:,} tokens; "
+            "a larger --seq-len or --too-long cut keeps long ones"
+        )
     held_out_bytes = splits[HELD_OUT].text_bytes
     ratio = 8 * (xz_bytes + len(xz.flush())) / held_out_bytes if xz is not None and held_out_bytes else None
     shared = count_shared(writers[HELD_OUT].text_hashes, [writers[TRAIN].text_hashes])
