@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,21 +49,93 @@ def test_an_unknown_name_is_none() -> None:
     assert load_plugin("phalanx.unknown", "phalanx") is None
 
 
-def test_another_project_adds_a_command_by_an_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    info = tmp_path / "other-1.0.dist-info"
+def other_project(folder: Path, entry_points: str, code: str) -> dict[str, str]:
+    """An environment in which another project is installed, whose module is ``other_project``."""
+    info = folder / "other-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[phalanx.commands]\ngreet = other_commands:command\n")
-    (tmp_path / "other_commands.py").write_text(
-        "import click\n\n@click.command()\ndef command():\n    click.echo('good day')\n"
+    (info / "entry_points.txt").write_text(entry_points)
+    (folder / "other_project.py").write_text(code)
+    return {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+
+
+def run_with(environment: dict[str, str], *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command in an environment."""
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *map(str, words)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said = subprocess.run(
-        [sys.executable, "-m", "phalanx", "greet"], capture_output=True, text=True, check=False
-    )
+
+
+def test_another_project_adds_a_command_by_an_entry_point(tmp_path: Path) -> None:
+    code = "import click\n\n@click.command()\ndef command():\n    click.echo('good day')\n"
+    environment = other_project(tmp_path, "[phalanx.commands]\ngreet = other_project:command\n", code)
+    said = run_with(environment, "greet")
     assert (said.returncode, said.stdout) == (0, "good day\n")
+
+
+TRACKER = """
+from pathlib import Path
+from phalanx.observe.sink_registry import Vendor
+
+class Lines:
+    def __init__(self, directory, run):
+        self.file = Path(directory) / "lines.txt"
+    def holds(self, event):
+        return False
+    def write(self, event):
+        with self.file.open("a") as file:
+            file.write(type(event.body).__name__)
+    def close(self):
+        pass
+
+VENDOR = Vendor("json", Lines)
+"""
+
+
+def test_another_project_adds_a_tracker_that_a_run_file_names(tmp_path: Path) -> None:
+    environment = other_project(tmp_path, "[phalanx.sinks]\nlines = other_project:VENDOR\n", TRACKER)
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN_FILE.format(data=make_dataset(tmp_path / "data")))
+    run = tmp_path / "run"
+    trained = run_with(
+        *(environment, "train", run_file, "--set", f"run_dir={run}", "--set", "train.steps=2"),
+        *("--set", 'observe.sinks=["lines"]'),
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert (run / "lines.txt").read_text()
+
+
+@pytest.mark.parametrize("words", [["greet"], ["sinks", "fill", "RUN", "--sink", "lines"]])
+def test_a_plugin_that_cannot_be_loaded_is_named_with_its_package(tmp_path: Path, words: list[str]) -> None:
+    points = "[phalanx.commands]\ngreet = other_project:x\n[phalanx.sinks]\nlines = other_project:x\n"
+    environment = other_project(tmp_path, points, "import no_such_module\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.toml").write_text(RUN_FILE.format(data="words"))
+    refused = run_with(environment, *(str(run) if word == "RUN" else word for word in words))
+    assert refused.returncode == 1
+    assert "of the package other cannot be loaded" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_words_are_completed_without_the_packages_beside_the_core() -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", ALONE.replace("from phalanx", "sys.argv[0] = 'phalanx'\nfrom phalanx", 1)],
+        env={
+            **os.environ,
+            "COMP_WORDS": "phalanx s",
+            "COMP_CWORD": "1",
+            "_PHALANX_COMPLETE": "bash_complete",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in completed.stderr
 
 
 def test_a_run_is_trained_by_the_core_alone(tmp_path: Path) -> None:
@@ -73,11 +146,20 @@ def test_a_run_is_trained_by_the_core_alone(tmp_path: Path) -> None:
     assert run_alone("hash", tmp_path / "run").returncode == 0
 
 
-@pytest.mark.parametrize(("command", "extra"), [("serve", "serve"), ("ui", "watch"), ("plan", "plan")])
-def test_a_command_whose_package_is_missing_names_what_to_install(command: str, extra: str) -> None:
+@pytest.mark.parametrize("command", ["serve", "ui", "plan"])
+def test_a_command_whose_package_is_missing_names_what_to_install(command: str) -> None:
     refused = run_alone(command, "--help")
     assert refused.returncode == 1
-    assert f"pip install 'phalanx-train[{extra}]'" in refused.stderr
+    assert "pip install --force-reinstall --no-deps phalanx-train" in refused.stderr
+
+
+def test_a_command_that_lacks_a_library_names_the_extra(tmp_path: Path) -> None:
+    code = ALONE.replace('"phalanx_plan", "phalanx_serve", "phalanx_watch", ', "")
+    refused = subprocess.run(
+        [sys.executable, "-c", code, "ui", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 1
+    assert "pip install 'phalanx-train[watch]'" in refused.stderr
 
 
 def test_a_tracker_is_refused_by_name_where_no_package_offers_it(tmp_path: Path) -> None:

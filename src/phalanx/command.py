@@ -4,14 +4,14 @@ The grammar is that of the run file (``phalanx.run.fields``): the type of a fiel
 values, and the string under the field is its help::
 
     @dataclass(frozen=True, kw_only=True)
-    class PackOptions:
+    class ScoreOptions:
         place: Annotated[Path, Argument()]
-        out: FilePath | None = None
-        \"\"\"The file to write.\"\"\"
+        step: int | None = None
+        \"\"\"A step other than the newest.\"\"\"
 
-    @click.command("pack")
-    @command_options(PackOptions)
-    def command(options: PackOptions) -> None: ...
+    @click.command("score")
+    @command_options(ScoreOptions)
+    def command(options: ScoreOptions) -> None: ...
 
 Each field is an option with the field's name, unless it is marked ``Argument``. ``bool`` is a flag, ``Literal`` a choice, and
 ``tuple[X, ...]`` may be repeated. A field without a default is required. An ``Annotated`` may hold a ``click.ParamType``, which
@@ -101,7 +101,7 @@ def command_options(section: type[_Options]) -> Callable[[Callable[[_Options], N
 def set_fields(options: Any) -> list[str]:
     """Return ``FIELD=VALUE``, in the form of ``--set``, for each option that is marked ``Sets`` and has a value."""
     return [
-        f"{note.field}={json.dumps(value, default=str)}"
+        f"{note.field}={json.dumps(value, default=str, ensure_ascii=False)}"
         for name, hint in _hints(options.__class__).items()
         for note in _take_apart(hint)[2]
         if isinstance(note, Sets) and (value := getattr(options, name)) not in (None, ())

@@ -2,7 +2,7 @@
 
 The core imports none of these packages. ``load_plugin`` returns the object of a name in a group, or ``None``. The three packages of this
 project stand in a table, so that a command starts without reading the metadata of everything that is installed, and a checkout
-works that was never installed. Other projects declare entry points of the same groups in their ``pyproject.toml``::
+works that was never installed. Other projects declare commands and sinks as entry points in their ``pyproject.toml``::
 
     [project.entry-points."phalanx.sinks"]
     notebook = "my_package.sink:VENDOR"
@@ -31,16 +31,30 @@ _OWN: Mapping[str, Mapping[str, str]] = {
 """Where the objects of this project stand, by group and name: ``module:attribute``."""
 
 
+class PluginError(RuntimeError):
+    """A plug-in of another project cannot be loaded; the message names its package and the reason."""
+
+
 def load_plugin(group: str, name: str) -> Any | None:
     """Returns the object of a name in a group; ``None`` where no installed package has it.
 
-    Raises what the package's module raises at its import.
+    Raises ``PluginError`` where another project's module cannot be imported, and what a module of ours raises at its import.
     """
-    if place := _OWN.get(group, {}).get(name):
+    place = _OWN.get(group, {}).get(name)
+    if place is not None and _is_installed(place):
         module, _, attribute = place.partition(":")
-        return getattr(importlib.import_module(module), attribute) if _is_installed(place) else None
-    others = [entry for entry in _entry_points(group) if entry.name == name]
-    return others[0].load() if others else None
+        return getattr(importlib.import_module(module), attribute)
+    entry = next((entry for entry in _entry_points(group) if entry.name == name), None)
+    if entry is None:
+        return None
+    try:
+        return entry.load()
+    except Exception as error:  # of any kind: it is the other project's
+        package = entry.dist.name if entry.dist else entry.value
+        raise PluginError(
+            f"{name!r} of the package {package} cannot be loaded ({entry.value}): {type(error).__name__}: {error}; mend or "
+            "uninstall that package"
+        ) from error
 
 
 def plugin_names(group: str) -> list[str]:

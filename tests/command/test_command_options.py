@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -169,3 +170,15 @@ def test_options_on_the_command_line_are_told_from_defaults_of_the_same_value() 
         "job": "--job",
         "name": "--name",
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    run_dir: Annotated[Path | None, Sets("run_dir")] = None
+    """The folder of a run."""
+
+
+def test_a_name_of_any_characters_is_set_as_it_is_written() -> None:
+    words = set_fields(Placed(run_dir=Path('/tmp/r😀 "quoted" \\ tab\t')))
+    (word,) = words
+    assert tomllib.loads(word) == {"run_dir": '/tmp/r😀 "quoted" \\ tab\t'}

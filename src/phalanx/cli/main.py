@@ -21,7 +21,7 @@ from types import FrameType
 import click
 
 from phalanx.cli.safe_output import safe_output
-from phalanx.plugins import load_plugin
+from phalanx.plugins import PluginError, load_plugin
 from phalanx.version import __version__
 
 _COMMANDS = {
@@ -107,12 +107,17 @@ class _Lazy(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             other: click.Command | None = load_plugin("phalanx.commands", cmd_name)
             return other
         package, _ = _COMMANDS[cmd_name]
-        module = importlib.import_module(f"{package}.{cmd_name}_command")
+        try:
+            module = importlib.import_module(f"{package}.{cmd_name}_command")
+        except ModuleNotFoundError:
+            if ctx.resilient_parsing:  # words are completed: what is not installed is left out
+                return None
+            raise
         command: click.Command = module.command
         return command
 
@@ -193,10 +198,13 @@ def _exit_code(words: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except ModuleNotFoundError as error:
-        extra = _extra_of(words, (error.name or "").partition(".")[0])
-        if not extra:
+        remedy = _remedy(words, (error.name or "").partition(".")[0])
+        if not remedy:
             raise
-        click.echo(f"Error: {error}: pip install 'phalanx-train[{extra}]'", err=True)
+        click.echo(f"Error: {error.name} is not installed: pip install {remedy}", err=True)
+        return 1
+    except PluginError as error:
+        click.echo(f"Error: {error}", err=True)
         return 1
     except BrokenPipeError:
         return 0
@@ -213,11 +221,13 @@ def _exit_code(words: Sequence[str]) -> int:
         return 1
 
 
-def _extra_of(words: Sequence[str], missing: str) -> str:
-    """The extra that brings a missing module of a command beside the core; empty if no extra does."""
+def _remedy(words: Sequence[str], missing: str) -> str:
+    """The words for pip that bring a missing module of a command beside the core; empty if none do."""
     package, _ = _COMMANDS.get(next(iter(words), ""), ("", ""))
     own = package.partition(".")[0]
-    return own.removeprefix("phalanx_") if missing in (own, *_LIBRARIES) and own != "phalanx" else ""
+    if missing in _LIBRARIES:
+        return f"'phalanx-train[{own.removeprefix('phalanx_')}]'"
+    return "--force-reinstall --no-deps phalanx-train" if missing == own != "phalanx" else ""
 
 
 def _output_fails() -> bool:

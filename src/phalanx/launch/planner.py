@@ -72,7 +72,7 @@ def installed_planner() -> Planner:
     """Returns the planner that is installed. Raises ``PlannerError`` with what to install."""
     planner: Planner | None = load_plugin("phalanx.planners", "phalanx")
     if planner is None:
-        raise PlannerError("no planner is installed: pip install 'phalanx-train[plan]'")
+        raise PlannerError("no planner is installed: pip install --force-reinstall --no-deps phalanx-train")
     return planner
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.observe.event_log import EventLogError, lines_from_the_end
 from phalanx.observe.events import Evaluated, Event, Step, decode
 from phalanx.observe.sinks import Background, Sink, none_missing, point_of
-from phalanx.plugins import load_plugin, plugin_names
+from phalanx.plugins import PluginError, load_plugin, plugin_names
 from phalanx.run.directory.files import open_regular
 
 # The points of a run's event stream that a tracker lacks: a process that is killed takes with it what its tracker had not sent.
@@ -165,7 +165,10 @@ def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] | None = N
     """
     chosen: dict[str, Vendor] = {}
     for name in names:
-        vendor = load_plugin("phalanx.sinks", name) if vendors is None else vendors.get(name)
+        try:
+            vendor = load_plugin("phalanx.sinks", name) if vendors is None else vendors.get(name)
+        except PluginError as error:
+            raise SinkError(str(error)) from error
         if vendor is None:
             offered = plugin_names("phalanx.sinks") if vendors is None else sorted(vendors)
             raise SinkError(f"there is no sink {name!r}; there are: {', '.join(offered)}")

@@ -1,7 +1,7 @@
 """The interface of an outside tracker, and the numbers that every tracker draws under the same tags.
 
-A vendor's adapter (``tensorboard``, ``wandb``, ``mlflow``, ``trackio``) imports this module only; ``sink_registry`` knows the vendors and
-imports each when it is opened.
+A vendor's adapter (``tensorboard``, ``wandb``, ``mlflow``, ``trackio``) imports this module only; ``sink_registry`` finds the vendors
+among the plug-ins, and imports each when it is opened.
 
 The last section feeds a tracker from a thread of its own.
 """

@@ -337,8 +337,9 @@ class ObserveSpec:
     ranks_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 10
     """Steps after which what each rank measured of itself (its computing time, its waiting for data, its memory, its temperature) is appended
     to the run's ranks.bin; 0 means never. Stragglers are looked for in the same exchange, so a shorter fleet.straggler_window_steps counts too."""
-    sinks: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio", "otel"], ...], FLEET] = ()
-    """Experiment trackers that get a copy of every metric; each needs its optional extra to be installed."""
+    sinks: Annotated[tuple[str, ...], FLEET] = ()
+    """Experiment trackers that get a copy of every metric: "tensorboard", "wandb", "mlflow", "trackio", "otel", or one that another installed
+    package offers; each needs its optional extra to be installed."""
     log_mib: Annotated[int, FLEET, POSITIVE] = 16
     """Largest size of a log file of a process, in MiB; then it is set aside and another one begun."""
     log_files: Annotated[int, FLEET, ValueRange(at_least=2)] = 4

@@ -7,13 +7,13 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import click
 
 from phalanx.command import AsJson, Option, command_options
 from phalanx.fleet.core.invariants import BrokenInvariant
-from phalanx.plugins import load_plugin, plugin_names
+from phalanx.plugins import load_plugin
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 from phalanx_plan.simulate.hostile.run import run_seed
 from phalanx_plan.simulate.large import LEVELS, FleetReport, OnProgress, Scenario, simulate
@@ -29,8 +29,8 @@ def command() -> None:
     """Simulate a fleet or a service with the code that decides in a real one, or how long a start takes."""
 
 
-for _name in plugin_names("phalanx.simulations"):
-    command.add_command(cast("click.Command", load_plugin("phalanx.simulations", _name)))
+if (_traffic := load_plugin("phalanx.simulations", "traffic")) is not None:
+    command.add_command(_traffic)
 
 
 @dataclass(frozen=True, kw_only=True)

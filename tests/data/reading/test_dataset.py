@@ -118,7 +118,7 @@ def test_another_tokenizer_than_the_one_of_the_tokens_is_refused(tmp_path: Path)
 
 def test_reading_data_does_not_load_torch() -> None:
     modules = [
-        "preparing.corpus",
+        "preparing.files",
         "reading.dataset",
         "reading.prefetch",
         "preparing.prepare",

@@ -265,7 +265,7 @@ def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:
     sampler = load_plugin("phalanx.samplers", "phalanx")
     if sampler is None:
         console.print(
-            "no sample: no package that generates text is installed: pip install 'phalanx-train[serve]'",
+            "no sample: no package that generates text is installed: pip install --force-reinstall --no-deps phalanx-train",
             style="yellow",
         )
         return None

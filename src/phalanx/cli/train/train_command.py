@@ -159,7 +159,7 @@ def _described(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path
         step = None if from_step == _NEWEST else int(from_step)
         return child_run(place, step, overrides), place / RUN_FILE
     if place.is_dir():
-        here = f"run_dir={json.dumps(str(place))}"
+        here = f"run_dir={json.dumps(str(place), ensure_ascii=False)}"
         return override(
             read_resolved(RunDirectory(place)), [*overrides, here], place / RUN_FILE
         ), place / RUN_FILE

@@ -69,7 +69,9 @@ def command(options: ExportOptions) -> None:
         return
     export_check = load_plugin("phalanx.export_checks", "phalanx")
     if export_check is None:
-        raise click.UsageError("--verify needs what runs a model: pip install 'phalanx-train[serve]'")
+        raise click.UsageError(
+            "--verify needs what runs a model: pip install --force-reinstall --no-deps phalanx-train"
+        )
     run_dir = checkpoint_place(options.place, options.step).root.parent
     # Before anything is written, since whoever is refused would have to remove it to try again.
     verified = export_check(

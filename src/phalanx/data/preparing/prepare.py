@@ -341,8 +341,9 @@ def interruptible(call: Callable[[], _T]) -> _T:
             errors.append(error)
         returned.set()
 
-    threading.Thread(target=run, name="native call", daemon=True).start()
+    thread = threading.Thread(target=run, name="native call", daemon=True)
     try:
+        thread.start()  # a signal may come while it is waited for here
         while not returned.wait(_LOOK_S):
             pass
     except BaseException as error:

@@ -19,6 +19,7 @@ import tomli_w
 
 from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, range_of_connections
 from phalanx.launch.engines.slurm_options import options_in
+from phalanx.plugins import plugin_names
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.fields import Problem
@@ -107,6 +108,12 @@ def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
             for name in _OF_KUBERNETES
             if getattr(spec.launch, name) != getattr(LaunchSpec(), name)
         ]
+    offered = plugin_names("phalanx.sinks") if spec.observe.sinks else []
+    problems += [
+        Problem("observe.sinks", f"there is no sink {name!r}", f"one of {', '.join(offered)}")
+        for name in spec.observe.sinks
+        if name not in offered
+    ]
     problems += variable_problems(spec.launch)
     if engine != "ssh" and spec.launch.hosts:
         problems.append(Problem("launch.hosts", "names hosts for ssh", "take it out, or --on ssh"))

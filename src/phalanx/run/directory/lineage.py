@@ -147,5 +147,9 @@ def extending_command(run_dir: Path, step: int, wanted: Mapping[str, object]) ->
         or any(path.startswith("data.sources.") and path.endswith(".name") for path in wanted)
     ):
         return None
-    changes = [word for path, value in wanted.items() for word in ("--set", f"{path}={json.dumps(value)}")]
+    changes = [
+        word
+        for path, value in wanted.items()
+        for word in ("--set", f"{path}={json.dumps(value, ensure_ascii=False)}")
+    ]
     return shlex.join(["phalanx", "train", str(run_dir), "--from", str(step), *changes])

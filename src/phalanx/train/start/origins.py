@@ -65,7 +65,11 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
             "checkpoint.keep_every"
         )
     start = str(step_folder(directory.checkpoints.resolve(), step))
-    own = ['run_dir=""', f"checkpoint.init_from={json.dumps(start)}", 'checkpoint.init_with="training"']
+    own = [
+        'run_dir=""',
+        f"checkpoint.init_from={json.dumps(start, ensure_ascii=False)}",
+        'checkpoint.init_with="training"',
+    ]
     child = override(spec, [*own, *overrides], directory.run_file)
     if child.run_dir and Path(child.run_dir).resolve() == parent.resolve():
         problem = Problem(
@@ -138,7 +142,10 @@ def fields_from_model(model: Path, data: Path, *, bare: bool) -> list[str]:
     Raises:
         RunDirectoryError: ``model`` is no such directory, or has no tokenizer for the text.
     """
-    return [f"{field}={json.dumps(value)}" for field, value in _fields(RunDirectory(model), data, bare)]
+    return [
+        f"{field}={json.dumps(value, ensure_ascii=False)}"
+        for field, value in _fields(RunDirectory(model), data, bare)
+    ]
 
 
 def _fields(model: RunDirectory, data: Path, bare: bool) -> Iterator[tuple[str, object]]:
