@@ -28,7 +28,7 @@ from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.reduction import exact_sum, tree
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.run.directory.paths import RunResult
-from phalanx.train.lifecycle import loop
+from phalanx.train.lifecycle.loop import Trainer
 from phalanx.train.lifecycle.saving import Saving
 from phalanx.train.step.evaluate import evaluate
 from phalanx.train.step.slot import LoopRunner, PipelineRunner
@@ -175,24 +175,24 @@ class SweptWorker(worker.Worker):
     def _train(self, bind: JoinEpoch) -> RunResult | None:
         breaker = Breaker(self._args.run_dir, self._cut)
         breaker.enters(bind.rank)
-        run, finished = Stepper.run, loop._finished
+        run, finish = Stepper.run, Trainer._finish
 
         def run_here(stepper: Stepper, number: int, *args: Any, **kwargs: Any) -> Any:
             breaker.at(step_place(number))
             return run(stepper, number, *args, **kwargs)
 
-        def finished_here(*args: Any) -> Any:
+        def finish_here(trainer: Trainer) -> RunResult | None:
             breaker.at(END)
-            return finished(*args)
+            return finish(trainer)
 
-        Stepper.run, loop._finished = run_here, finished_here  # type: ignore[method-assign]
+        Stepper.run, Trainer._finish = run_here, finish_here  # type: ignore[method-assign]
         try:
             with breaker:
                 result = super()._train(bind)
             breaker.save()
             return result
         finally:
-            Stepper.run, loop._finished = run, finished  # type: ignore[method-assign]
+            Stepper.run, Trainer._finish = run, finish  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -123,14 +123,15 @@ def install(order: Order) -> None:
     from phalanx.observe.profile_request import ProfileDesk
     from phalanx.observe.record.notes import ThrottlingWatch
     from phalanx.parallel.mesh.comm_clock import CommClock
-    from phalanx.train.lifecycle import loop
+    from phalanx.train.lifecycle.loop import Trainer
+    from phalanx.train.lifecycle.observers import StepLog
     from phalanx.train.lifecycle.progress import TrainProgress
     from phalanx.train.profile.recording import Recording
     from phalanx.train.step.meters import RankTimes
 
     turns = Turns(order, int(os.environ["PHALANX_RANK"]))
     log = logging.getLogger("phalanx.bench")
-    run_step, conclude = loop._run_step, loop._conclude_step
+    compute, conclude = Trainer._compute, Trainer._conclude
 
     def only_when_on(owner: Any, name: str, instead: Callable[[], Any] = lambda: None) -> None:
         original = getattr(owner, name)
@@ -140,15 +141,16 @@ def install(order: Order) -> None:
 
         setattr(owner, name, either)
 
-    def turned_step(training: Any, instruments: Any, number: int, *, measured: bool) -> Any:
+    def turned_step(trainer: Trainer, number: int) -> Any:
         turns.begins(number)
-        return run_step(training, instruments, number, measured=measured)
+        return compute(trainer, number)
 
-    def noted_conclusion(training: Any, instruments: Any, progress: Any, report: Any) -> None:
-        conclude(training, instruments, progress, report)
+    def noted_conclusion(trainer: Trainer, report: Any) -> bool:
+        stops = conclude(trainer, report)
         if turns.on:
-            log.info("step %d is done: loss %.4f", progress.step, report.loss)
+            log.info("step %d is done: loss %.4f", trainer._progress.step, report.loss)
         turns.ended()
+        return stops
 
     only_when_on(Ledger, "switch")
     only_when_on(Ledger, "bucket", nullcontext)
@@ -157,9 +159,9 @@ def install(order: Order) -> None:
     only_when_on(TrainProgress, "spike")
     only_when_on(ThrottlingWatch, "once")
     only_when_on(ProfileDesk, "pending", lambda: False)
-    only_when_on(Recording, "turn")
-    only_when_on(loop, "_log_step")
-    loop._run_step, loop._conclude_step = turned_step, noted_conclusion
+    only_when_on(Recording, "before_step")
+    only_when_on(StepLog, "after_step")
+    Trainer._compute, Trainer._conclude = turned_step, noted_conclusion  # type: ignore[method-assign]
 
 
 SITE = """
