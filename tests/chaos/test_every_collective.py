@@ -13,7 +13,6 @@ import dataclasses
 import json
 import queue
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +37,8 @@ from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Step
 from phalanx.observe.ledger import recoveries
 from phalanx.run.spec import CheckpointSpec, EvalSpec, ObserveSpec, ParallelSpec, RunSpec
+from phalanx.wire.connection import FramedConnection
+from phalanx.wire.messages import EndedError
 from sweep_worker import END, START, Break, committed, seen_collectives, step_place, write_breaks
 from tiny_runs import make_dataset, tiny_run
 
@@ -65,7 +66,7 @@ class SweptNode(Node):
 
     def tell(self, said: Any) -> None:
         """As ever; the dead do not listen."""
-        with suppress(OSError):
+        with suppress(EndedError):
             super().tell(said)
 
     def hear(self, kind: Any, patience_s: float = PATIENCE_S) -> Any:
@@ -87,9 +88,8 @@ class SweptNode(Node):
         assert isinstance(said, LeftEpoch | Gone)
         return said
 
-    def _read(self, link: socket.socket) -> None:
-        with suppress(OSError):
-            super()._read(link)
+    def _read(self, link: FramedConnection) -> None:
+        super()._read(link)
         self.said.put(Gone())
 
 
