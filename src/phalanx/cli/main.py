@@ -24,79 +24,80 @@ from phalanx.cli.safe_output import safe_output
 from phalanx.plugins import PluginError, load_plugin
 from phalanx.version import __version__
 
-_COMMANDS = {
-    # Other projects add commands by entry points of the group "phalanx.commands".
-    "train": ("phalanx.cli.train", "Train a run on this machine, or as a rank of torchrun or srun."),
-    "new": ("phalanx.cli.train", "Write a first run file, each field explained."),
-    "data": ("phalanx.cli.data", "Prepare and check token shards; what a run reads of them, and when."),
-    "generate": ("phalanx_serve.cli", "Text from a checkpoint."),
-    "serve": ("phalanx_serve.cli", "A run's model behind OpenAI's HTTP interface."),
-    "score": ("phalanx_serve.cli", "Log-probabilities of given text, by the trainer's arithmetic."),
-    "show": ("phalanx.cli.train", "Parameters, FLOPs per token and state bytes of a run's model."),
-    "hash": ("phalanx.cli.weights", "SHA-256 of all weights of a run or checkpoint."),
-    "checkpoint": ("phalanx.cli.weights", "List, verify and export checkpoints."),
-    "export": ("phalanx.cli.weights", "Write a run's weights for other software."),
-    "pack": ("phalanx_serve.cli", "A run's weights as one file, in the order in which serving reads them."),
-    "import": ("phalanx.cli.weights", "Read a Hugging Face model into a run directory."),
-    "simulate": ("phalanx_plan.cli", "A fleet under failures, by the code that keeps a real one alive."),
-    "goodput": ("phalanx_watch.cli", "Where every second of a run went."),
-    "profile": ("phalanx_watch.cli", "Where the time of a running run's next steps goes, across its ranks."),
-    "status": ("phalanx.cli.fleet", "How far a run is, and its fleet's members, spares and happenings."),
-    "ranks": (
-        "phalanx_watch.cli",
-        "The ranks side by side: which are slower than their peers, and where they sit.",
-    ),
-    "why": ("phalanx_watch.cli", "What is wrong with a run, since when, and what to do."),
-    "diff": (
-        "phalanx_watch.cli",
-        "Where two runs part: field, step, tensor, and by a replay the module and rank.",
-    ),
-    "runs": ("phalanx_watch.cli.runs", "The runs in a folder: list, show, compare, tag and remove them."),
-    "reproduce": ("phalanx_watch.cli.runs", "Run a run again, or say what differs between then and now."),
-    "fleet": ("phalanx.cli.fleet", "Drain, add or stop: ask something of a running fleet."),
-    "place": ("phalanx_plan.cli", "Where in a network a run's nodes should lie, and what that costs a step."),
-    "submit": ("phalanx.cli.launch", "Start a run on a cluster."),
-    "cancel": ("phalanx.cli.launch", "End a submitted run, saved."),
-    "logs": (
-        "phalanx.cli.launch",
-        "What the processes of a run have said: merged, filtered, grouped, followed.",
-    ),
-    "agent": ("phalanx.cli.fleet", "Take part in a run with this node of a cluster."),
-    "pod": ("phalanx.cli.fleet", "Take part in a run as a pod of a Kubernetes job."),
-    "sinks": ("phalanx_watch.cli", "Send a run's trackers what they missed."),
-    "watch": ("phalanx_watch.cli", "Look at a run while it goes on, or afterwards."),
-    "ui": ("phalanx_watch.cli", "A page over all runs: curves, comparisons, where the time went."),
-    "plan": ("phalanx_plan.cli", "The best layouts of a run on a cluster: memory, time, cost, and why."),
-    "calibrate": ("phalanx_plan.cli", "Measure this machine, for plans that are made for it."),
-    "hardware": ("phalanx_plan.cli", "Accelerators and systems that plans are made for, with sources."),
-    "models": ("phalanx_plan.cli", "The model shapes that are known by name."),
-    "health": ("phalanx.cli.fleet", "Check that this machine is fit to train."),
-    "spec": ("phalanx.cli.train", "Every field of a run file, with its default and meaning."),
-}
-
 _TASKS = {
-    "Train": ("new", "train", "spec", "show"),
-    "Data": ("data",),
-    "Weights": ("checkpoint", "hash", "export", "import", "pack"),
-    "Watch": (
-        "status",
-        "watch",
-        "ui",
-        "why",
-        "logs",
-        "ranks",
-        "profile",
-        "goodput",
-        "runs",
-        "diff",
-        "reproduce",
-        "sinks",
-    ),
-    "Fleet": ("submit", "cancel", "fleet", "agent", "pod", "health", "place"),
-    "Plan": ("plan", "models", "hardware", "calibrate", "simulate"),
-    "Serve": ("generate", "serve", "score"),
+    # Other projects add commands by entry points of the group "phalanx.commands".
+    "Train": {
+        "new": ("phalanx.cli.train", "Write a first run file, each field explained."),
+        "train": ("phalanx.cli.train", "Train a run on this machine, or as a rank of torchrun or srun."),
+        "spec": ("phalanx.cli.train", "Every field of a run file, with its default and meaning."),
+        "show": ("phalanx.cli.train", "Parameters, FLOPs per token and state bytes of a run's model."),
+    },
+    "Data": {
+        "data": ("phalanx.cli.data", "Prepare and check token shards; what a run reads of them, and when."),
+    },
+    "Weights": {
+        "checkpoint": ("phalanx.cli.weights", "List, verify and export checkpoints."),
+        "hash": ("phalanx.cli.weights", "SHA-256 of all weights of a run or checkpoint."),
+        "export": ("phalanx.cli.weights", "Write a run's weights for other software."),
+        "import": ("phalanx.cli.weights", "Read a Hugging Face model into a run directory."),
+        "pack": (
+            "phalanx_serve.cli",
+            "A run's weights as one file, in the order in which serving reads them.",
+        ),
+    },
+    "Watch": {
+        "status": ("phalanx.cli.fleet", "How far a run is, and its fleet's members, spares and happenings."),
+        "watch": ("phalanx_watch.cli", "Look at a run while it goes on, or afterwards."),
+        "ui": ("phalanx_watch.cli", "A page over all runs: curves, comparisons, where the time went."),
+        "why": ("phalanx_watch.cli", "What is wrong with a run, since when, and what to do."),
+        "logs": (
+            "phalanx.cli.launch",
+            "What the processes of a run have said: merged, filtered, grouped, followed.",
+        ),
+        "ranks": (
+            "phalanx_watch.cli",
+            "The ranks side by side: which are slower than their peers, and where they sit.",
+        ),
+        "profile": (
+            "phalanx_watch.cli",
+            "Where the time of a running run's next steps goes, across its ranks.",
+        ),
+        "goodput": ("phalanx_watch.cli", "Where every second of a run went."),
+        "runs": ("phalanx_watch.cli.runs", "The runs in a folder: list, show, compare, tag and remove them."),
+        "diff": (
+            "phalanx_watch.cli",
+            "Where two runs part: field, step, tensor, and by a replay the module and rank.",
+        ),
+        "reproduce": ("phalanx_watch.cli.runs", "Run a run again, or say what differs between then and now."),
+        "sinks": ("phalanx_watch.cli", "Send a run's trackers what they missed."),
+    },
+    "Fleet": {
+        "submit": ("phalanx.cli.launch", "Start a run on a cluster."),
+        "cancel": ("phalanx.cli.launch", "End a submitted run, saved."),
+        "fleet": ("phalanx.cli.fleet", "Drain, add or stop: ask something of a running fleet."),
+        "agent": ("phalanx.cli.fleet", "Take part in a run with this node of a cluster."),
+        "pod": ("phalanx.cli.fleet", "Take part in a run as a pod of a Kubernetes job."),
+        "health": ("phalanx.cli.fleet", "Check that this machine is fit to train."),
+        "place": (
+            "phalanx_plan.cli",
+            "Where in a network a run's nodes should lie, and what that costs a step.",
+        ),
+    },
+    "Plan": {
+        "plan": ("phalanx_plan.cli", "The best layouts of a run on a cluster: memory, time, cost, and why."),
+        "models": ("phalanx_plan.cli", "The model shapes that are known by name."),
+        "hardware": ("phalanx_plan.cli", "Accelerators and systems that plans are made for, with sources."),
+        "calibrate": ("phalanx_plan.cli", "Measure this machine, for plans that are made for it."),
+        "simulate": ("phalanx_plan.cli", "A fleet under failures, by the code that keeps a real one alive."),
+    },
+    "Serve": {
+        "generate": ("phalanx_serve.cli", "Text from a checkpoint."),
+        "serve": ("phalanx_serve.cli", "A run's model behind OpenAI's HTTP interface."),
+        "score": ("phalanx_serve.cli", "Log-probabilities of given text, by the trainer's arithmetic."),
+    },
 }
-"""The commands by what a user wants to do, as ``phalanx --help`` lists them."""
+"""The commands by task, as ``phalanx --help`` lists them: the package of each, and its help."""
+_COMMANDS = {name: entry for commands in _TASKS.values() for name, entry in commands.items()}
 _LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 """Libraries that packages beside the core need and the core does not."""
 
@@ -131,9 +132,9 @@ class _Lazy(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         width = max(map(len, _COMMANDS))
-        for task, names in _TASKS.items():
+        for task, commands in _TASKS.items():
             with formatter.section(task):
-                formatter.write_dl([(f"{name:<{width}}", _COMMANDS[name][1]) for name in names])
+                formatter.write_dl([(f"{name:<{width}}", text) for name, (_, text) in commands.items()])
 
 
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
