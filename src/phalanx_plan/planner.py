@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from phalanx.hardware.catalog import cluster as cluster_named
 from phalanx.hardware.cluster import Cluster
@@ -29,10 +29,10 @@ class OwnPlanner:
             best.unit, best.order, best.price.slowest_s, verdict.lost_s, verdict.good, verdict.sentence
         )
 
-    def best_placement(self, spec: RunSpec, topology: Topology) -> PricedNodes:
+    def best_placement(self, spec: RunSpec, read_topology: Callable[[], Topology]) -> PricedNodes:
         """Returns the best placement on the free nodes of a network."""
         traffic = traffic_of(spec, spec.launch.cluster)
-        network = with_rates_of(topology, spec, traffic)
+        network = with_rates_of(read_topology(), spec, traffic)
         best = choices(network, traffic.shape, traffic.flows, spec.fleet.spares)[0]
         cost = best.price
         lost_s = max(0.0, cost.slowest_s - cost.bound_s)

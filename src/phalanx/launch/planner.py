@@ -6,7 +6,7 @@ taken in the order of the network's tree then, and no price is checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,8 +58,11 @@ class Planner(Protocol):
         Raises ``TopologyError`` where they are too few, or one is not in the network.
         """
 
-    def best_placement(self, spec: RunSpec, topology: Topology) -> PricedNodes:
-        """Returns the best placement on the free nodes of a network. Raises ``TopologyError`` where there is none."""
+    def best_placement(self, spec: RunSpec, read_topology: Callable[[], Topology]) -> PricedNodes:
+        """Returns the best placement on the free nodes of a network, which is read only for a run that has a price.
+
+        Raises ``TopologyError`` where there is none.
+        """
 
     def first_halved(self, spec: RunSpec, cluster: Cluster) -> FirstHalved | None:
         """Returns the degree to halve first, for a resolved model; ``None`` where at most one degree may fall."""

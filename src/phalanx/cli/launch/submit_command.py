@@ -30,6 +30,7 @@ from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 if TYPE_CHECKING:
     from phalanx.launch.engines.order import LaunchOrder
     from phalanx.launch.engines.submission import Submitted
+    from phalanx.launch.placing import Topology
     from phalanx.launch.planner import PricedNodes
     from phalanx.run.spec import LaunchSpec, RunSpec
 
@@ -328,9 +329,11 @@ def _placement(spec: RunSpec) -> tuple[PricedNodes | None, str]:
     from phalanx.launch.planner import PlannerError, installed_planner
     from phalanx.launch.topology_files import load_topology
 
+    def free_nodes() -> Topology:
+        return load_topology("slurm", spec.launch.partition, free_only=True)
+
     try:
-        topology = load_topology("slurm", spec.launch.partition, free_only=True)
-        return installed_planner().best_placement(spec, topology), ""
+        return installed_planner().best_placement(spec, free_nodes), ""
     except (TopologyError, PlannerError, HardwareError) as error:
         return None, str(error)
 

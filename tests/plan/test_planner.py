@@ -1,0 +1,17 @@
+"""The planner as the core asks it."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.launch.placing import Topology
+from phalanx.launch.planner import PlannerError, installed_planner
+from phalanx.run.spec import LaunchSpec, RunSpec
+
+
+def test_the_network_is_not_read_for_a_run_without_a_price() -> None:
+    def unread() -> Topology:
+        raise AssertionError("a scheduler that does not answer must not keep such a run from being submitted")
+
+    with pytest.raises(PlannerError, match="on how many nodes"):
+        installed_planner().best_placement(RunSpec(launch=LaunchSpec(cluster="h100")), unread)
