@@ -193,7 +193,6 @@ def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
         ("name = 3", "name", "3 is not", 'a string in "quotes"'),
         ("[data]\ncorpus = 3", "data.corpus", "3 is not", "a list"),
         ("[data]\ncorpus = ['a', 3]", "data.corpus[1]", "3 is not", "a string"),
-        ("[observe]\nsinks = ['wand']", "observe.sinks[0]", "'wand' is not known", "did you mean 'wandb'?"),
         ("train = 3", "train", "3 is not", "a table [train]"),
         ("[model]\nrope_scaling = true", "model.rope_scaling", "True is not", "a table [model.rope_scaling]"),
         (

@@ -6,6 +6,7 @@ its own thread (``background``).
 
 from __future__ import annotations
 
+import difflib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -171,7 +172,9 @@ def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] | None = N
             raise SinkError(str(error)) from error
         if vendor is None:
             offered = plugin_names("phalanx.sinks") if vendors is None else sorted(vendors)
-            raise SinkError(f"there is no sink {name!r}; there are: {', '.join(offered)}")
+            near = difflib.get_close_matches(name, offered, n=1)
+            meant = f" (did you mean {near[0]!r}?)" if near else ""
+            raise SinkError(f"there is no sink {name!r}{meant}; there are: {', '.join(offered)}")
         chosen[name] = vendor
         module, package = vendor.module, vendor.package
         if not _installed(module):

@@ -193,11 +193,13 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path: 
         open_sinks(["abacus"], tmp_path, "run", vendors)
 
 
-def test_an_unknown_sink_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(
-        SinkError, match=r"no sink 'tensorbord'; there are: mlflow, otel, tensorboard, trackio, wandb"
-    ):
-        open_sinks(["tensorbord"], tmp_path, "run")
+@pytest.mark.parametrize(("wrong", "nearest"), [("tensorbord", "tensorboard"), ("wand", "wandb")])
+def test_an_unknown_sink_is_refused_with_the_nearest_and_those_there_are(
+    wrong: str, nearest: str, tmp_path: Path
+) -> None:
+    refusal = rf"no sink '{wrong}' \(did you mean '{nearest}'\?\); there are: mlflow, otel, tensorboard, trackio, wandb"
+    with pytest.raises(SinkError, match=refusal):
+        open_sinks([wrong], tmp_path, "run")
 
 
 def test_each_named_sink_is_opened_with_the_directory_and_the_run(tmp_path: Path) -> None:
