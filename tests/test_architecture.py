@@ -93,7 +93,7 @@ QUICK = (
         f"phalanx.launch.engines.{name}"
         for name in ("slurm", "slurm_script", "submission", "hosts", "bare", "standing")
     ),
-    "phalanx.cli.launch.on_hosts",
+    "phalanx.cli.launch.joining_hosts",
     "phalanx.cli.train.show_command",
     "phalanx.cli.train.spec_command",
     "phalanx.cli.data.data_command",

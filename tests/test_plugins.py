@@ -36,6 +36,7 @@ def run_alone(*words: str | Path) -> subprocess.CompletedProcess[str]:
         ("phalanx.samplers", ["phalanx"]),
         ("phalanx.export_checks", ["phalanx"]),
         ("phalanx.simulations", ["traffic"]),
+        ("phalanx.engines", ["kubernetes", "local", "slurm", "ssh"]),
         ("phalanx.sinks", ["mlflow", "otel", "tensorboard", "trackio", "wandb"]),
     ],
 )
@@ -107,6 +108,30 @@ def test_another_project_adds_a_tracker_that_a_run_file_names(tmp_path: Path) ->
     )
     assert trained.returncode == 0, trained.stderr
     assert (run / "lines.txt").read_text()
+
+
+def test_another_project_adds_an_engine_whose_runs_the_commands_follow(tmp_path: Path) -> None:
+    code = "import dataclasses\nfrom phalanx.launch.engines.hosts_engine import LOCAL\nENGINE = dataclasses.replace(LOCAL, name='mine')\n"
+    environment = other_project(tmp_path, "[phalanx.engines]\nmine = other_project:ENGINE\n", code)
+    run_file, run = tmp_path / "run.toml", tmp_path / "run"
+    run_file.write_text(RUN_FILE.format(data=make_dataset(tmp_path / "data")))
+    assert "[kubernetes|local|mine|slurm|ssh]" in run_with(environment, "submit", "--help").stdout
+    submitted = run_with(environment, "submit", run_file, "--on", "mine", "--set", f"run_dir={run}")
+    assert submitted.returncode == 0, submitted.stderr
+    cancelled = run_with(environment, "cancel", run, "--now")
+    assert cancelled.stdout.startswith("run on this machine (mine)"), cancelled.stderr
+    assert run_with(environment, "status", run).stdout.startswith("run on this machine (mine): ended")
+    alone = run_with(dict(os.environ), "cancel", run)
+    assert "the engine 'mine' is not known" in alone.stderr
+
+
+def test_a_misspelled_engine_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN_FILE.format(data="words"))
+    refused = run_with(dict(os.environ), "submit", run_file, "--set", "launch.engine=slrum")
+    assert refused.returncode == 1
+    assert "launch.engine: 'slrum' is not known" in refused.stderr
+    assert "did you mean 'slurm'" in refused.stderr
 
 
 @pytest.mark.parametrize("words", [["greet"], ["sinks", "fill", "RUN", "--sink", "lines"]])

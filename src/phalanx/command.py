@@ -31,7 +31,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
+from phalanx.plugins import plugin_names
 from phalanx.run.fields import ValueRange, field_docs
 
 _Options = TypeVar("_Options")
@@ -75,6 +77,32 @@ class Sets:
     """Marks an option that is short for ``--set FIELD=VALUE``."""
 
     field: str
+
+
+class PluginName(click.ParamType[str]):
+    """A name in a group of plug-ins (``phalanx.plugins``); the group is read only when the option is used or its help is shown."""
+
+    name = "choice"
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        """Return the names, as of a choice."""
+        return self._names().get_metavar(param, ctx)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return a name of the group. Raises ``click.BadParameter`` with all names for another one."""
+        return self._names().convert(value, param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the names that begin with ``incomplete``."""
+        return self._names().shell_complete(ctx, param, incomplete)
+
+    def _names(self) -> click.Choice[str]:
+        return click.Choice(plugin_names(self.group))
 
 
 AsJson = Annotated[bool, Option("--json", text="Print one JSON object.")]

@@ -1,8 +1,8 @@
-"""Plug-ins: commands, sinks, a planner and samples of text, from the packages beside the core.
+"""Plug-ins: commands, engines, sinks, a planner and samples of text.
 
-The core imports none of these packages. ``load_plugin`` returns the object of a name in a group, or ``None``. The three packages of this
+The core imports none of the packages beside it. ``load_plugin`` returns the object of a name in a group, or ``None``. The three packages of this
 project stand in a table, so that a command starts without reading the metadata of everything that is installed, and a checkout
-works that was never installed. Other projects declare commands and sinks as entry points in their ``pyproject.toml``::
+works that was never installed. Other projects declare commands, engines and sinks as entry points in their ``pyproject.toml``::
 
     [project.entry-points."phalanx.sinks"]
     notebook = "my_package.sink:VENDOR"
@@ -20,6 +20,12 @@ _OWN: Mapping[str, Mapping[str, str]] = {
     "phalanx.samplers": {"phalanx": "phalanx_serve.generate:sample_text"},
     "phalanx.export_checks": {"phalanx": "phalanx_serve.cli.verify_export:export_check"},
     "phalanx.simulations": {"traffic": "phalanx_serve.cli.simulate_traffic:command"},
+    "phalanx.engines": {
+        "slurm": "phalanx.launch.engines.slurm_engine:ENGINE",
+        "kubernetes": "phalanx.launch.kubernetes.engine:ENGINE",
+        "ssh": "phalanx.launch.engines.hosts_engine:SSH",
+        "local": "phalanx.launch.engines.hosts_engine:LOCAL",
+    },
     "phalanx.sinks": {
         "tensorboard": "phalanx_watch.sinks.vendors:TENSORBOARD",
         "wandb": "phalanx_watch.sinks.vendors:WANDB",

@@ -9,6 +9,8 @@ import click
 
 from contract.conftest import Contract
 from phalanx.cli.main import phalanx_command
+from phalanx.command import PluginName
+from phalanx.plugins import plugin_names
 
 
 def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
@@ -27,7 +29,8 @@ def described(param: click.Parameter) -> str:
     kind = param.type
     is_flag = isinstance(param, click.Option) and param.is_flag
     range_ = f" {kind._describe_range()}" if isinstance(kind, click.types._NumberRangeBase) else ""
-    value = f"one of {', '.join(kind.choices)}" if isinstance(kind, click.Choice) else f"{kind.name}{range_}"
+    names = plugin_names(kind.group) if isinstance(kind, PluginName) else getattr(kind, "choices", ())
+    value = f"one of {', '.join(names)}" if names else f"{kind.name}{range_}"
     has_default = isinstance(param.default, str | int | float | Path) and param.default is not False
     facts = ["flag" if is_flag else value]
     facts += [f"default {param.default}"] if has_default else []

@@ -360,8 +360,8 @@ class LaunchSpec:
     """Start of the run on a cluster by `phalanx submit`: the engine, what it is asked for, and where in the network the ranks lie. Nothing
     here changes a bit of the weights."""
 
-    engine: Annotated[Literal["", "slurm", "kubernetes", "ssh", "local"], FLEET] = ""
-    """Engine that gives nodes; empty means that --on says it."""
+    engine: Annotated[str, FLEET] = ""
+    """Engine that gives nodes: "slurm", "kubernetes", "ssh", "local", or one that another installed package offers; empty means that --on names it."""
     hosts: Annotated[str, FLEET] = ""
     """File of the hosts to start agents on by ssh, one a line: [user@]host[:port] [name=NODE] [address=HOST] [domain=POD/RACK]."""
     partition: Annotated[str, FLEET] = ""

@@ -204,7 +204,7 @@ def _print_joining(
     spec: RunSpec, topology: Topology, run_dir: Path, joining: Sequence[str], options: PlaceOptions
 ) -> None:
     """Says what the fleet of a run loses with nodes that are to join it; exit code ``REFUSED`` if they make it lose more than it may."""
-    from phalanx.cli.launch.on_hosts import price_with
+    from phalanx.cli.launch.joining_hosts import price_with
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.launch.planner import loses_more
     from phalanx_plan.placing.given_nodes import verdict_on

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.command import PluginName
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.sink_registry import SinkError, fill_sink
-from phalanx.plugins import plugin_names
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.train.start.open_run import take_lock
 
@@ -26,7 +26,7 @@ def command() -> None:
     "--sink",
     "names",
     multiple=True,
-    type=click.Choice(plugin_names("phalanx.sinks")),
+    type=PluginName("phalanx.sinks"),
     help="Which; may be repeated.",
 )
 def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:

@@ -14,8 +14,8 @@ import click
 
 from phalanx.cli.errors import TroubleError, demand_folder
 from phalanx.cli.numbers import moment
+from phalanx.launch.engines.engine import standing_or_end
 from phalanx.launch.engines.order import FOLDER
-from phalanx.launch.engines.standing import standing_or_end
 from phalanx.observe.throughput import format_duration
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.why.observed import Reason

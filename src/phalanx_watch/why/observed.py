@@ -12,7 +12,7 @@ from statistics import median
 from typing import Literal, TypeVar, get_args
 
 from phalanx.fleet.control.fleet_file import FleetFile
-from phalanx.launch.engines.standing import JobStanding
+from phalanx.launch.engines.engine import JobStanding
 from phalanx.observe.events import (
     FROM_OUTSIDE,
     CheckpointSaved,

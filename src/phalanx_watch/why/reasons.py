@@ -22,7 +22,7 @@ from phalanx.checkpoint.format.manifest import decode_index
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import read_data_index
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
-from phalanx.launch.engines.standing import JobStanding
+from phalanx.launch.engines.engine import JobStanding
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.events import Event, decode
 from phalanx.observe.logs.line import what_happened, who

@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +21,16 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.cli.fleet import fleet_command, resize_command, status_command
-from phalanx.cli.launch import cancel_command, on_hosts, submit_command
-from phalanx.cli.launch.submit_command import SubmitOptions
+from phalanx.cli.launch import cancel_command, submit_command
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.launch.engines import bare, slurm, submission
+from phalanx.launch.engines.engine import Lender
 from phalanx.launch.engines.hosts import HERE, Host
+from phalanx.launch.engines.hosts_engine import LOCAL
 from phalanx.launch.engines.order import FOLDER, EngineError
+from phalanx.launch.engines.slurm_engine import borrowed, queue_job
 from phalanx.launch.engines.submission import Submitted, order_of, read_record
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_process import ENVIRONMENT, RUN_FILE
@@ -59,9 +62,7 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
 
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again"):
-        submit_command._submit(
-            spec, tmp_path, None, "", SubmitOptions(run_file=Path("x.toml"), lender=lender)
-        )
+        queue_job(spec, tmp_path, Lender(lender, partial(submit_command._take_nodes, lender)))
     cancel_command._give_back(run_dir, earlier)
     assert grown == []
 
@@ -111,9 +112,7 @@ def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes
     monkeypatch.setattr(resize_command, "wait_until_gone", fill if early else lambda *_: {})
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again") as told:
-        submit_command._submit(
-            spec, tmp_path, None, "", SubmitOptions(run_file=Path("x.toml"), lender=lender)
-        )
+        queue_job(spec, tmp_path, Lender(lender, partial(submit_command._take_nodes, lender)))
     assert "No space left on device" in str(told.value)
     assert cancelled == ([] if early else ["7"])
     assert ("scancel 7" in str(told.value)) == ("scancel" in full)
@@ -142,11 +141,11 @@ def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earli
     monkeypatch.setattr(slurm, "submit", submit)
     spec = RunSpec(name="run", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(KilledError):
-        submit_command._submit(spec, tmp_path, None, "", SubmitOptions(run_file=Path("x.toml")))
+        queue_job(spec, tmp_path)
     assert status_command._job_line(run_dir).startswith("job 9 (slurm): waits for 2 nodes")  # type: ignore[union-attr]
     here = order_of(replace(spec, launch=LaunchSpec(engine="local")), tmp_path)
     with pytest.raises(EngineError, match=r"is job 9 already"):
-        on_hosts._verified(here, spec, "local", [], [])
+        LOCAL.verified(here, spec, [], [])
     told = CliRunner().invoke(cancel_command.command, [str(run_dir)])
     assert told.output == "job 9 (slurm) is cancelled\n"
     assert (tmp_path / "cancelled").read_text() == "9\n"
@@ -182,7 +181,7 @@ def test_nodes_that_slurm_does_not_manage_are_not_taken_from_their_run(
         RunSpec(name="urgent", run_dir=str(tmp_path / "urgent"), fleet=FleetSpec(nodes=2)), tmp_path
     )
     with pytest.raises(EngineError, match="by-ssh: no nodes of Slurm's to give back"):
-        submit_command._borrowed(order, tmp_path / "by-ssh")
+        borrowed(order, Lender(tmp_path / "by-ssh", lambda _: []))
 
 
 def test_a_dry_run_prints_the_lines_that_give_borrowed_nodes_back(
@@ -407,7 +406,7 @@ def test_a_cancellation_is_not_forgotten_by_the_submission_or_the_job_that_begin
     spec = RunSpec(name="run", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     refused = pytest.raises(EngineError, match="was cancelled while it was being submitted")
     with refused if at == "its beginning" else nullcontext():
-        submit_command._submit(spec, tmp_path, None, "", SubmitOptions(run_file=Path("x.toml")))
+        queue_job(spec, tmp_path)
     cancel.join()
     assert ended.exists() == (at == "its job's start")
     assert stopped.exists()

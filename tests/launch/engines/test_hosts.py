@@ -18,13 +18,13 @@ from click.testing import CliRunner
 
 from launch.engines.bare_runs import processes_of, wait_until
 from phalanx.cli.launch import submit_command
-from phalanx.cli.launch.on_hosts import hosts_in, verified_hosts
+from phalanx.cli.launch.joining_hosts import hosts_in, verified_hosts
 from phalanx.fleet.control.fleet_file import write_fleet_file
-from phalanx.launch.engines import standing
 from phalanx.launch.engines.bare import Started, end, on_host, preflight, start, started_on
+from phalanx.launch.engines.engine import engine_named, problems_of, wait_until_ended
 from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script, unreachable
 from phalanx.launch.engines.order import EngineError, LaunchOrder
-from phalanx.launch.engines.submission import Submitted, problems_of, read_record
+from phalanx.launch.engines.submission import Submitted, read_record
 from phalanx.launch.placing import TopologyError
 from phalanx.run.read import to_table
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
@@ -209,13 +209,14 @@ def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(tmp_path: Path) 
     nobody = {"name": "a", "destination": "127.0.0.1", "port": 1, "address": "127.0.0.1", "domain": []}
     (folder / "hosts.json").write_text(json.dumps([{"host": nobody, "pid": 2**22}]))
     made = Submitted("ssh", "1 hosts", "tiny", 1, 0, 0.0, str(tmp_path))
-    told = standing.sentence(tmp_path, made)
-    assert told is not None
-    assert told.startswith("perhaps running: 1 of 1 hosts do not answer (a: ")
+    run = engine_named("ssh").submitted(tmp_path, made)
+    standing = run.standing()
+    assert standing is not None
+    assert standing.doing.startswith("perhaps running: 1 of 1 hosts do not answer (a: ")
     with pytest.raises(
         EngineError, match=re.escape(f"or remove {folder / 'hosts.json'} if they are gone for good")
     ):
-        standing.wait_until_ended(tmp_path, made, 0.0, silent_timeout_s=0.0)
+        wait_until_ended(run, 0.0, silent_timeout_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ def test_it_is_not_waited_for_ever_for_hosts_that_do_not_answer(tmp_path: Path) 
 def test_what_another_engine_would_ignore_is_refused(engine: str, nodes: int, refused: bool) -> None:
     launch = LaunchSpec(hosts="hosts.txt", namespace="research")
     spec = RunSpec(fleet=FleetSpec(nodes=nodes), launch=launch)
-    named = [problem.path for problem in problems_of(spec, engine)]
+    named = [problem.path for problem in problems_of(spec, engine_named(engine))]
     assert ("launch.hosts" in named) == refused
     assert "launch.namespace" in named
 

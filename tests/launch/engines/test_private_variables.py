@@ -12,10 +12,10 @@ import tomli_w
 
 from launch.engines.slurm_orders import order
 from phalanx.launch.engines import bare
+from phalanx.launch.engines.engine import engine_named, problems_of
 from phalanx.launch.engines.hosts import HERE, Host
 from phalanx.launch.engines.order import EngineError, private_exports, private_variables
 from phalanx.launch.engines.slurm_script import batch_script
-from phalanx.launch.engines.submission import problems_of
 from phalanx.observe.sinks import hyperparameters
 from phalanx.run.read import to_table
 from phalanx.run.resolve import variable_problems
@@ -45,7 +45,7 @@ def test_the_value_of_a_secret_in_a_run_file_is_refused_and_not_repeated() -> No
     spec = dataclasses.replace(
         SPEC, launch=LaunchSpec(environment=(f"WANDB_API_KEY={SECRET}", "NCCL_DEBUG=INFO"))
     )
-    (problem,) = problems_of(spec, "slurm")
+    (problem,) = problems_of(spec, engine_named("slurm"))
     assert problem.path == "launch.environment"
     assert "WANDB_API_KEY" in str(problem)
     assert SECRET not in str(problem)

@@ -17,11 +17,10 @@ import pytest
 
 from launch.engines.slurm_cluster import missing
 from phalanx.cli.train.session import how_to_go_on
-from phalanx.launch.engines import standing
+from phalanx.launch.engines.engine import engine_named, standing_or_end
 from phalanx.launch.engines.order import EngineError, LaunchOrder
 from phalanx.launch.engines.submission import (
     Submitted,
-    doubts_of,
     how_to_follow,
     mark_stopped,
     only_submission,
@@ -128,10 +127,10 @@ def test_a_run_whose_cluster_does_not_answer_is_not_started_elsewhere_before_som
     )  # with none at all, or of a dead controller, squeue tries for a minute
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     with pytest.raises(EngineError, match=r"job 7 \(slurm\) .* still runs is not known.*submitted\.json"):
-        standing.refuse_second(tmp_path, made)
+        engine_named(made.engine).submitted(tmp_path, made).refuse_second()
     # The run was taken to a machine of no cluster.
     monkeypatch.setenv("PATH", str(tmp_path))
-    standing.refuse_second(tmp_path, made)
+    engine_named(made.engine).submitted(tmp_path, made).refuse_second()
 
 
 def test_data_that_the_submitting_machine_does_not_see_and_one_core_for_all_workers_are_doubtful(
@@ -142,13 +141,14 @@ def test_data_that_the_submitting_machine_does_not_see_and_one_core_for_all_work
         fleet=FleetSpec(nodes=2, workers_per_node=8), launch=LaunchSpec(engine="slurm", exclusive=False)
     )
     missing = replace(spec, data=DataSpec(path="/no/such"))
-    data, cores = doubts_of(missing, tmp_path)
+    slurm = engine_named("slurm")
+    data, cores = slurm.doubts(missing, tmp_path)
     assert data.startswith("data.path: /no/such is not there on this machine")
     assert "--cpus-per-task=N" in cores
     asked = replace(spec.launch, options=("--cpus-per-task=64",))
-    assert list(doubts_of(replace(spec, data=DataSpec(path="words"), launch=asked), tmp_path)) == []
+    assert list(slurm.doubts(replace(spec, data=DataSpec(path="words"), launch=asked), tmp_path)) == []
     prepared = DataSpec(path="/no/such", corpus=("python-stdlib",))
-    assert list(doubts_of(replace(spec, data=prepared, launch=asked), tmp_path)) == []
+    assert list(slurm.doubts(replace(spec, data=prepared, launch=asked), tmp_path)) == []
 
 
 def test_a_run_that_has_ended_on_this_machine_is_known_by_the_last_line_of_its_log(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_run_that_has_ended_on_this_machine_is_known_by_the_last_line_of_its_l
     made = Submitted("local", "this machine", "x", 1, 0, 0.0, "", "this-machine")
     (folder / "submitted.json").write_text(json.dumps(asdict(made)))
     (folder / "this-machine.log").write_text("starts\nError: there is no dataset at data.path\n\n")
-    job = standing.standing_or_end(tmp_path)
+    job = standing_or_end(tmp_path)
     assert job is not None
     assert job.has_ended
     assert job.doing.endswith("this-machine.log): Error: there is no dataset at data.path")

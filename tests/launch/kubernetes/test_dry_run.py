@@ -66,4 +66,4 @@ def test_what_is_about_kubernetes_is_refused_elsewhere(folder: Path) -> None:  #
     done = CliRunner().invoke(
         command, ["tiny.toml", "--on", "local", "--nodes", "2", "--out", "x", "--dry-run"]
     )
-    assert "--out is for the manifests of Kubernetes" in done.output
+    assert "--out is for manifests; --on local has none" in done.output

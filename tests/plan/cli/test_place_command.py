@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 from click.testing import CliRunner, Result
 
-from phalanx.cli.launch.on_hosts import why_not_here
+from phalanx.cli.launch.joining_hosts import why_not_here
 from phalanx.fleet.control.fleet_file import FleetFile, Member, write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.model.facts.presets import PRESETS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.fleet.control.fleet_file import Member
-from phalanx.launch.engines.standing import JobStanding
+from phalanx.launch.engines.engine import JobStanding
 from phalanx.observe.events import (
     CheckpointFailed,
     CheckpointSaved,

@@ -148,7 +148,7 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
 
 def _refuse_too_far(run_dir: Path, node: str, domain: tuple[str, ...]) -> None:
     """Raises ``click.ClickException`` if the fleet would lose more of a step with this node than it may."""
-    from phalanx.cli.launch.on_hosts import why_not_here
+    from phalanx.cli.launch.joining_hosts import why_not_here
     from phalanx.run.directory.paths import RunDirectoryError
 
     with explained(RunDirectoryError):

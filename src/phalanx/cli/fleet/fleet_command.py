@@ -76,12 +76,12 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
       phalanx fleet stop runs/quickstart-1f3a9c04
     """
     from phalanx.fleet.core.messages import StopRun
+    from phalanx.launch.engines.engine import mark_as_stopped
     from phalanx.launch.engines.order import EngineError
-    from phalanx.launch.engines.submission import noted_as_stopped, read_record
 
     if not for_now:
         with explained(EngineError):
-            if unnoted := noted_as_stopped(run_dir, read_record(run_dir)):
+            if unnoted := mark_as_stopped(run_dir):
                 click.echo(unnoted, err=True)
     if full := full_disk(run_dir):
         click.echo(full, err=True)

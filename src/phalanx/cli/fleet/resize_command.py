@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from phalanx.cli.errors import explained
 
 if TYPE_CHECKING:
     from phalanx.fleet.core.messages import OperatorRequest
-    from phalanx.launch.engines.submission import Submitted
 
 
 # One request: sent to the coordinator, its answer printed.
@@ -98,15 +96,16 @@ def shrink(
       phalanx fleet shrink runs/big-1f3a9c04 --by 2
       phalanx fleet shrink runs/big-1f3a9c04 --node n17 --node n18
     """
+    from phalanx.launch.engines.engine import recorded_run
     from phalanx.launch.engines.order import EngineError
-    from phalanx.launch.engines.submission import read_record
 
     if (by is None) == (not nodes):
         raise click.UsageError("which nodes? --by N, or --node NAME")
-    made = read_record(run_dir)
-    if no_wait and made is not None and made.engine == "slurm":
+    with explained(EngineError):
+        run = recorded_run(run_dir) if no_wait else None
+    if run is not None and run.holds_nodes:
         raise click.UsageError(
-            "--no-wait: nodes of a Slurm job are taken out of it once they have left the run, which this command waits for; without it they would stay "
+            f"--no-wait: nodes of {run.title} are taken out of it once they have left the run, which this command waits for; without it they would stay "
             "in the job, idle"
         )
     began_s = time.monotonic()
@@ -127,14 +126,13 @@ def asked_to_go(
 ) -> list[str]:
     """Names of the nodes that the coordinator lets go. Raises ``click.ClickException`` with its words if it refuses."""
     from phalanx.fleet.core.messages import Shrink
-    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.engine import recorded_run
     from phalanx.launch.engines.order import EngineError
-    from phalanx.launch.engines.submission import read_record
 
-    made = read_record(run_dir)
-    if made is not None and made.engine == "slurm":
-        with explained(EngineError):
-            slurm.demand_resizable(run_dir)
+    with explained(EngineError):
+        run = recorded_run(run_dir)
+        if run is not None:
+            run.demand_resizable()
     accepted, *names = ask(run_dir, Shrink(by, nodes), certificates).split(" ")
     if accepted != "accepted":
         raise click.ClickException(" ".join((accepted, *names)))
@@ -144,8 +142,7 @@ def asked_to_go(
 def wait_until_gone(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...]]:
     """Waits until nodes have left a fleet, and takes them out of the run's Slurm jobs; job -> its nodes. Raises ``EngineError``."""
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-    from phalanx.launch.engines import slurm
-    from phalanx.launch.engines.submission import read_record
+    from phalanx.launch.engines.engine import recorded_run
 
     told_s, leaving = time.monotonic() + _TELL_S, set[str]()
     with explained(FleetFileError):
@@ -165,10 +162,8 @@ def wait_until_gone(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...
                 told_s = time.monotonic() + _TELL_S
                 click.echo(f"{seen.phase}, step {seen.step}: waiting for {' '.join(there)}", err=True)
             time.sleep(_POLL_S)
-    made = read_record(run_dir)
-    if made is None or made.engine != "slurm":
-        return {}
-    return slurm.give_back(run_dir, set(names))
+    run = recorded_run(run_dir)
+    return {} if run is None else run.release(set(names))
 
 
 @click.command("grow")
@@ -192,14 +187,12 @@ def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, 
       phalanx fleet grow runs/big-1f3a9c04 --by 2 --hosts more-hosts.txt
     """
     from phalanx.launch.engines.order import EngineError
-    from phalanx.launch.engines.submission import read_record
 
-    made = read_record(run_dir)
     if hosts is not None:
-        _grow_on_hosts(run_dir, by, hosts, made, certificates, as_json)
+        _grow_on_hosts(run_dir, by, hosts, certificates, as_json)
         return
     with explained(EngineError):
-        job = grown(run_dir, by, made, certificates)
+        job = grown(run_dir, by, certificates)
     if job:
         _say({"wanted": by, "job": job}, f"job {job}: {by} nodes, which join the run when it starts", as_json)
         return
@@ -207,74 +200,48 @@ def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, 
     _say({"wanted": by}, f"{by} more nodes are wanted: {how}; else phalanx agent --run {run_dir}", as_json)
 
 
-def grown(run_dir: Path, by: int, made: Submitted | None, certificates: Path | None = None) -> str:
-    """Asks the coordinator for ``by`` more nodes; the job that brings them, empty if the run has none of Slurm's.
+def grown(run_dir: Path, by: int, certificates: Path | None = None) -> str:
+    """Asks the coordinator for ``by`` more nodes; the job that brings them, empty if they come without one.
 
     Raises ``EngineError`` or ``click.ClickException``.
     """
     from phalanx.fleet.core.messages import Grow
-    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.engine import recorded_run
 
-    joining = _joining_script(run_dir, by, made) if made is not None and made.engine == "slurm" else None
+    run = recorded_run(run_dir)
+    queue_joining = None if run is None else run.prepare_joining(by, partial(click.echo, err=True))
     answer = ask(run_dir, Grow(by), certificates)
     if answer != "accepted":
         raise click.ClickException(answer)
-    return slurm.submit(*joining) if joining is not None else ""
+    return queue_joining() if queue_joining is not None else ""
 
 
 def _grow_on_hosts(
     run_dir: Path,
     by: int,
     path: Path,
-    made: Submitted | None,
     certificates: Path | None,
     as_json: bool,
 ) -> None:
-    from phalanx.cli.launch.on_hosts import verified_hosts
+    from phalanx.cli.launch.joining_hosts import verified_hosts
     from phalanx.fleet.control.fleet_file import FleetFileError
     from phalanx.fleet.core.messages import Grow
     from phalanx.launch.engines import bare
+    from phalanx.launch.engines.engine import recorded_run
     from phalanx.launch.engines.order import EngineError
     from phalanx.run.directory.paths import RunDirectoryError
 
-    if made is None or made.engine != "ssh":
-        raise click.UsageError("--hosts is for a run that phalanx submit --on ssh has started")
     with explained(EngineError, FleetFileError, RunDirectoryError):
-        order, hosts = verified_hosts(run_dir, made, path, by)
+        run = recorded_run(run_dir)
+        if run is None or not run.has_hosts:
+            raise click.UsageError("--hosts is for a run that phalanx submit --on ssh has started")
+        order, hosts = verified_hosts(run_dir, run.made, path, by)
         answer = ask(run_dir, Grow(by), certificates)
         if answer != "accepted":
             raise click.ClickException(answer)
         bare.start(order, hosts, joins=True)
     names = [host.name for host in hosts]
     _say({"wanted": by, "hosts": names}, f"started on {' '.join(names)}, which join the run", as_json)
-
-
-def _joining_script(run_dir: Path, by: int, made: Submitted) -> tuple[Path, dict[str, str]]:
-    """Writes the script of a job whose nodes join the fleet of a run; returns it with the job's private variables.
-
-    Raises ``EngineError`` if that job could never start.
-    """
-    from phalanx.launch.engines import slurm
-    from phalanx.launch.engines.order import EngineError, private_variables
-    from phalanx.launch.engines.slurm_options import from_environment
-    from phalanx.launch.engines.slurm_script import joining_script
-    from phalanx.launch.engines.submission import order_of
-    from phalanx.run.directory.files import write_atomically
-    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
-
-    with explained(RunDirectoryError):
-        spec = read_resolved(RunDirectory(run_dir))
-    launch, said = from_environment(spec.launch, os.environ)
-    for line in said:
-        click.echo(line, err=True)
-    order = order_of(replace(spec, run_dir=str(run_dir.resolve()), launch=launch), Path(made.working_dir))
-    impossible = slurm.preflight(replace(order, nodes=by, spares=0))
-    if impossible:
-        raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))
-    path = order.folder / "joining.sh"
-    write_atomically(path, joining_script(order, by).encode(), mode=0o755)
-    slurm.test_submit(path)
-    return path, private_variables(order.launch, order.working_dir)
 
 
 def _say(values: dict[str, object], text: str, as_json: bool) -> None:

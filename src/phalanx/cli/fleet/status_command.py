@@ -160,22 +160,22 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 def _job_line(run_dir: Path) -> str | None:
     """A line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
     from phalanx.cli.launch.formed_fleet import leading_log
+    from phalanx.launch.engines.engine import submission_of
     from phalanx.launch.engines.order import EngineError
-    from phalanx.launch.engines.standing import sentence, submission_of, title
 
     try:
-        made = submission_of(run_dir)
+        run = submission_of(run_dir)
     except EngineError as error:
         return f"whether Slurm has a job of it is not known here ({error})"
-    if made is None:
+    if run is None:
         return None
     try:
-        doing = sentence(run_dir, made)
+        job = run.standing()
     except EngineError as error:
-        return f"{title(made)}: not known here ({error})"
-    log = leading_log(run_dir, made)
+        return f"{run.title}: not known here ({error})"
+    log = leading_log(run)
     ended = f"ended; its log is {log}" if log.exists() else "ended without a word, or before it began"
-    return f"{title(made)}: {doing or ended}{_given(run_dir)}"
+    return f"{run.title}: {ended if job is None else job.doing}{_given(run_dir)}"
 
 
 def _given(run_dir: Path) -> str:

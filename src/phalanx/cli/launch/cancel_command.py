@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -13,7 +12,7 @@ import click
 from phalanx.cli.errors import demand_folder, explained, full_disk, refuse_unused
 
 if TYPE_CHECKING:
-    from phalanx.launch.engines.slurm import SlurmJob
+    from phalanx.launch.engines.engine import SubmittedRun
     from phalanx.launch.engines.submission import Submitted
 
 _POLL_S = 1.0
@@ -40,15 +39,9 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
       phalanx cancel runs/big-1f3a9c04 --now
       phalanx cancel big-1f3a9c04 --on kubernetes
     """
-    from phalanx.launch.engines import slurm
+    from phalanx.launch.engines.engine import mark_as_stopped, submission_of, wait_until_ended
     from phalanx.launch.engines.order import EngineError
-    from phalanx.launch.engines.standing import end_now, sentence, submission_of, title, wait_until_ended
-    from phalanx.launch.engines.submission import (
-        noted_as_stopped,
-        read_record,
-        submitter_of,
-        wait_for_submitter,
-    )
+    from phalanx.launch.engines.submission import read_record, submitter_of, wait_for_submitter
 
     if engine is not None:
         from phalanx.cli.launch.on_kubernetes import cancel_job
@@ -64,43 +57,40 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
             )
-        unnoted = noted_as_stopped(run_dir, read_record(run_dir), at_once=now)
+        unnoted = mark_as_stopped(run_dir, at_once=now)
         # Noted first: a submission that does not see it has let be seen what it starts.
         submitter = wait_for_submitter(run_dir, partial(click.echo, err=True)) or submitter
-        made = None if submitter and read_record(run_dir) is None else submission_of(run_dir)
-        if made is None:
+        run = None if submitter and read_record(run_dir) is None else submission_of(run_dir)
+        if run is None:
             click.echo(f"{submitter} has started nothing: the run is cancelled")
             return
         # Noted again, too, where a submission has begun or a job has started since: both forget what was noted of earlier ones.
-        if (unnoted or submitter) and (unnoted := noted_as_stopped(run_dir, made, at_once=now)):
+        if (unnoted or submitter) and (unnoted := mark_as_stopped(run_dir, at_once=now)):
             click.echo(unnoted, err=True)
-        if made.engine == "slurm":
-            slurm.cancel_joining(run_dir, waiting_only=True)  # they would get nodes for a run that ends
-        if sentence(run_dir, made) is None:
+        run.cancel_joining(waiting_only=True)  # they would get nodes for a run that ends
+        job = run.standing()
+        if job is None:
             click.echo(
                 f"nothing of what {submitter} was to start runs: the run is cancelled"
                 if submitter
-                else f"{title(made)} has ended already"
+                else f"{run.title} has ended already"
             )
-            if made.engine == "slurm":
-                slurm.cancel_joining(run_dir)
-            _give_back(run_dir, made)
+            run.cancel_joining()
+            _give_back(run_dir, run.made)
             return
-        job = slurm.job_of(run_dir, made.job) if made.engine == "slurm" else None
-        if now or (job is not None and job.state == "PENDING"):
-            end_now(run_dir, made)
+        if now or job.is_waiting:
+            run.end_now()
         else:
-            _ask_to_stop(run_dir, made, job)
-            click.echo(f"{title(made)} saves and ends (phalanx cancel --now ends it at once)")
+            _request_stop(run)
+            click.echo(f"{run.title} saves and ends (phalanx cancel --now ends it at once)")
             if full := full_disk(run_dir):
                 click.echo(full, err=True)
         if not no_wait:
-            wait_until_ended(run_dir, made, _POLL_S)
-            if made.engine == "slurm":
-                slurm.cancel_joining(run_dir)
-        if not no_wait or (job is not None and job.state == "PENDING"):
-            _give_back(run_dir, made)
-    click.echo(f"{title(made)} is cancelled" if not no_wait else f"{title(made)} is asked to end")
+            wait_until_ended(run, _POLL_S)
+            run.cancel_joining()
+        if not no_wait or job.is_waiting:
+            _give_back(run_dir, run.made)
+    click.echo(f"{run.title} is cancelled" if not no_wait else f"{run.title} is asked to end")
 
 
 def _give_back(run_dir: Path, made: Submitted) -> None:
@@ -108,14 +98,13 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
     from phalanx.cli.fleet.resize_command import grown
     from phalanx.launch.engines.order import FOLDER, EngineError
     from phalanx.launch.engines.slurm_script import RETURNED
-    from phalanx.launch.engines.submission import read_record
 
     if not made.taken_from:
         return
     lender = Path(made.taken_from)
     try:
         (run_dir / FOLDER / RETURNED).mkdir()
-        job = grown(lender, made.taken, read_record(lender))
+        job = grown(lender, made.taken)
     except FileExistsError:
         return
     except (EngineError, click.ClickException, OSError) as error:  # the folder's disk may be full
@@ -126,24 +115,15 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
     click.echo(f"{lender} takes {made.taken} nodes again: job {job}")
 
 
-def _ask_to_stop(run_dir: Path, made: Submitted, job: SlurmJob | None) -> None:
-    """Has a run save and end: by the batch shell of its job, or by its coordinator, or before there is one by the sessions that start it.
-
-    With the first node of a job its batch shell was lost too; then another node leads. Whichever is asked saves, however often it is asked.
-    """
+def _request_stop(run: SubmittedRun) -> None:
+    """Have a run save and end: by its engine, or by the coordinator of its fleet. Each saves, however often it is asked."""
     from phalanx.cli.fleet.resize_command import ask
     from phalanx.cli.launch.formed_fleet import formed_fleet
     from phalanx.fleet.core.messages import StopRun
-    from phalanx.launch.engines import bare
-    from phalanx.launch.engines.order import run_tool
 
-    seen = formed_fleet(run_dir, made)
-    seen = None if seen is None or seen.over else seen
-    if seen is not None and seen.stopping:
+    fleet = formed_fleet(run)
+    fleet = None if fleet is None or fleet.over else fleet
+    if fleet is not None and fleet.stopping:
         return
-    if job is not None and (seen is None or seen.reign == 1):
-        run_tool(["scancel", "--batch", "--signal=TERM", job.id])
-    elif seen is not None:
-        ask(run_dir, StopRun(never_at_once=True), None)
-    else:
-        bare.end(run_dir, bare.started_on(run_dir), signal.SIGTERM)
+    if not run.request_stop(None if fleet is None else fleet.reign) and fleet is not None:
+        ask(run.run_dir, StopRun(never_at_once=True), None)

@@ -33,7 +33,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.fields import NOT_NEGATIVE
 
 if TYPE_CHECKING:
-    from phalanx.launch.engines.submission import Submitted
+    from phalanx.launch.engines.engine import SubmittedRun
 
 
 _POLL_S = 0.5
@@ -275,29 +275,28 @@ def command(options: LogsOptions) -> None:
 
 def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
     from phalanx.cli.launch.formed_fleet import leading_log
+    from phalanx.launch.engines.engine import submission_of
     from phalanx.launch.engines.order import EngineError
-    from phalanx.launch.engines.standing import sentence, submission_of, title
 
     with explained(EngineError):
-        made = submission_of(run_dir)
-        if made is None:
+        run = submission_of(run_dir)
+        if run is None:
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; leave --job out to see what its processes said"
             )
-        path = leading_log(run_dir, made)
+        path = leading_log(run)
         if not path.exists():
-            doing = sentence(run_dir, made)
-            if doing is None:
-                raise EngineError(f"{title(made)} has ended without a word: there is no {path}")
+            job = run.standing()
+            if job is None:
+                raise EngineError(f"{run.title} has ended without a word: there is no {path}")
             if not follow:
-                click.echo(f"{title(made)}: {doing}")
+                click.echo(f"{run.title}: {job.doing}")
                 return
-        _print(path, run_dir, made, last, follow=follow)
+        _print(path, run, last, follow=follow)
 
 
-def _print(path: Path, run_dir: Path, made: Submitted, last: int, *, follow: bool) -> None:
+def _print(path: Path, run: SubmittedRun, last: int, *, follow: bool) -> None:
     from phalanx.cli.launch.formed_fleet import leading_log
-    from phalanx.launch.engines.standing import sentence
 
     place, asked_s, ended = 0, 0.0, not follow
     first = True
@@ -312,11 +311,11 @@ def _print(path: Path, run_dir: Path, made: Submitted, last: int, *, follow: boo
             first = False
         if ended:
             return
-        if (now := leading_log(run_dir, made)) != path:
+        if (now := leading_log(run)) != path:
             click.echo(f"{now.stem} leads from now on: {now}", err=True)
             path, place, first = now, 0, True
         if time.monotonic() - asked_s > _ASK_S:
-            asked_s, ended = time.monotonic(), sentence(run_dir, made) is None
+            asked_s, ended = time.monotonic(), run.standing() is None
         else:
             time.sleep(_POLL_S)
 

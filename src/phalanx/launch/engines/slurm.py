@@ -109,6 +109,11 @@ class SlurmJob:
         )
         return f"waits for {self.nodes} nodes: {self.reason}{f' ({remedy})' if remedy else ''}{expected}"
 
+    @property
+    def listing(self) -> str:
+        """The job and its run directory, as ``phalanx runs --on slurm`` prints them."""
+        return f"job {self.id}  {self.name}: {self.sentence}\n  {self.run_dir}"
+
 
 def is_known_start(text: str) -> bool:
     """True if Slurm's time of a start is one: before it has looked at a job it prints a year or more from now, or N/A."""

@@ -18,29 +18,12 @@ from shlex import quote
 import tomli_w
 
 from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, range_of_connections
-from phalanx.launch.engines.slurm_options import options_in
-from phalanx.plugins import plugin_names
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.fields import Problem
 from phalanx.run.read import to_table
-from phalanx.run.resolve import variable_problems
-from phalanx.run.smaller_degrees import problems_on
-from phalanx.run.spec import LaunchSpec, RunSpec
+from phalanx.run.spec import RunSpec
 
 _RECORD = "submitted.json"
-_OF_KUBERNETES = (
-    "namespace",
-    "scheduler",
-    "topology_label",
-    "domain_labels",
-    "resources",
-    "gpu_resource",
-    "tolerations",
-    "service_account",
-    "run_as",
-    "pod_patch",
-)
 STOPPED = "stopped"
 """A file of this name keeps a job from queueing itself again, and a run that is being submitted from starting."""
 OF_PODS = "submission"
@@ -87,64 +70,14 @@ def default_name(spec: RunSpec) -> str:
     return f"{spec.name}-{hashlib.sha256(tomli_w.dumps(same).encode()).hexdigest()[:8]}"
 
 
-def problems_of(spec: RunSpec, engine: str) -> list[Problem]:
-    """What is wrong with a run that is to start on a cluster, before any engine is asked."""
-    fleet = spec.fleet
-    if not fleet.nodes and engine != "local":
-        return [Problem("fleet.nodes", "0 nodes are to hold ranks", "--nodes N")]
-    # Without a fleet this machine's ranks train the run, as phalanx train does.
-    problems = problems_on(spec, fleet.nodes * fleet.workers_per_node) if fleet.nodes else []
-    problems += [
-        Problem(
-            field,
-            "holds a default that nobody chose",
-            "write a value into the file and take the field off `unfilled`",
-        )
-        for field in spec.unfilled
-    ]
-    if engine != "kubernetes":
-        problems += [
-            Problem(f"launch.{name}", "is about Kubernetes", "take it out, or --on kubernetes")
-            for name in _OF_KUBERNETES
-            if getattr(spec.launch, name) != getattr(LaunchSpec(), name)
-        ]
-    offered = plugin_names("phalanx.sinks") if spec.observe.sinks else []
-    problems += [
-        Problem("observe.sinks", f"there is no sink {name!r}", f"one of {', '.join(offered)}")
-        for name in spec.observe.sinks
-        if name not in offered
-    ]
-    problems += variable_problems(spec.launch)
-    if engine != "ssh" and spec.launch.hosts:
-        problems.append(Problem("launch.hosts", "names hosts for ssh", "take it out, or --on ssh"))
-    if fleet.nodes and fleet.min_nodes > fleet.nodes + fleet.spares:
-        problems.append(
-            Problem(
-                "fleet.min_nodes",
-                f"{fleet.min_nodes} nodes are never there: fleet.nodes and fleet.spares make {fleet.nodes + fleet.spares}",
-                "fewer, or more nodes",
-            )
-        )
-    return problems
-
-
-def doubts_of(spec: RunSpec, working_dir: Path) -> Iterator[str]:
-    """Yield what may be a mistake, and cannot be known on the machine that submits the run."""
-    launch, data = spec.launch, spec.data
-    if launch.engine != "kubernetes" and not data.corpus:
-        for path in [source.path for source in data.sources] or [data.path]:
-            if path and "://" not in path and not (working_dir / Path(path).expanduser()).exists():
-                yield f"data.path: {path} is not there on this machine; if the nodes do not see it either, the run ends at its start"
-    options = {name for line in launch.options for name in options_in(line)}
-    if (
-        launch.engine == "slurm"
-        and not launch.exclusive
-        and not options & {"cpus-per-task", "cpus-per-gpu", "mincpus"}
-    ):
-        yield (
-            f"launch.exclusive = false: Slurm gives the agent of a node and its {spec.fleet.workers_per_node} workers one core; "
-            'launch.options = ["--cpus-per-task=N"] asks for more'
-        )
+def missing_data(spec: RunSpec, working_dir: Path) -> Iterator[str]:
+    """Yield the datasets that this machine does not see; the nodes may see them."""
+    data = spec.data
+    if data.corpus:
+        return
+    for path in [source.path for source in data.sources] or [data.path]:
+        if path and "://" not in path and not (working_dir / Path(path).expanduser()).exists():
+            yield f"data.path: {path} is not there on this machine; if the nodes do not see it either, the run ends at its start"
 
 
 def order_of(spec: RunSpec, working_dir: Path) -> LaunchOrder:
@@ -350,23 +283,3 @@ def mark_stopped(run_dir: Path) -> None:
         raise EngineError(
             f"cannot write {folder / STOPPED}, which keeps the run from queueing itself again: {error.strerror}"
         ) from error
-
-
-def noted_as_stopped(run_dir: Path, made: Submitted | None, *, at_once: bool = False) -> str:
-    """Marks a run as stopped that is to end; returns what follows where that cannot be written, as on a full disk, and empty where it was.
-
-    Raises ``EngineError`` for a Slurm job, which would queue itself again, unless it is ended ``at_once``.
-    """
-    try:
-        mark_stopped(run_dir)
-    except EngineError as error:
-        if made is not None and made.engine == "slurm":
-            if at_once:
-                return ""
-            raise EngineError(f"{error}; phalanx cancel --now ends it without saving") from error
-        if (run_dir / FOLDER / OF_PODS).exists():
-            return f"{error}. It is told to end all the same, and its pods start it again: phalanx cancel NAME --on kubernetes ends their job"
-        return (
-            f"{error}. It is told to end all the same: no scheduler has it, and nothing else queues it again"
-        )
-    return ""

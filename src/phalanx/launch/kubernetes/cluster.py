@@ -268,6 +268,11 @@ class ClusterJob:
         doing = {"waiting": f"waits for {self.pods} pods", "running": f"running, {self.pods} pods"}
         return doing.get(self.state, self.state) + (f": {self.reason}" if self.reason else "")
 
+    @property
+    def listing(self) -> str:
+        """The job and its run directory, as ``phalanx runs --on kubernetes`` prints them."""
+        return f"job {self.name}: {self.sentence}\n  {self.run_dir} in its pods"
+
 
 def jobs(namespace: str = "") -> list[ClusterJob]:
     """The jobs that Phalanx submitted, those that have ended too. Raises ``EngineError``."""

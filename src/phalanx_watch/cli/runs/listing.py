@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import click
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from phalanx.cli.errors import demand_folder, explained, refuse_unused
 from phalanx.cli.numbers import ABOVE_PEAK, age, share, utilization
 from phalanx.cli.text_console import text_console
-from phalanx.command import Argument, AsJson, Option, command_options, written_options
+from phalanx.command import Argument, AsJson, Option, PluginName, command_options, written_options
 from phalanx.run.fields import POSITIVE
 from phalanx_watch.runs.index import RunIndex
 from phalanx_watch.runs.row import RunRow
@@ -55,7 +55,7 @@ class ListOptions:
     """Show these columns instead."""
     last: Annotated[int | None, POSITIVE] = None
     """Show at most so many, those at the end."""
-    engine: Annotated[Literal["slurm", "kubernetes"] | None, Option("--on")] = None
+    engine: Annotated[str | None, PluginName("phalanx.engines"), Option("--on")] = None
     """List the runs that are queued or running there instead."""
     namespace: str = ""
     """With --on kubernetes: not that of kubectl's context."""
@@ -82,9 +82,9 @@ def list_command(options: ListOptions) -> None:
     A state is running, finished, stopped (asked to, and saved), failed (its process is gone), silent (held by a process, but without an
     event for 20 usual steps or two minutes; or, of another machine, no event for so long) or waiting (for nodes, or to begin).
     """
-    if options.engine != "kubernetes":
+    if options.engine is None:
         refuse_unused(written_options(options, "namespace"), "is for --on kubernetes")
-    if options.engine is not None:
+    else:
         refuse_unused(
             written_options(options, "folders", "conditions", "tags", "sort", "columns", "last"),
             "is about runs in folders, and --on lists the jobs of a cluster: one or the other",
@@ -168,23 +168,19 @@ def origin(row: RunRow) -> str:
     return f"step {row.lineage[-1].step} of {parent.name if near else parent}"
 
 
-def _list_jobs(engine: str, namespace: str, *, as_json: bool) -> None:
+def _list_jobs(name: str, namespace: str, *, as_json: bool) -> None:
+    from phalanx.launch.engines.engine import engine_named
     from phalanx.launch.engines.order import EngineError
 
-    if engine == "kubernetes":
-        from phalanx.cli.launch.on_kubernetes import list_jobs
-
-        with explained(EngineError):
-            list_jobs(namespace, as_json=as_json)
-        return
-    from phalanx.launch.engines import slurm
-
     with explained(EngineError):
-        found = slurm.jobs()
+        engine = engine_named(name)
+        if "namespace" not in engine.options:
+            refuse_unused(["--namespace"] * bool(namespace), "is for --on kubernetes")
+        jobs = engine.jobs(namespace)
     if as_json:
-        click.echo(json.dumps([asdict(job) for job in found]))
+        click.echo(json.dumps([asdict(job) for job in jobs]))
         return
-    for job in found:
-        click.echo(f"job {job.id}  {job.name}: {job.sentence}\n  {job.run_dir}")
-    if not found:
-        click.echo("no run is queued or running")
+    for job in jobs:
+        click.echo(job.listing)
+    if not jobs:
+        click.echo("no run of Phalanx is queued or running there")

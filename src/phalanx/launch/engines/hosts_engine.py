@@ -1,0 +1,225 @@
+"""Runs on hosts that are reached by ssh, or in the background of this machine: no scheduler, one session a host.
+
+``bare`` checks, starts and signals the sessions; ``hosts`` writes their scripts.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from shlex import quote
+from typing import NoReturn
+
+from phalanx.hardware.cluster import HardwareError
+from phalanx.launch.engines import bare
+from phalanx.launch.engines.engine import JobStanding, SubmitReport, SubmitRequest, recorded_run
+from phalanx.launch.engines.hosts import HERE, Host, network_of, read_hosts, start_script
+from phalanx.launch.engines.order import EngineError, LaunchOrder
+from phalanx.launch.engines.submission import (
+    Submitted,
+    forget_stopped,
+    how_to_follow,
+    missing_data,
+    only_submission,
+    order_of,
+    recorded,
+    refuse_finished,
+    with_run_dir,
+    write_files,
+)
+from phalanx.launch.placing import TopologyError
+from phalanx.launch.planner import PlannerError, PricedNodes, installed_planner, too_slow
+from phalanx.run.directory.files import read_small, write_atomically
+from phalanx.run.spec import RunSpec
+
+_THIS_MACHINE = Host("this-machine", HERE, 0, "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class HostsEngine:
+    """``launch.engine = "ssh"``, and ``"local"``, whose only host is this machine."""
+
+    name: str
+    needs_nodes: bool
+    has_hosts: bool
+    options: frozenset[str] = frozenset()
+
+    def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:
+        """Return the run with its directory."""
+        return with_run_dir(spec, working_dir), []
+
+    def doubts(self, spec: RunSpec, working_dir: Path) -> Iterator[str]:
+        """Yield missing data."""
+        return missing_data(spec, working_dir)
+
+    def submit(self, spec: RunSpec, working_dir: Path, request: SubmitRequest) -> SubmitReport:
+        """Start the run on its hosts, and leave it to itself."""
+        order = order_of(spec, working_dir)
+        listed = hosts_in(order, order.launch.hosts) if self.has_hosts else [_THIS_MACHINE]
+        # As many as the run needs, spares included; all if there are fewer, which the checks report.
+        hosts = listed[: order.all_nodes] if self.has_hosts else listed
+        scripts = {host.name: start_script(order, host, hosts[0], "WORD") for host in hosts}
+        if request.dry_run:
+            _demand(bare.problems(order, hosts))
+            text = "\n".join(f"# on {name}\n{script}" for name, script in scripts.items())
+            return SubmitReport({"scripts": scripts, "run_dir": spec.run_dir}, text)
+        where = f"{len(hosts)} hosts" if self.has_hosts else "this machine"
+        refuse_finished(order)
+        with only_submission(order):
+            spec, price = self.verified(order, spec, listed, hosts)
+            write_files(order, spec, scripts[hosts[0].name])
+            with recorded(order, self.name, where, hosts[0].name) as made:
+                bare.start(order, hosts)
+        lost = {} if price is None else {"lost_s": price.lost_s, "good": price.certified}
+        lines = [
+            f"started on {where}, and needs this terminal no more; run directory {order.run_dir}",
+            *([] if price is None else [f"  placement: {price.sentence}"]),
+            how_to_follow(order.run_dir),
+        ]
+        return SubmitReport({**asdict(made), "run_dir": str(order.run_dir), **lost}, "\n".join(lines))
+
+    def verified(
+        self, order: LaunchOrder, spec: RunSpec, listed: list[Host], hosts: list[Host]
+    ) -> tuple[RunSpec, PricedNodes | None]:
+        """Return a run that can start on the first ``hosts`` of those ``listed``, with the price of that placement where it is known.
+
+        Raises ``EngineError`` with everything that keeps it from starting.
+        """
+        earlier = recorded_run(order.run_dir)
+        if earlier is not None:
+            earlier.refuse_second()
+        forget_stopped(order)
+        wrong = bare.preflight(order, hosts)
+        if not self.has_hosts or wrong:
+            _demand(wrong)
+            return spec, None
+        price, why_not = _price(spec, listed, hosts)
+        if spec.launch.most_lost_ms:
+            _demand(list(filter(None, [too_slow(spec, price) if price else unpriced(spec, why_not)])))
+        if price is not None and not spec.launch.unit:
+            spec = replace(spec, launch=replace(spec.launch, unit=price.unit, order=price.order))
+        sentence = price.sentence if price else f"not verified: {why_not}"
+        try:
+            write_atomically(order.given, f"{sentence}\n".encode())
+        except OSError as error:
+            raise EngineError(
+                f"cannot write {order.given}: {error.strerror}; give another run_dir"
+            ) from error
+        return spec, price
+
+    def jobs(self, namespace: str) -> NoReturn:  # noqa: ARG002
+        """Raise ``EngineError``: hosts have no queue."""
+        raise EngineError(
+            f"--on {self.name}: hosts have no queue; phalanx runs FOLDER lists the runs in a folder"
+        )
+
+    def queued(self, run_dir: Path) -> None:
+        """Return ``None``: hosts have no queue."""
+
+    def submitted(self, run_dir: Path, made: Submitted) -> HostsRun:
+        """Return the run with its sessions."""
+        return HostsRun(run_dir, made, self.has_hosts)
+
+
+@dataclass(frozen=True)
+class HostsRun:
+    """A run whose nodes are sessions on hosts."""
+
+    run_dir: Path
+    made: Submitted
+    has_hosts: bool
+    requeues: bool = False
+    holds_nodes: bool = False
+    start_mark: str = "job.sh"
+
+    @property
+    def title(self) -> str:
+        """The run with its hosts."""
+        return f"run on {self.made.job} ({self.made.engine})"
+
+    @property
+    def log_name(self) -> str:
+        """The log of the host that leads."""
+        return f"{self.made.leader}.log"
+
+    def standing(self) -> JobStanding | None:
+        """Return the state of the sessions."""
+        doing = bare.sentence(self.run_dir)
+        return None if doing is None else JobStanding(self.title, doing)
+
+    def remaining(self) -> tuple[bool, list[str]]:
+        """Return whether a session is there, and the hosts that do not answer."""
+        there, wrong = bare.alive(self.run_dir)
+        return bool(there), wrong
+
+    def refuse_second(self) -> None:
+        """Raise ``EngineError`` if a session of the run is there."""
+        if (doing := bare.sentence(self.run_dir)) is not None:
+            name = quote(str(self.run_dir))
+            raise EngineError(
+                f"the run in {self.run_dir} is {doing} already: follow it with phalanx status {name}, or end it with phalanx cancel {name}"
+            )
+
+    def request_stop(self, reign: int | None) -> bool:
+        """Signal the sessions before they have formed a fleet; then that is left to its coordinator."""
+        if reign is None:
+            bare.end(self.run_dir, bare.started_on(self.run_dir), signal.SIGTERM)
+        return reign is None
+
+    def end_now(self) -> None:
+        """Kill the sessions. Raises ``EngineError`` naming the hosts that do not answer."""
+        _, wrong = bare.end(self.run_dir, bare.started_on(self.run_dir), signal.SIGKILL)
+        if wrong:
+            raise EngineError("not ended everywhere:\n  " + "\n  ".join(wrong))
+
+    def demand_resizable(self) -> None:
+        """Return: hosts leave a run freely."""
+
+    def release(self, nodes: set[str]) -> dict[str, tuple[str, ...]]:  # noqa: ARG002
+        """Return no jobs: nobody else waits for the hosts."""
+        return {}
+
+    def prepare_joining(self, by: int, notify: Callable[[str], None]) -> None:
+        """Return ``None``: hosts are named by ``--hosts``."""
+
+    def cancel_joining(self, *, waiting_only: bool = False) -> None:
+        """Return: hosts that join are sessions of the run itself."""
+
+
+SSH = HostsEngine("ssh", needs_nodes=True, has_hosts=True)
+LOCAL = HostsEngine("local", needs_nodes=False, has_hosts=False)
+
+
+def hosts_in(order: LaunchOrder, path: str) -> list[Host]:
+    """Return the hosts in a file. Raises ``EngineError``."""
+    if not path:
+        raise EngineError("which hosts? --hosts FILE, or launch.hosts in the run file")
+    try:
+        hosts = read_hosts(read_small(order.working_dir / path, follow=True).decode("utf-8-sig"))
+    except OSError as error:
+        raise EngineError(f"launch.hosts: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise EngineError(f"launch.hosts: {path} is no text: write one host a line") from error
+    if not hosts:
+        raise EngineError(f"launch.hosts: {path} names no host")
+    return hosts
+
+
+def unpriced(spec: RunSpec, why_not: str) -> str:
+    """Return why hosts without a price are not used where a limit was set."""
+    return f"launch.most_lost_ms = {spec.launch.most_lost_ms:g} cannot be verified: {why_not}. Or take the limit out"
+
+
+def _demand(wrong: list[str]) -> None:
+    if wrong:
+        raise EngineError("this run cannot start:\n  " + "\n  ".join(wrong))
+
+
+def _price(spec: RunSpec, listed: list[Host], hosts: list[Host]) -> tuple[PricedNodes | None, str]:
+    """The price of the hosts for the run, in the network of all that are listed; or why there is none."""
+    try:
+        return installed_planner().price_of(spec, network_of(listed), [host.name for host in hosts]), ""
+    except (TopologyError, PlannerError, HardwareError) as error:
+        return None, str(error)
