@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-import resource
 import signal
 import socket
 import sys
@@ -34,13 +33,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.observe.record.notes import Serving, ServingNote
+from phalanx.process.open_files import RESERVE, raise_open_file_limit
 from phalanx_serve.http.app import Gateway, application, misread, too_many
 
 # Connections.
 
 
-RESERVE = 256
-"""Descriptors for all else: files, workers, and connections that are refused."""
 MOST = 65_536
 """Each connection takes some tens of KiB of memory, so that a limit of a million descriptors is no reason to hold a million."""
 _MOST_REFUSED = 64
@@ -49,17 +47,8 @@ _ALWAYS = ("/health", "/ready")
 
 
 def descriptors() -> int:
-    """Connections that this process may hold beside what it needs, after its limit of open files has been raised as far as that is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (OSError, ValueError):
-            pass  # a kernel may allow less than it reports
-    if soft == resource.RLIM_INFINITY:
-        return MOST
-    return max(1, min(MOST, soft - len(os.listdir("/proc/self/fd")) - RESERVE))
+    """Return how many connections this process may hold beside what it needs; raises its limit on open files first."""
+    return max(1, min(MOST, raise_open_file_limit() - len(os.listdir("/proc/self/fd")) - RESERVE))
 
 
 @dataclass

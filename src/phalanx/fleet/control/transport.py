@@ -52,6 +52,7 @@ from phalanx.fleet.core.messages import (
     encode,
 )
 from phalanx.hardware.local.network import family_of, join_address
+from phalanx.process.open_files import RESERVE, raise_open_file_limit
 from phalanx.run.peers import own_clock_is_wrong
 from phalanx.wire.messages import (
     SEAL_BYTES,
@@ -65,14 +66,9 @@ from phalanx.wire.messages import (
 from phalanx.wire.port import shut
 from phalanx.wire.stream import FrameStream
 
-# The limit on open files: raised as far as the system allows, and checked before the fleet depends on it.
+# The limit on open files is checked before the fleet depends on it.
 #
-# Every agent is a connection, and one that reconnects may be there twice for a moment. The usual soft limit (1,024) is below what 1,000
-# nodes need; the hard limit seldom is.
-
-_RESERVE = 256
-"""For files, operators, and strangers who have not been refused yet."""
-_WHERE_UNLIMITED = 1 << 20
+# Every agent is a connection, and one that reconnects may be there twice for a moment.
 
 
 class DescriptorLimitError(RuntimeError):
@@ -84,22 +80,20 @@ def raise_descriptor_limit(nodes: int) -> int:
 
     Raises ``DescriptorLimitError`` if that is too low for the coordinator of ``nodes`` nodes.
     """
-    needed = 2 * nodes + _RESERVE
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = max(needed, _WHERE_UNLIMITED) if hard == resource.RLIM_INFINITY else hard
+    needed = 2 * nodes + RESERVE
+    limit = raise_open_file_limit(needed)
     if limit < needed:
         raise DescriptorLimitError(
-            f"the coordinator of {nodes:,} nodes needs {needed:,} open files (two for each node and {_RESERVE}), and this system allows "
+            f"the coordinator of {nodes:,} nodes needs {needed:,} open files (two for each node and {RESERVE}), and this system allows "
             f"{limit:,}: raise the hard limit (ulimit -Hn; LimitNOFILE= of a service, --ulimit nofile= of a container)"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
 
 
 def most_connections() -> int:
     """The number of connections that leaves enough descriptors for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(_RESERVE, soft - _RESERVE)
+    return max(RESERVE, soft - RESERVE)
 
 
 MAX_REPORT_BYTES = 4 << 20
