@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,7 +139,10 @@ def test_a_run_of_ones_own_model_is_made_longer(
 
 
 def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_weights(
-    trained: tuple[phalanx.RunResult, list[Event]], dataset: Path, tmp_path: Path
+    trained: tuple[phalanx.RunResult, list[Event]],
+    dataset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = set(children(os.getpid()))
 
@@ -148,8 +152,11 @@ def test_a_run_with_a_killed_rank_fails_and_resumes_to_the_same_weights(
                 os.kill(pid, signal.SIGKILL)
 
     spec = own_run(dataset, tmp_path / "run", ranks=2)
-    with pytest.raises(phalanx.RunFailedError, match="SIGKILL"):
-        phalanx.train_run(spec, model=Mixer, on_event=kill_the_ranks)
+    with monkeypatch.context() as patch:
+        # The forked ranks wait in their first step: a busy machine lets this process read their first event late.
+        patch.setattr(Mixer, "forward", lambda *_: time.sleep(TIMEOUT_S))
+        with pytest.raises(phalanx.RunFailedError, match="SIGKILL"):
+            phalanx.train_run(spec, model=Mixer, on_event=kill_the_ranks)
     alone = dataclasses.replace(spec, parallel=ParallelSpec(ranks=1))
     assert phalanx.train_run(alone, model=Mixer).weights_sha256 == trained[0].weights_sha256
 
