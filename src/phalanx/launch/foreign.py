@@ -1,4 +1,4 @@
-"""What the environment says of a launcher that is not ours (torchrun or srun): that this process is a rank, and where its node lies."""
+"""Launchers that are not ours (torchrun or srun), by the environment: whether this process is a rank, and the domains of its node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def in_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def slurm_domains(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The switches or blocks above this node, widest first, as Slurm tells the processes of a step; none without topology/tree or block.
+    """The switches or blocks above this node, widest first, by the environment of a Slurm step; none without topology/tree or block.
 
     SLURM_TOPOLOGY_ADDR is "core.spine1.leaf1.n1" with the pattern "switch.switch.switch.node" (slurm.schedmd.com/srun.html). Names may
     hold dots themselves only where the pattern has as many parts fewer, which is then not used.

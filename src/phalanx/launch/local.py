@@ -57,15 +57,15 @@ def run_locally(
     *,
     program: str = TRAIN_RANK,
 ) -> Ending:
-    """Runs all ranks to their end.
+    """Run all ranks to their end.
 
     Args:
         run: The opened run directory.
         ranks: How many to start.
-        while_running: Called once with a function that tells whether the ranks have ended; returns after they have
-            (it shows the run's progress meanwhile). Whatever it raises asks the ranks to save and stop, and is raised
-            when they have.
-        tell: Tells the user that a request to stop was heard, and what comes of it.
+        while_running: Called once with a function that returns whether the ranks have ended; returns after they have
+            (it shows the run's progress meanwhile). If it raises, the ranks save and stop, and then the error
+            is raised.
+        tell: Called with a line for the user when a request to stop arrives, and when it has been fulfilled.
         program: The module that each rank's process runs.
     """
     meeting_point = _fresh_meeting_point(run)
@@ -125,7 +125,7 @@ def _start(
 
 
 class _Ranks:
-    """The ranks' processes: asked to stop by signals, watched, and ended when one has failed."""
+    """The ranks' processes: stopped by signals, watched, and ended when one has failed."""
 
     def __init__(self, orders: StopOrders, save_s: float) -> None:
         self.children: list[Child] = []
@@ -159,9 +159,9 @@ class _Ranks:
         codes = self.codes()
         if self.first_failure is None:
             # A rank that had not yet set up its handler ends by the signal itself: it was asked to.
-            asked = self.orders.made > 0
-            fine = {None, *_FINE} | ({-signal.SIGTERM, -signal.SIGKILL} if asked else set())
-            if asked and self._deadline_s is None:
+            is_stopping = self.orders.made > 0
+            fine = {None, *_FINE} | ({-signal.SIGTERM, -signal.SIGKILL} if is_stopping else set())
+            if is_stopping and self._deadline_s is None:
                 if -signal.SIGTERM in codes:
                     self._deadline_s = time.monotonic() + _GRACE_S  # the others hang in a collective with it
                 elif (
@@ -179,7 +179,7 @@ class _Ranks:
         return None not in codes
 
     def wait(self) -> None:
-        """Waits until all ranks have exited."""
+        """Wait until all ranks have exited."""
         while not self.ended():
             time.sleep(_POLL_S)
 
@@ -190,16 +190,16 @@ def _culprit(failed: list[int], codes: list[int | None]) -> int:
 
 
 def _first_to_fail(run: OpenRun, processes: _Ranks) -> int | None:
-    """The rank that failed first, by what the ranks said; if they do not tell, by when they ended."""
+    """The rank that failed first, by the times in their logs; without those by when they ended."""
     if processes.first_failure is None:
         return None
-    said = (
+    lines = (
         line
         for rank in processes.failed
         for line in last_lines(run.directory.log(run.attempt, rank), _LAST_SAID)
     )
-    found = first_failure(said)
-    rank = found.line.rank if found is not None else None
+    failure = first_failure(lines)
+    rank = failure.line.rank if failure is not None else None
     return rank if rank in processes.failed else processes.first_failure
 
 
@@ -250,7 +250,7 @@ _PROGRAM = "phalanx.train.compare.replay_worker"
 
 
 class ReplayError(RuntimeError):
-    """A replay could not be done; the message says why."""
+    """A replay could not be done; the message has the reason."""
 
 
 def replay_run(path: Path, log: Logged, steps: tuple[int, int], ranks: int, folder: Path) -> Replay:
@@ -299,8 +299,8 @@ def replay_locally(
     directory.logs.mkdir(parents=True)
     table = to_table(dataclasses.replace(spec, run_dir=str(folder)))
     write_atomically(directory.run_file, tomli_w.dumps(table).encode())
-    known = {"data_fingerprint": fingerprint} if fingerprint else {}
-    write_atomically(directory.record, json.dumps({"attempts": 1, **known}).encode())
+    fingerprint_entry = {"data_fingerprint": fingerprint} if fingerprint else {}
+    write_atomically(directory.record, json.dumps({"attempts": 1, **fingerprint_entry}).encode())
     write_atomically(order_file(folder), msgspec.json.encode(order))
     lock = take_lock(directory.lock)
 
@@ -319,4 +319,4 @@ def replay_locally(
     seen = [
         msgspec.msgpack.decode(seen_file(folder, rank).read_bytes(), type=RankReplay) for rank in range(ranks)
     ]
-    return Replay(seen[0].layout, [one.observed for one in seen], seen[0].numbers)
+    return Replay(seen[0].layout, [replay.observed for replay in seen], seen[0].numbers)

@@ -24,7 +24,7 @@ Domains = tuple[str, ...]
 
 
 class TopologyError(ValueError):
-    """A topology cannot be read or does not fit the run; the message says what to change."""
+    """A topology cannot be read or does not fit the run; the message has the remedy."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Level:
     """One level of the tree."""
 
     name: str
-    """As in "leaf" or "rack"."""
+    """Such as "leaf" or "rack"."""
     share: float = 1.0
     """Fraction of its nodes' network rate that can leave a domain at once."""
     scale_up: bool = False
-    """True if accelerators of a domain talk over its own links (NVLink) and not over the network."""
+    """True if accelerators of a domain communicate over its own links (NVLink) and not over the network."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Topology:
     nodes: Mapping[str, Domains]
     """Node -> its domains, one for each level."""
     node_bytes_per_s: float = 0.0
-    """Network rate of one node in one direction; 0 if the source does not say."""
+    """Network rate of one node in one direction; 0 if unknown."""
     taken: frozenset[str] = field(default_factory=frozenset)
     """Nodes that are down, drained or used by others."""
     source: str = ""
@@ -61,7 +61,9 @@ class Topology:
                     f"{self.source or 'topology'}: node {name} lies in {len(domains)} domains ({'.'.join(domains) or 'none'}), and there are "
                     f"{len(self.levels)} levels ({', '.join(level.name for level in self.levels) or 'none'})"
                 )
-        if sum(level.scale_up for level in self.levels) > 1 or any(one.scale_up for one in self.levels[:-1]):
+        if sum(level.scale_up for level in self.levels) > 1 or any(
+            outer.scale_up for outer in self.levels[:-1]
+        ):
             raise TopologyError(
                 f"{self.source or 'topology'}: only the narrowest level can be a scale-up domain"
             )
@@ -80,15 +82,15 @@ class Topology:
     @cached_property
     def free_in_domains(self) -> Mapping[Domains, Sequence[str]]:
         """The nodes that can be used by narrowest domain, both in the order of their names: a shorter one first, so that n9 comes before n10."""
-        found: dict[Domains, list[str]] = {}
+        names_by_domain: dict[Domains, list[str]] = {}
         # Neighbors are mostly listed together: one look-up for each run of them.
         for path, run in groupby(self.nodes.items(), key=itemgetter(1)):
-            found.setdefault(path, []).extend([name for name, _ in run if name not in self.taken])
-        for names in found.values():
+            names_by_domain.setdefault(path, []).extend([name for name, _ in run if name not in self.taken])
+        for names in names_by_domain.values():
             # Two stable sorts by what is there are quicker than one by pairs.
             names.sort()
             names.sort(key=len)
-        return {path: found[path] for path in sorted(found) if found[path]}
+        return {path: names_by_domain[path] for path in sorted(names_by_domain) if names_by_domain[path]}
 
     @cached_property
     def domain_nodes(self) -> Mapping[Domains, int]:
@@ -96,18 +98,18 @@ class Topology:
         return Counter(self.nodes.values())
 
     def only(self, names: Iterable[str]) -> Topology:
-        """The same network where nothing is free but ``names``. Raises ``TopologyError`` for a node that is not in it."""
-        wanted = frozenset(names)
-        unknown = sorted(wanted - self.nodes.keys())
+        """Return the same network where only ``names`` are free. Raises ``TopologyError`` for a node that is not in it."""
+        chosen = frozenset(names)
+        unknown = sorted(chosen - self.nodes.keys())
         if unknown:
             raise TopologyError(
                 f"{self.source or 'topology'}: there is no node {', '.join(unknown[:4])}; there are "
                 f"{', '.join(sorted(self.nodes)[:4])}, ..."
             )
-        return replace(self, taken=frozenset(self.nodes.keys() - wanted))
+        return replace(self, taken=frozenset(self.nodes.keys() - chosen))
 
     def with_rates(self, node_bytes_per_s: float, shares: Mapping[str, float]) -> Topology:
-        """The same network with another rate of its nodes, and other shares of levels by name."""
+        """Return the same network with another rate of its nodes, and other shares of levels by name."""
         unknown = sorted(shares.keys() - {level.name for level in self.levels})
         if unknown:
             names = ", ".join(level.name for level in self.levels) or "none"
@@ -119,7 +121,7 @@ class Topology:
 
 
 def from_domains(domains: Mapping[str, Domains], source: str = "") -> Topology:
-    """A topology of nodes that name their domains themselves; one that names fewer lies in a domain of its own below."""
+    """Return the topology of nodes that name their domains; a node that names fewer is in a domain of its own below."""
     depth = max(map(len, domains.values()), default=0)
     levels = tuple(Level(f"level {number}") for number in range(1, depth + 1))
     filled = {
@@ -142,8 +144,8 @@ def block_seats(inner_ranks: int, stage_ranks: int, ranks_per_node: int) -> int:
     """Seats of ``inner_ranks`` consecutive ranks; 1 where they fill no whole nodes, or do not divide a stage."""
     if inner_ranks <= ranks_per_node:
         return 1
-    whole = inner_ranks % ranks_per_node == 0 and stage_ranks % inner_ranks == 0
-    return inner_ranks // ranks_per_node if whole else 1
+    is_whole = inner_ranks % ranks_per_node == 0 and stage_ranks % inner_ranks == 0
+    return inner_ranks // ranks_per_node if is_whole else 1
 
 
 def sequence(seats: int, stages: int, block: int, order: Order) -> list[int]:
@@ -192,7 +194,7 @@ class Shape:
 
 # Choice of nodes: whole units under the lowest switches, spares spread, units in the order of the tree.
 #
-# A *unit* is a number of nodes that talk most to each other. The algorithm is greedy, and leaves as many units whole at *every* level at
+# A *unit* is a number of nodes with most traffic among them. The algorithm is greedy, and leaves as many units whole at *every* level at
 # once as there can be: in every domain as many units are cut as its free nodes give, the lowest domains first, and what remains is joined
 # one level up, the biggest fragments first. No unit is lost so, since ``floor(a/u) + floor(b/u) + floor((a mod u + b mod u)/u) = floor((a +
 # b)/u)`` (tests compare with mixed-integer programs). If fewer units are requested, those that are whole lowest are kept, in the fullest
@@ -242,7 +244,7 @@ def most_units(topology: Topology, unit: int, *, whole: bool = False) -> int:
 def place_units(
     topology: Topology, unit: int, units: int, spares: int = 0, *, whole: bool = False
 ) -> PlacedUnits:
-    """Chooses the nodes of ``units`` units of ``unit`` nodes, and ``spares`` more.
+    """Choose the nodes of ``units`` units of ``unit`` nodes, and ``spares`` more.
 
     Args:
         topology: The network; only its free nodes are used.
@@ -263,7 +265,7 @@ def place_units(
         )
     depth = len(topology.levels)
     chosen = _keep(_cut(free, unit, depth), topology.nodes, units)
-    torn = sum(one.depth < depth for one in chosen)
+    torn = sum(placed.depth < depth for placed in chosen)
     if whole and torn:
         raise TopologyError(
             f"{torn} of {units} units of {unit} nodes would straddle domains of level {topology.levels[-1].name}: at most "
@@ -274,44 +276,44 @@ def place_units(
 
 def _cut(free: Mapping[Domains, Sequence[str]], unit: int, depth: int) -> list[Unit]:
     """All units that the free nodes of the narrowest domains give, cut bottom up."""
-    found: list[Unit] = []
+    units: list[Unit] = []
     # Fragments of the domains of one level: domain -> its nodes that are in no unit yet.
     fragments = free
     for level in range(depth, -1, -1):
         above: dict[Domains, list[Sequence[str]]] = {}
         for domain, names in fragments.items():
-            whole = len(names) // unit * unit
-            found += [Unit(tuple(names[first : first + unit]), domain) for first in range(0, whole, unit)]
-            if whole < len(names) and level:
-                above.setdefault(domain[:-1], []).append(names[whole:])
+            count = len(names) // unit * unit
+            units += [Unit(tuple(names[first : first + unit]), domain) for first in range(0, count, unit)]
+            if count < len(names) and level:
+                above.setdefault(domain[:-1], []).append(names[count:])
         # The biggest fragments first: fewer pieces make a unit.
         fragments = {
             domain: [name for piece in sorted(pieces, key=len, reverse=True) for name in piece]
             for domain, pieces in above.items()
         }
-    return found
+    return units
 
 
 def _keep(candidates: Sequence[Unit], nodes: Mapping[str, Domains], units: int) -> list[Unit]:
     """The ``units`` best of the candidates, which come whole lowest first; in the order of the tree."""
-    kept: list[Unit] = []
-    for _, group in groupby(candidates, key=lambda one: one.depth):
+    chosen: list[Unit] = []
+    for _, group in groupby(candidates, key=lambda unit: unit.depth):
         alike = list(group)
-        room = units - len(kept)
-        kept += alike if len(alike) <= room else _fullest(alike, candidates)[:room]
-    kept.sort(key=lambda one: (nodes[one.nodes[0]], len(one.nodes[0]), one.nodes[0]))
-    return kept
+        room = units - len(chosen)
+        chosen += alike if len(alike) <= room else _fullest(alike, candidates)[:room]
+    chosen.sort(key=lambda unit: (nodes[unit.nodes[0]], len(unit.nodes[0]), unit.nodes[0]))
+    return chosen
 
 
 def _fullest(alike: Sequence[Unit], candidates: Sequence[Unit]) -> list[Unit]:
     """Units that are whole at the same level, those in the domains with most of all candidates first, widest level first."""
-    held = Counter(one.domain for one in candidates)
-    for domain, count in list(held.items()):
+    counts = Counter(unit.domain for unit in candidates)
+    for domain, count in list(counts.items()):
         for level in range(1, len(domain)):
-            held[domain[:level]] += count
+            counts[domain[:level]] += count
 
-    def preference(one: Unit) -> list[tuple[int, str]]:
-        return [(-held[one.domain[: level + 1]], name) for level, name in enumerate(one.domain)]
+    def preference(unit: Unit) -> list[tuple[int, str]]:
+        return [(-counts[unit.domain[: level + 1]], name) for level, name in enumerate(unit.domain)]
 
     return sorted(alike, key=preference)
 
@@ -320,13 +322,14 @@ def _spread(free: Mapping[Domains, Sequence[str]], chosen: Sequence[Unit], spare
     """``spares`` of the free nodes that are in no unit: one of each domain in turn, those with most nodes in units first."""
     if not spares:
         return ()
-    used = set(chain.from_iterable(one.nodes for one in chosen))
-    left = {domain: [name for name in names if name not in used] for domain, names in free.items()}
+    used = set(chain.from_iterable(placed.nodes for placed in chosen))
+    unused = {domain: [name for name in names if name not in used] for domain, names in free.items()}
     order = sorted(
-        (domain for domain in left if left[domain]), key=lambda one: len(left[one]) - len(free[one])
+        (domain for domain in unused if unused[domain]),
+        key=lambda domain: len(unused[domain]) - len(free[domain]),
     )
     turns = sorted(
-        (turn, place, name) for place, domain in enumerate(order) for turn, name in enumerate(left[domain])
+        (turn, place, name) for place, domain in enumerate(order) for turn, name in enumerate(unused[domain])
     )
     return tuple(name for _, _, name in turns[:spares])
 
@@ -366,24 +369,24 @@ def _hosts(part: str, text: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str, text: str) -> Iterator[str]:
-    for one in ranges.split(","):
-        first, dash, last = one.partition("-")
+    for part in ranges.split(","):
+        first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"{text!r}: [{ranges}] is no list of numbers like [1-4,7]")
         span = range(int(first), int(last or first) + 1)
         if not span or len(span) > MOST_HOSTS:
-            raise ValueError(f"{text!r}: {one} is no range of at most {MOST_HOSTS:,} numbers")
+            raise ValueError(f"{text!r}: {part} is no range of at most {MOST_HOSTS:,} numbers")
         yield from (f"{number:0{len(first)}d}" for number in span)
 
 
 def folded(hosts: Iterable[str]) -> str:
     """A host list of ``hosts``, in their order: neighbors whose last numbers follow each other become a range."""
-    found: list[str] = []
+    parts: list[str] = []
     for (head, tail, width), run in groupby(
-        map(_split_number, hosts), key=lambda one: (one[0], one[2], one[3])
+        map(_split_number, hosts), key=lambda split: (split[0], split[2], split[3])
     ):
         if width < 0:
-            found += [head for _ in run]
+            parts += [head for _ in run]
             continue
         numbers = [number for _, number, _, _ in run]
         ranges = []
@@ -392,12 +395,12 @@ def folded(hosts: Iterable[str]) -> str:
             first, last = (f"{number:0{width}d}" for number in (together[0], together[-1]))
             ranges.append(first if len(together) == 1 else f"{first}-{last}")
         alone = len(ranges) == 1 and "-" not in ranges[0]
-        found.append(f"{head}{ranges[0]}{tail}" if alone else f"{head}[{','.join(ranges)}]{tail}")
-    return ",".join(found)
+        parts.append(f"{head}{ranges[0]}{tail}" if alone else f"{head}[{','.join(ranges)}]{tail}")
+    return ",".join(parts)
 
 
 def _split_number(host: str) -> tuple[str, int, str, int]:
-    """What is before the last number of a name, the number, what is behind, and how wide it is padded (0: not; -1: no number)."""
+    """Split a name at its last number: the text before, the number, the text behind, and the padded width (0: none; -1: no number)."""
     match = re.fullmatch(r"(.*?)(\d+)(\D*)", host)
     if match is None:
         return host, 0, "", -1

@@ -1,6 +1,6 @@
 """Read topologies of a cluster or a file: TOML by hand, Slurm's switches and blocks, Topograph's JSON, the labels of Kubernetes nodes.
 
-What a text is, is recognized by its content. Formats, as read:
+The format of a text is recognized by its content:
 
 * Slurm: lines ``SwitchName=leaf1 Nodes=n[1-4]``, ``SwitchName=spine1 Switches=leaf[1-2]`` and ``BlockName=b1 Nodes=n[1-18]``, in topology.conf
   and from ``scontrol show topology`` (slurm.schedmd.com/topology.conf.html). Blocks are NVLink domains.
@@ -73,16 +73,17 @@ def _of_slurm(partition: str, *, free_only: bool) -> Topology:
     # A star marks a node that does not respond; other marks say what is about to happen to it.
     taken = frozenset(name for name, state in states.items() if state not in usable)
     try:
-        known = from_slurm(run_tool(["scontrol", "show", "topology"]), "scontrol show topology")
+        switches = from_slurm(run_tool(["scontrol", "show", "topology"]), "scontrol show topology")
     except EngineError:
-        known = from_domains({})  # topology/flat has nothing to show
-    if not known.nodes:
+        switches = from_domains({})  # topology/flat has nothing to show
+    if not switches.nodes:
         return replace(from_domains(dict.fromkeys(states, ()), "sinfo"), taken=taken)
     strangers = {
-        name: tuple(f"{name} alone" for _ in known.levels) for name in states.keys() - known.nodes.keys()
+        name: tuple(f"{name} alone" for _ in switches.levels)
+        for name in states.keys() - switches.nodes.keys()
     }
-    outside = frozenset(known.nodes.keys() - states.keys())
-    return replace(known, nodes={**known.nodes, **strangers}, taken=taken | outside)
+    outside = frozenset(switches.nodes.keys() - states.keys())
+    return replace(switches, nodes={**switches.nodes, **strangers}, taken=taken | outside)
 
 
 # Formats of topologies.
@@ -192,12 +193,12 @@ def _from_topograph(table: Json, source: str) -> Topology:
         name = str(instance["id"])
         layers = _strings(instance.get("network_layers", []))
         paths[name] = tuple(reversed(layers)) or (f"{name} alone",)
-        known = {**_table(instance.get("attributes")), **_table(instance.get("labels"))}
-        rack = known.get("nvlink") or known.get(_LABEL + _SCALE_UP) or known.get(_SCALE_UP)
+        fields = {**_table(instance.get("attributes")), **_table(instance.get("labels"))}
+        rack = fields.get("nvlink") or fields.get(_LABEL + _SCALE_UP) or fields.get(_SCALE_UP)
         if rack:
             racks[name] = str(rack)
-    found = _of_equal_depth(paths, source)
-    return _with_racks(found, racks)
+    network = _of_equal_depth(paths, source)
+    return _with_racks(network, racks)
 
 
 def _with_racks(topology: Topology, racks: Mapping[str, str]) -> Topology:
@@ -217,15 +218,15 @@ def _from_kubernetes(table: Json, source: str) -> Topology:
         name = str(metadata["name"])
         labels[name] = _table(metadata.get("labels"))
         ready = any(
-            one.get("type") == "Ready" and one.get("status") == "True"
-            for one in _tables(_table(item.get("status")).get("conditions", []))
+            condition.get("type") == "Ready" and condition.get("status") == "True"
+            for condition in _tables(_table(item.get("status")).get("conditions", []))
         )
         if spec.get("unschedulable") or not ready:
             taken.add(name)
-    used = _label_levels({key for mine in labels.values() for key in mine})
+    used = _label_levels({key for own in labels.values() for key in own})
     nodes = {
-        name: tuple(str(mine.get(label, f"{name} alone")) for label in used.values())
-        for name, mine in labels.items()
+        name: tuple(str(own.get(label, f"{name} alone")) for label in used.values())
+        for name, own in labels.items()
     }
     levels = tuple(Level(level, scale_up=level == _SCALE_UP) for level in used)
     return Topology(levels, nodes, taken=frozenset(taken), source=source)
@@ -248,7 +249,7 @@ def _from_toml(table: Json, source: str) -> Topology:
     if unknown or "nodes" not in table:
         wrong = f"there is no field {unknown[0]!r}" if unknown else "there is no [nodes]"
         raise TopologyError(f"{source}: {wrong}; a topology has node_gb_per_s, taken, [[levels]] and [nodes]")
-    levels = tuple(_level(one, source) for one in _tables(table.get("levels", [])))
+    levels = tuple(_level(level, source) for level in _tables(table.get("levels", [])))
     nodes: dict[str, Domains] = {}
     for hosts, path in _table(table["nodes"]).items():
         nodes.update((name, tuple(filter(None, str(path).split(".")))) for name in expanded(hosts))
@@ -281,12 +282,12 @@ def _table(value: object) -> Json:
 
 
 def _tables(value: object) -> list[Json]:
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise ValueError("a list of tables was expected")
     return value
 
 
 def _strings(value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise ValueError("a list of names was expected")
     return value

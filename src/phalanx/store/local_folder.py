@@ -56,13 +56,13 @@ class LocalFolder:
         with self._errors(key, "ranges"):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                found = [_read(descriptor, start, stop) for start, stop in spans]
+                parts = [_read(descriptor, start, stop) for start, stop in spans]
             finally:
                 os.close(descriptor)
-        for (start, stop), data in zip(spans, found, strict=True):
+        for (start, stop), data in zip(spans, parts, strict=True):
             if len(data) != stop - start:
                 raise self._short(key, start + len(data), stop)
-        return [memoryview(data) for data in found]
+        return [memoryview(data) for data in parts]
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self.put_blocks(key, [data], len(data))

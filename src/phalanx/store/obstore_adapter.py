@@ -5,7 +5,7 @@ that breaks off. It does not repeat a conditional request whose answer was lost,
 after a time; so an operation that failed for a passing reason is begun again here, until the policy's time is over. A ``create``
 that is repeated may find its own object: equal bytes under the key are success.
 
-Texts of errors are made here from the status and the server's error code; what the library says in full can hold signatures.
+Texts of errors are made here from the status and the server's error code; the library's full text can hold signatures.
 """
 
 import os
@@ -85,7 +85,7 @@ _PHRASES = (
     "error decoding response body",
     "builder error",
 )
-"""What of the library's texts may be repeated: how a request failed for which no status came."""
+"""Parts of the library's texts that may be shown: the failures of requests without a status."""
 
 _CREDENTIAL_SERVICES = (
     "169.254.169.254",
@@ -94,17 +94,17 @@ _CREDENTIAL_SERVICES = (
     "AssumeRole",
     "oauth2/",
 )
-"""Where the library asks for credentials: a request there that failed says that there are none."""
+"""Sources of credentials: a failed request there means that there are none."""
 _REFUSED_CODES = ("InvalidToken", "AuthenticationFailed")
 _EXPIRED_CODES = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired")
 _FIXED_S = 60.0
-"""Time for which new credentials are waited for that come from variables of this process, which nobody outside can change."""
+"""Longest wait for new credentials where they come from variables of this process, which nothing outside can change."""
 
 _T = TypeVar("_T")
 
 
 class RemoteStore:
-    """The objects below ``url``; nothing is asked of the store until a method is called."""
+    """The objects below ``url``; the first request is sent when a method is called."""
 
     def __init__(self, url: str, retry: RetryPolicy) -> None:
         self._url = url
@@ -141,12 +141,12 @@ class RemoteStore:
         starts, stops = joined_spans(spans)
         if not starts:
             return [memoryview(b"") for _ in spans]
-        found = self._repeated(
+        parts = self._repeated(
             lambda: list(obstore.get_ranges(self._reads, key, starts=starts, ends=stops, coalesce=0)),
             key,
             "ranges",
         )
-        views = [memoryview(data) for data in found]
+        views = [memoryview(data) for data in parts]
         for start, stop, view in zip(starts, stops, views, strict=True):
             if len(view) != stop - start:
                 raise self._short(key, stop)
@@ -204,8 +204,8 @@ class RemoteStore:
     def list(self, prefix: str = "") -> Iterator[Info]:
         require_prefix(prefix, self._url)
         # As a whole, so that a repetition cannot list an object twice; the library repeats single pages by itself.
-        found = self._repeated(lambda: self._listed(prefix), prefix, "list")
-        for meta in found:
+        listed = self._repeated(lambda: self._listed(prefix), prefix, "list")
+        for meta in listed:
             yield _info(meta)
 
     def _listed(self, prefix: str) -> "Sequence[ObjectMeta]":
@@ -269,27 +269,27 @@ class RemoteStore:
         return min(self._retry.timeout_s, _FIXED_S) if fixed else self._retry.timeout_s
 
     def _look_for_new_credentials(self) -> None:
-        """Makes the clients anew, which look again where their credentials come from."""
+        """Create the clients again, so that they read their credentials again."""
         self._reads = _client(self._url, self._credentials, self._read_options, _retry_config(self._retry))
         self.__dict__.pop("_writes", None)
 
     def _explained(self, error: Exception, key: str, operation: str) -> StoreError:
         text = str(error)
         where = self._where(key)
-        found = _STATUS.search(text)
-        status = int(found[1]) if found else 0
+        match = _STATUS.search(text)
+        status = int(match[1]) if match else 0
         code = (_CODE.search(text) or ["", ""])[1]
-        what = f"{operation} of {where}"
+        request_text = f"{operation} of {where}"
         if isinstance(error, AlreadyExistsError):
-            return ExistsError(f"{what}: it is there already; nothing was changed", where, operation)
+            return ExistsError(f"{request_text}: it is there already; nothing was changed", where, operation)
         if code in ("NoSuchBucket", "ContainerNotFound") or (status == 404 and operation in ("put", "list")):
             return MissingBucketError(
-                f"{what}: there is no such bucket or container, or this endpoint does not have it; make it, or correct the URL",
+                f"{request_text}: there is no such bucket or container, or this endpoint does not have it; make it, or correct the URL",
                 where,
                 operation,
             )
         if isinstance(error, FileNotFoundError) or status == 404:
-            return MissingObjectError(f"{what}: there is no such object", where, operation)
+            return MissingObjectError(f"{request_text}: there is no such object", where, operation)
         if code in _EXPIRED_CODES:
             return ExpiredError(
                 f"{status} {code} on {where}: the credentials found (source: {self._credentials}) have expired, and no new ones came within "
@@ -308,20 +308,22 @@ class RemoteStore:
         if status == 416:
             return self._short(key, None)
         if status in (408, 429) or status >= 500 or code in _PASSING_CODES or not status:
-            return self._passing(text, status, code, what, where, operation)
+            return self._passing(text, status, code, request_text, where, operation)
         redirect = " (another region? set AWS_REGION)" if status in (301, 307) else ""
-        return StoreError(f"{what}: the store answered {status} {code}{redirect}".rstrip(), where, operation)
+        return StoreError(
+            f"{request_text}: the store answered {status} {code}{redirect}".rstrip(), where, operation
+        )
 
     def _passing(
-        self, text: str, status: int, code: str, what: str, where: str, operation: str
+        self, text: str, status: int, code: str, request_text: str, where: str, operation: str
     ) -> StoreError:
         if "redirect" in text.lower():
             return StoreError(
-                f"{what}: the bucket lies in another region; set AWS_REGION to it", where, operation
+                f"{request_text}: the bucket lies in another region; set AWS_REGION to it", where, operation
             )
         if any(service in text for service in _CREDENTIAL_SERVICES):
             return DeniedError(
-                f"{what}: no credentials could be had (source: {self._credentials}); set those that this store's own tools use",
+                f"{request_text}: no credentials could be had (source: {self._credentials}); set those that this store's own tools use",
                 where,
                 operation,
             )
@@ -331,22 +333,22 @@ class RemoteStore:
             else "; ".join(p for p in _PHRASES if p in text) or "no answer"
         )
         return UnavailableError(
-            f"{what}: no success within {self._retry.timeout_s:g} s (last: {how}); check the network, the endpoint and the store",
+            f"{request_text}: no success within {self._retry.timeout_s:g} s (last: {how}); check the network, the endpoint and the store",
             where,
             operation,
         )
 
     def _short(self, key: str, stop: int | None) -> ShortObjectError:
         where = self._where(key)
-        asked = "" if stop is None else f" byte {stop:,}"
-        return ShortObjectError(f"{where}: ends before{asked} what was asked for", where, "ranges")
+        missing_byte = "" if stop is None else f" byte {stop:,}"
+        return ShortObjectError(f"{where}: ends before{missing_byte} the requested range", where, "ranges")
 
     def _where(self, key: str) -> str:
         return f"{self._url}/{key}" if key else self._url
 
 
 def joined_spans(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Starts and stops of what to ask for: the spans in order, those with gaps below 64 KiB in one; empty spans are left out."""
+    """Return starts and stops of the requests for these spans, in order; spans with gaps below 64 KiB are one, empty ones are left out."""
     starts: list[int] = []
     stops: list[int] = []
     for start, stop in sorted(span for span in spans if span[1] > span[0]):

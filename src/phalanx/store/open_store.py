@@ -53,7 +53,7 @@ def check_url(url: str) -> str:
 
 
 def open_store(url: str, retry: RetryPolicy | None = None) -> Store:
-    """Opens the store at ``url``; nothing is asked of it yet. A folder is made when the first object is written.
+    """Open the store at ``url``; no request is sent yet. A folder is made when the first object is written.
 
     Raises BadUrlError, and MissingSupportError where a package is missing.
     """

@@ -38,7 +38,7 @@ class Info:
 class Store(Protocol):
     """Objects under one URL; keys are relative to it, as ``a/b.json``. Safe to use from several threads.
 
-    Failures that may pass (a broken connection, 408, 429, 5xx) are tried again for as long as the store's ``RetryPolicy`` says. Every
+    Failures that may pass (a broken connection, 408, 429, 5xx) are tried again for as long as the store's ``RetryPolicy`` allows. Every
     method raises a StoreError that names the object, the operation and the remedy.
     """
 
@@ -52,7 +52,7 @@ class Store(Protocol):
         ...
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """The bytes ``start`` to ``stop`` (exclusive) of each span; gaps below 64 KiB are read over rather than asked for separately.
+        """The bytes ``start`` to ``stop`` (exclusive) of each span; gaps below 64 KiB are read as one request.
 
         Raises MissingObjectError, and ShortObjectError where the object ends before a span does.
         """
@@ -146,7 +146,7 @@ class ExistsError(StoreError):
 
 
 class ShortObjectError(StoreError):
-    """The object ends before the bytes that were asked for."""
+    """The object ends before the requested bytes."""
 
 
 class DeniedError(StoreError):
@@ -234,25 +234,28 @@ class HedgedReads:
         self._min_s, self._unmeasured_s = min_s, unmeasured_s
         self.reads = 0
         self.hedged = 0
-        """Reads that were asked for a second time."""
+        """Number of reads that were called a second time."""
         self._latest: deque[float] = deque(maxlen=_LATEST)
         self._lock = threading.Lock()
 
-    def read(self, ask: Callable[[], T]) -> T:
-        """What ``ask`` returns, which may be called twice, at the same time in two threads. Raises what both raise, the first's."""
+    def read(self, call: Callable[[], T]) -> T:
+        """Hedged read: call ``call``, and call it again in parallel if the first call is slow; returns the first success.
+
+        If both fail, raises the first error.
+        """
         with self._lock:
             self.reads += 1
         begun_s = time.monotonic()
         answers: queue.SimpleQueue[_Answer[T]] = queue.SimpleQueue()
-        _ask_in_thread(ask, answers)
+        _call_in_thread(call, answers)
         try:
             answer = answers.get(timeout=self.patience_s())
         except queue.Empty:
-            asked = 1 + self._may_hedge()
-            if asked == 2:
-                _ask_in_thread(ask, answers)
+            calls = 1 + self._may_hedge()
+            if calls == 2:
+                _call_in_thread(call, answers)
             answer = answers.get()
-            if answer.error is not None and asked == 2:
+            if answer.error is not None and calls == 2:
                 other = answers.get()
                 answer = answer if other.error is not None else other
         with self._lock:
@@ -260,7 +263,7 @@ class HedgedReads:
         return answer.value()
 
     def patience_s(self) -> float:
-        """Seconds after which a read is asked for a second time."""
+        """Return the seconds after which a read is called a second time."""
         with self._lock:
             latest = sorted(self._latest)
         if len(latest) < _FEW:
@@ -275,13 +278,13 @@ class HedgedReads:
 
 
 class _Answer(Generic[T]):
-    """What a call returned, or what it raised."""
+    """The value of a call, or its error."""
 
-    def __init__(self, ask: Callable[[], T]) -> None:
+    def __init__(self, call: Callable[[], T]) -> None:
         self.error: BaseException | None = None
         try:
-            self._value = ask()
-        except BaseException as error:  # it is raised in whoever waits
+            self._value = call()
+        except BaseException as error:  # raised in the thread that waits
             self.error = error
 
     def value(self) -> T:
@@ -290,6 +293,6 @@ class _Answer(Generic[T]):
         return self._value
 
 
-def _ask_in_thread(ask: Callable[[], T], answers: queue.SimpleQueue[_Answer[T]]) -> None:
+def _call_in_thread(call: Callable[[], T], answers: queue.SimpleQueue[_Answer[T]]) -> None:
     # A daemon: the slower of two may never be answered, and nobody waits for it.
-    threading.Thread(target=lambda: answers.put(_Answer(ask)), name="store-read", daemon=True).start()
+    threading.Thread(target=lambda: answers.put(_Answer(call)), name="store-read", daemon=True).start()

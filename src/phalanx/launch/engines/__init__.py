@@ -1,1 +1,1 @@
-"""Engines that start a run on many nodes: each asks a scheduler, or none, for nodes and runs one agent on every one."""
+"""Engines that start a run on many nodes: each gets nodes from a scheduler or a list, and runs one agent on every node."""

@@ -1,7 +1,7 @@
-"""Starts runs on this machine or on hosts through ssh, and asks them what became of it; OpenSSH's client does the transport.
+"""Sessions of runs on this machine or on hosts through ssh: checked, started, looked for, signaled; OpenSSH's client does the transport.
 
 All hosts are checked at once before anything is started: reachable without a password, the run directory shared, the same software, clocks that
-agree. Then all are started, and only when all have been is the word given that lets them begin (``hosts``).
+agree. Then all are started. Only when all have been is the file written that lets them begin (``hosts``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WHY = {
     "Host key verification failed": "its host key is not known: connect once by hand, or ssh-keyscan{port} {host} >> ~/.ssh/known_hosts",
     "Permission denied": "it lets nobody in without a password: ssh-copy-id{port} {login}",
 }
-"""Words of ssh -> what they mean, and the command that mends it."""
+"""Text in ssh's error -> the cause, and the command that mends it."""
 
 
 @dataclass(frozen=True)
@@ -55,39 +55,39 @@ class Started:
 
 
 def on_host(host: Host, script: str, timeout_s: float = 120.0) -> str:
-    """What a shell script printed on a host. Raises ``EngineError``, naming the host."""
+    """Return the output of a shell script on a host. Raises ``EngineError``, naming the host."""
     if host.destination == HERE:
         return run_tool(["bash", "-s"], stdin=script, timeout_s=timeout_s)
     port = ["-p", str(host.port)] if host.port else []
     try:
         return run_tool([*_SSH, *port, "--", host.destination, "bash -s"], stdin=script, timeout_s=timeout_s)
     except EngineError as error:
-        said = str(error)
-        meant = next((_for_host(why, host) for word, why in _WHY.items() if word in said), said)
+        text = str(error)
+        meant = next((_for_host(remedy, host) for word, remedy in _WHY.items() if word in text), text)
         raise EngineError(f"{host.name}: {meant}") from error
 
 
 def _for_host(remedy: str, host: Host) -> str:
-    """A remedy with the words by which OpenSSH's tools know a host: behind another port it has a name of its own."""
+    """A remedy with the host as OpenSSH's tools name it: behind another port it has a name of its own."""
     name = host.destination.rpartition("@")[2]
     other = host.port and host.port != SSH_PORT
-    port, known = (f" -p {host.port}", f"'[{name}]:{host.port}'") if other else ("", name)
-    return remedy.format(known=known, port=port, host=name, login=host.destination)
+    port, known_as = (f" -p {host.port}", f"'[{name}]:{host.port}'") if other else ("", name)
+    return remedy.format(known=known_as, port=port, host=name, login=host.destination)
 
 
 def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], list[str]]:
-    """The results of ``act`` by the host's name, and what went wrong elsewhere; many hosts at once."""
+    """Call ``act`` on many hosts at once; returns results by host name, and the errors of the others."""
     done: dict[str, T] = {}
     wrong: list[str] = []
 
-    def one(host: Host) -> tuple[Host, T | EngineError]:
+    def call(host: Host) -> tuple[Host, T | EngineError]:
         try:
             return host, act(host)
         except EngineError as error:
             return host, error
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for host, result in pool.map(one, hosts):
+        for host, result in pool.map(call, hosts):
             if isinstance(result, EngineError):
                 wrong.append(str(result))
             else:
@@ -99,7 +99,7 @@ def on_all(hosts: list[Host], act: Callable[[Host], T]) -> tuple[dict[str, T], l
 
 
 def problems(order: LaunchOrder, hosts: list[Host]) -> list[str]:
-    """Names the problems of a list of hosts with a run, as far as the list and the run file tell; empty if there are none."""
+    """Return the problems that the run file and the list of hosts show; empty if there are none."""
     wrong = list(not_for_hosts(order))
     if len(hosts) < order.all_nodes and hosts[0].destination != HERE:
         wrong.append(
@@ -111,9 +111,9 @@ def problems(order: LaunchOrder, hosts: list[Host]) -> list[str]:
 
 
 def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
-    """Everything that keeps the hosts from training the run together, each with its host; empty if nothing does.
+    """Return everything that keeps the hosts from training the run together; empty if nothing does.
 
-    Writes a word into the run directory, which every host must see.
+    Writes a random word into the run directory, which every host must read there.
     """
     if wrong := problems(order, hosts):
         return wrong
@@ -124,50 +124,50 @@ def preflight(order: LaunchOrder, hosts: list[Host]) -> list[str]:
     except OSError as error:
         return [f"cannot write {order.folder}: {error.strerror}; give another run_dir"]
     script = check_script(order, word)
-    asked_s = time.time()
-    said, wrong = on_all(hosts, lambda host: _facts(host, on_host(host, script)))
-    took_s = time.time() - asked_s
-    reference = next(iter(said.values()), None)
+    sent_s = time.time()
+    facts, wrong = on_all(hosts, lambda host: _facts(host, on_host(host, script)))
+    took_s = time.time() - sent_s
+    reference = next(iter(facts.values()), None)
     ahead_s: dict[str, float] = {}
-    for name, (software, unix_s) in said.items():
+    for name, (software, unix_s) in facts.items():
         if reference is not None and software != reference[0]:
             wrong.append(
-                f"{name}: has {software}, {next(iter(said))} has {reference[0]}: install the same on both"
+                f"{name}: has {software}, {next(iter(facts))} has {reference[0]}: install the same on both"
             )
-        if max(asked_s - unix_s, unix_s - asked_s - took_s) > _CLOCKS_S:
-            ahead_s[name] = min(unix_s - asked_s, max(0.0, unix_s - asked_s - took_s))
-    return [*wrong, *_clocks_apart(ahead_s, len(said) - len(ahead_s))]
+        if max(sent_s - unix_s, unix_s - sent_s - took_s) > _CLOCKS_S:
+            ahead_s[name] = min(unix_s - sent_s, max(0.0, unix_s - sent_s - took_s))
+    return [*wrong, *_clocks_apart(ahead_s, len(facts) - len(ahead_s))]
 
 
 def _clocks_apart(ahead_s: dict[str, float], agreeing: int) -> list[str]:
-    """What is wrong with the clocks of hosts that are too far from this machine's, or with this machine's."""
+    """The problems of clocks that differ too much from this machine's, or of this machine's own clock."""
     if ours := own_clock_is_wrong(ahead_s, agreeing, "this machine"):
         return [ours]
     return [
-        f"{name}: its clock is {abs(one_s):.0f} s {'ahead of' if one_s > 0 else 'behind'} this machine's: set it (chrony, ntpd)"
-        for name, one_s in ahead_s.items()
+        f"{name}: its clock is {abs(offset_s):.0f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's: set it (chrony, ntpd)"
+        for name, offset_s in ahead_s.items()
     ]
 
 
-def _facts(host: Host, said: str) -> tuple[str, float]:
-    for line in said.splitlines():
+def _facts(host: Host, output: str) -> tuple[str, float]:
+    for line in output.splitlines():
         if line.startswith("phalanx-host "):
             software, unix_s = json.loads(line.partition(" ")[2])
             return str(software), float(unix_s)
     raise EngineError(
-        f"{host.name}: its shell has not run Phalanx, it said: {said.strip()[-300:] or 'nothing'}"
+        f"{host.name}: its shell has not run Phalanx, it said: {output.strip()[-300:] or 'nothing'}"
     )
 
 
 def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list[Started]:
-    """Starts the run on the hosts, the first of which leads; or has them join the fleet that trains it. On all of them or on none.
+    """Start the run on all hosts or on none; the first leads. With ``joins`` they join the fleet that trains it.
 
-    A run that is cancelled before the word that lets it begin does not begin. Raises ``EngineError`` with every reason.
+    A run that is cancelled before the last file is written does not begin. Raises ``EngineError`` with every reason.
     """
     word, head = secrets.token_hex(8), None if joins else hosts[0]
     names = {host.name for host in hosts}
     # A host that was given back and joins again is there once.
-    earlier = [one for one in started_on(order.run_dir) if one.host.name not in names] if joins else []
+    earlier = [old for old in started_on(order.run_dir) if old.host.name not in names] if joins else []
     go = order.folder / "go"
     try:
         go.unlink(missing_ok=True)
@@ -202,22 +202,22 @@ def start(order: LaunchOrder, hosts: list[Host], *, joins: bool = False) -> list
 
 
 def _forget_who_was_asked(order: LaunchOrder) -> None:
-    for asked in order.folder.glob(f"{ASKED}-*"):
+    for mark in order.folder.glob(f"{ASKED}-*"):
         with suppress(FileNotFoundError):
-            asked.rmdir()
+            mark.rmdir()
 
 
 def _note(order: LaunchOrder, started: list[Started]) -> None:
-    content = json.dumps([asdict(one) for one in started], indent=1) + "\n"
+    content = json.dumps([asdict(session) for session in started], indent=1) + "\n"
     write_atomically(order.folder / _HOSTS, content.encode())
 
 
-def _pid(host: Host, said: str) -> int:
-    for line in said.splitlines():
+def _pid(host: Host, output: str) -> int:
+    for line in output.splitlines():
         if line.startswith("phalanx-pid "):
             return int(line.split()[1])
     raise EngineError(
-        f"{host.name}: its shell has started nothing, it said: {said.strip()[-300:] or 'nothing'}"
+        f"{host.name}: its shell has started nothing, it said: {output.strip()[-300:] or 'nothing'}"
     )
 
 
@@ -225,39 +225,39 @@ def _pid(host: Host, said: str) -> int:
 
 
 def started_on(run_dir: Path) -> list[Started]:
-    """The sessions of the last start of a run; empty if there are none that can be read."""
+    """Return the sessions of the last start of a run; empty if there is no record that can be read."""
     try:
         read = json.loads((run_dir / FOLDER / _HOSTS).read_bytes())
         return [
-            Started(Host(**{**one["host"], "domain": tuple(one["host"]["domain"])}), int(one["pid"]))
-            for one in read
+            Started(Host(**{**entry["host"], "domain": tuple(entry["host"]["domain"])}), int(entry["pid"]))
+            for entry in read
         ]
     except (OSError, ValueError, TypeError, KeyError):
         return []
 
 
 def alive(run_dir: Path) -> tuple[list[Started], list[str]]:
-    """The sessions of a run that are there still, and the hosts that do not answer, with the reason."""
+    """Return the sessions of a run that are still there, and the hosts that do not answer, with the reason."""
     return end(run_dir, started_on(run_dir), None)
 
 
 def end(
     run_dir: Path, started: list[Started], number: signal.Signals | None
 ) -> tuple[list[Started], list[str]]:
-    """Sends a signal to sessions that are there still; returns those, and why some hosts did not answer."""
-    pids = {one.host.name: one.pid for one in started}
+    """Send a signal to the sessions that are still there; returns those, and why some hosts did not answer."""
+    pids = {session.host.name: session.pid for session in started}
     folder = str(run_dir.resolve())
 
     def act(host: Host) -> bool:
         script = signal_script(folder, [pids[host.name]], number or 0)
         return "phalanx-alive" in on_host(host, script, timeout_s=30.0)
 
-    there, wrong = on_all([one.host for one in started], act)
-    return [one for one in started if there.get(one.host.name)], wrong
+    there, wrong = on_all([session.host for session in started], act)
+    return [session for session in started if there.get(session.host.name)], wrong
 
 
 def sentence(run_dir: Path) -> str | None:
-    """What the sessions of a run do; ``None`` if none is there any more and every host says so."""
+    """Return the state of a run's sessions; ``None`` if every host answers that none is there."""
     started = started_on(run_dir)
     there, wrong = alive(run_dir)
     if not there and not wrong:

@@ -1,7 +1,7 @@
 """The engines that give nodes to a run: Slurm, Kubernetes, hosts by ssh, this machine, and those of other packages.
 
 An engine is an object of the group ``phalanx.engines`` (``phalanx.plugins``); ``phalanx submit --on NAME`` finds it by its name. Commands that
-follow a run (``status``, ``logs``, ``cancel``, ``why``, ``fleet grow``) read the run's record and ask the engine that started it. They never
+follow a run (``status``, ``logs``, ``cancel``, ``why``, ``fleet grow``) read the run's record and call the engine that started it. They never
 compare names, so that a further engine is one class and one entry point.
 """
 

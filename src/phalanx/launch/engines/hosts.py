@@ -1,8 +1,8 @@
 """Machines without a scheduler: a list of hosts, and the shell scripts that check, start and end a run's agents on them.
 
-What is started belongs to the run and not to who started it: each agent is a session of its own with its output in a file, so the launcher, its
-terminal and its links may go. All or none: an agent begins only once a word lies in the run directory that is written when all hosts have been
-started; without it, it ends by itself. Pure functions; ``bare`` runs the scripts here and, through ssh, there.
+What is started does not depend on the launcher: each agent is a session of its own with its output in a file, so the launcher, its terminal and
+its connections may go. All or none: an agent begins only once a file is in the run directory that is written when all hosts have been started;
+without it, the agent ends by itself. Pure functions; ``bare`` runs the scripts here and, through ssh, there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from phalanx.launch.placing import Topology, TopologyError, from_domains
 from phalanx.run.peers import is_loopback
 
 ASKED = "asked-to-end"
-"""Begins the names of the folders that say which sessions have got SIGTERM."""
+"""Prefix of the folders that mark the sessions which have received SIGTERM."""
 HERE = ""
-"""The destination of this machine, which needs no ssh."""
+"""The ``destination`` of this machine, which needs no ssh."""
 _HOST = re.compile(r"(?:(?P<user>[\w][^@\s]*)@)?(?P<host>\w[\w.-]*)(?::(?P<port>\d+))?")
 """Nothing begins with a dash: ssh would take it for an option."""
 _NAME = re.compile(r"\w[\w.-]*")
-"""Logs and claims of a node bear its name."""
+"""Names of files: logs and claims of a node are called after it."""
 _LONGEST_NAME = 128
 """As ``fleet.core.messages.NodeName``."""
 SSH_PORT = 22
@@ -54,71 +54,73 @@ class Host:
     port: int
     """The port of its sshd; 0 for ssh's own choice."""
     address: str
-    """At which the other nodes reach it."""
+    """The address at which the other nodes reach it."""
     domain: tuple[str, ...] = ()
 
     @property
     def machine(self) -> tuple[str, int]:
-        """Its name for ssh, by whichever user, and its port, since another machine may be behind another one."""
+        """Host name and port for ssh, whoever the user is; another port may lead to another machine."""
         return self.destination.rpartition("@")[2], self.port or SSH_PORT
 
 
 def read_hosts(text: str) -> list[Host]:
-    """The hosts in a file: one a line, ``[user@]host[:port] [name=N] [address=A] [domain=pod-1/rack-2]``; # begins a comment.
+    """Return the hosts in a file: one a line, ``[user@]host[:port] [name=N] [address=A] [domain=pod-1/rack-2]``; # begins a comment.
 
     Raises ``EngineError`` naming the line.
     """
-    found: list[Host] = []
+    hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         match = _HOST.fullmatch(words[0])
-        given = dict(word.partition("=")[::2] for word in words[1:])
-        if match is None or (what := _wrong_with(words, match, given)):
-            told = (
-                what if match else f"{words[0]!r} is no host (an IPv6 address needs a name, in ~/.ssh/config)"
+        values = dict(word.partition("=")[::2] for word in words[1:])
+        if match is None or (problem := _wrong_with(words, match, values)):
+            message = (
+                problem
+                if match
+                else f"{words[0]!r} is no host (an IPv6 address needs a name, in ~/.ssh/config)"
             )
             raise EngineError(
-                f"line {number} of the hosts: {told}; write [user@]host[:port] [name=NODE] [address=HOST] [domain=POD/RACK]"
+                f"line {number} of the hosts: {message}; write [user@]host[:port] [name=NODE] [address=HOST] [domain=POD/RACK]"
             )
         user, host, port = match["user"], match["host"], match["port"]
-        name = given.get("name") or host
-        if any(name == other.name for other in found):
+        name = values.get("name") or host
+        if any(name == other.name for other in hosts):
             raise EngineError(
                 f"line {number} of the hosts: there is a node {name} already; give this one another name=NODE"
             )
-        domain = tuple(filter(None, given.get("domain", "").split("/")))
+        domain = tuple(filter(None, values.get("domain", "").split("/")))
         destination = f"{user}@{host}" if user else host
-        read = Host(name, destination, int(port or 0), given.get("address") or host, domain)
-        if same := next((one for one in found if one.machine == read.machine), None):
+        read = Host(name, destination, int(port or 0), values.get("address") or host, domain)
+        if same := next((earlier for earlier in hosts if earlier.machine == read.machine), None):
             raise EngineError(
                 f"line {number} of the hosts: {words[0]} is the host of node {same.name}, and two agents would share its accelerators: one line for each"
             )
-        found.append(read)
-    return found
+        hosts.append(read)
+    return hosts
 
 
-def _wrong_with(words: list[str], match: re.Match[str], given: dict[str, str]) -> str:
-    """What is wrong with the words of a line whose first one is a host; empty if nothing is."""
+def _wrong_with(words: list[str], match: re.Match[str], values: dict[str, str]) -> str:
+    """The mistake in a line that begins with a host; empty if there is none."""
     port, keys = match["port"], [word.partition("=")[0] for word in words[1:]]
     if unknown := sorted(set(keys) - {"name", "address", "domain"}):
         return f"{unknown[0]!r} is not known"
-    if twice := [key for key in given if keys.count(key) > 1]:
+    if twice := [key for key in values if keys.count(key) > 1]:
         return f"{twice[0]}= is there twice"
-    if empty := [key for key, value in given.items() if not value]:
+    if empty := [key for key, value in values.items() if not value]:
         return f"{empty[0]}= has no value"
     if port and not 1 <= int(port) <= _MOST_PORT:
         return f"port {port} is not between 1 and {_MOST_PORT}"
-    if len(given.get("name") or match["host"]) > _LONGEST_NAME:
+    if len(values.get("name") or match["host"]) > _LONGEST_NAME:
         return f"a node's name has at most {_LONGEST_NAME} characters: give it a shorter one by name="
-    if (name := given.get("name")) and not _NAME.fullmatch(name):
+    if (name := values.get("name")) and not _NAME.fullmatch(name):
         return f"name={name}: a node's name has letters, digits, '.', '-' and '_', a letter or digit first"
     return ""
 
 
 def unreachable(hosts: list[Host]) -> str:
-    """Why the others cannot reach the first host, which leads unless a fleet runs already, if its address means something else on each of them; else empty."""
+    """Return why the other hosts cannot reach the first one, which leads: its address is a loopback one. Empty if they can."""
     head, others = hosts[0], [host for host in hosts[1:] if not is_loopback(host.address)]
     if not others or not is_loopback(head.address):
         return ""
@@ -129,21 +131,21 @@ def unreachable(hosts: list[Host]) -> str:
 
 
 def coordinator_port(order: LaunchOrder) -> int:
-    """The coordinator's TCP port: ``fleet.port``, else one that follows from the run directory and the ports of this machine's connections.
+    """Return the coordinator's TCP port: ``fleet.port``, else one that follows from the run directory and the kernel's port range.
 
-    Hosts of one cluster are taken to be set alike.
+    All hosts are assumed to have the same range.
     """
     return order.port or port_of(zlib.crc32(str(order.run_dir).encode()), order.connections)
 
 
 def check_script(order: LaunchOrder, word: str) -> str:
-    """Says on a host whether it sees ``word`` in the run directory and can write there, and which software and time it has."""
-    nonce, told = shlex.quote(str(order.nonce)), shlex.quote(_NOT_SHARED.format(order.nonce))
+    """Return the script that checks that a host reads ``word`` in the run directory and can write there, and prints its software and time."""
+    nonce, not_shared = shlex.quote(str(order.nonce)), shlex.quote(_NOT_SHARED.format(order.nonce))
     unwritten = shlex.quote(_NOT_WRITTEN.format(order.folder))
     return "\n".join(
         [
             *_begin(order),
-            f'[ "$(cat {nonce} 2>/dev/null)" = {word} ] || {{ echo {told} >&2; exit 65; }}',
+            f'[ "$(cat {nonce} 2>/dev/null)" = {word} ] || {{ echo {not_shared} >&2; exit 65; }}',
             # A prologue may have said `set -e`.
             f'probe={nonce}-"$HOSTNAME-$$"; printf %s {word} 2>/dev/null > "$probe" || true',
             f'[ "$(cat "$probe" 2>/dev/null; rm -f "$probe")" = {word} ] || {{ echo {unwritten} >&2; exit 67; }}',
@@ -166,13 +168,13 @@ def _restart_loop(pauses_s: Sequence[int]) -> str:
 
 
 def start_script(order: LaunchOrder, host: Host, head: Host | None, word: str) -> str:
-    """Starts the agent of a host, or the whole fleet of this machine, in a session of its own, and prints its process number.
+    """Return the script that starts the agent of a host, or the fleet of this machine, as a session of its own, and prints its process number.
 
     Without a ``head`` the host joins the fleet that trains in the run directory. An agent that was killed, as for want of memory, is started
-    again, a few times: no scheduler does it here. One that was asked to end (by SIGTERM to the session) or has ended by itself is not.
+    again, a few times: no scheduler does it here. One that received SIGTERM or ended by itself is not.
     """
     folder = order.folder
-    # The session says its number itself: signals go to a session, and there is none before setsid has made it.
+    # The session prints its number itself: signals go to a session, and there is none before setsid has made it.
     notes = "" if head != host else f"""trap 'echo "$code" > "${{0%/*}}/{LEAD_EXIT}"' EXIT; """
     waits = (
         'echo "phalanx-pid $$" >&3; exec 3>&-; '
@@ -201,10 +203,10 @@ def _words(order: LaunchOrder, host: Host, head: Host | None) -> list[str]:
 
 
 def signal_script(run_dir: str, pids: list[int], number: int) -> str:
-    """Sends a signal to the sessions of a run on a host, or with 0 asks which of them are there; prints those that are.
+    """Return the script that sends a signal to the sessions of a run on a host (0: none) and prints those that are there.
 
-    A session gets SIGTERM once, whoever asks and how often: a second one would end a run that saves. That it was sent is a folder of the run, named after
-    the session with the time of its start, which only one of several that ask at the same time can make.
+    A session gets SIGTERM once: a second one would end a run that saves. A folder, named after the session and the time of its start, marks that it was
+    sent; only one of several concurrent callers can create it.
     """
     there = (
         f'[ -r /proc/$pid/cmdline ] && tr "\\0" " " < /proc/$pid/cmdline | grep -qF -- {shlex.quote(run_dir)}'
@@ -239,9 +241,9 @@ def _begin(order: LaunchOrder) -> Iterator[str]:
 
 
 def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
-    """What the run file asks of a scheduler, where there is none."""
+    """Yield the fields of the run file that only a scheduler can fulfill."""
     launch = order.launch
-    asked = {
+    requested = {
         "partition": launch.partition,
         "account": launch.account,
         "qos": launch.qos,
@@ -256,7 +258,7 @@ def not_for_hosts(order: LaunchOrder) -> Iterator[str]:
     }
     if launch.engine == "local" and launch.most_lost_ms:
         yield f"launch.most_lost_ms = {launch.most_lost_ms:g}: one machine has no network between its nodes; take it out"
-    for name, value in asked.items():
+    for name, value in requested.items():
         if value:
             yield f"launch.{name} = {value!r}: there is no scheduler to ask; take it out"
 

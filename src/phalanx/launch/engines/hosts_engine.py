@@ -102,10 +102,10 @@ class HostsEngine:
             spec = replace(spec, launch=replace(spec.launch, unit=price.unit, order=price.order))
         sentence = price.sentence if price else f"not verified: {why_not}"
         try:
-            write_atomically(order.given, f"{sentence}\n".encode())
+            write_atomically(order.price_file, f"{sentence}\n".encode())
         except OSError as error:
             raise EngineError(
-                f"cannot write {order.given}: {error.strerror}; give another run_dir"
+                f"cannot write {order.price_file}: {error.strerror}; give another run_dir"
             ) from error
         return spec, price
 

@@ -36,7 +36,7 @@ RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def range_of_connections(path: Path = RANGE_FILE) -> tuple[int, int]:
-    """The first and last port that this machine's kernel gives to outgoing connections; the usual ones where it does not say."""
+    """Return the first and last port that this machine's kernel gives to outgoing connections; the usual ones if unknown."""
     try:
         first, last = map(int, path.read_text().split())
     except (OSError, ValueError):
@@ -92,7 +92,7 @@ class LaunchOrder:
     """Nodes that hold ranks."""
     spares: int
     gpus_per_node: int
-    """GPUs to ask for on each node; 0 for none."""
+    """GPUs of each node; 0 for none."""
     port: int
     """TCP port of the coordinator; 0 for one that follows from the job."""
     python: str
@@ -123,13 +123,13 @@ class LaunchOrder:
         return self.folder / "nonce"
 
     @property
-    def given(self) -> Path:
+    def price_file(self) -> Path:
         """The verdict on the nodes that the engine gave."""
         return self.folder / "given"
 
     @property
     def all_nodes(self) -> int:
-        """Nodes to ask for."""
+        """Number of nodes, spares included."""
         return self.nodes + self.spares
 
     @property
@@ -159,8 +159,8 @@ def seconds_of(text: str) -> float:
 
 def slurm_time(seconds: float) -> str:
     """A time as Slurm writes it: D-HH:MM:SS."""
-    whole = int(seconds)
-    return f"{whole // 86_400}-{whole % 86_400 // 3_600:02d}:{whole % 3_600 // 60:02d}:{whole % 60:02d}"
+    total = int(seconds)
+    return f"{total // 86_400}-{total % 86_400 // 3_600:02d}:{total % 3_600 // 60:02d}:{total % 60:02d}"
 
 
 # Private variables: values that no file of a run may contain, those that the run file only names and those of ``launch.secrets``.
@@ -228,11 +228,11 @@ _MEANS = {
     "Could not establish a configuration source": "this machine belongs to no Slurm cluster (SLURM_CONF, /etc/slurm/slurm.conf): give the command on a login node",
     "Unable to contact slurm controller": "slurmctld does not answer: try again in a moment, or ask who runs the cluster",
 }
-"""Words of a tool that say little to who did not set it up -> what they mean, and what to do."""
+"""Text in a tool's error -> the cause, and what to do."""
 
 
 class EngineError(RuntimeError):
-    """An engine cannot do what was asked; the message says why and what to do."""
+    """A request that an engine cannot fulfill; the message has the reason and the remedy."""
 
 
 def run_tool(
@@ -244,9 +244,9 @@ def run_tool(
     folder: str | None = None,
     errors_too: bool = False,
 ) -> str:
-    """What a tool printed that ran in ``folder`` (by default here), and with ``errors_too`` what it wrote as errors although it had none.
+    """Run a tool in ``folder`` (by default here); returns its output, with ``errors_too`` also its standard error.
 
-    Raises ``EngineError`` if it is not installed, ended with an error (with its own words), or took too long.
+    Raises ``EngineError`` if it is not installed, fails (with its own message), or takes too long.
     """
     try:
         done = subprocess.run(
@@ -269,7 +269,7 @@ def run_tool(
             f"{words[0]} has not answered for {timeout_s:.0f} s: is what it talks to up? Try again"
         ) from error
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        meaning = next((meaning for word, meaning in _MEANS.items() if word in said), said)
+        output = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        meaning = next((meaning for word, meaning in _MEANS.items() if word in output), output)
         raise EngineError(f"{words[0]}: {meaning}")
     return done.stdout + (done.stderr if errors_too else "")

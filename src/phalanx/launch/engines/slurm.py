@@ -1,7 +1,7 @@
-"""Starts runs under Slurm, and asks it what became of them: sbatch, squeue, sinfo, scontrol, scancel; no accounting is needed.
+"""Slurm's tools: sbatch, squeue, sinfo, scontrol, scancel; no accounting is needed.
 
-``preflight`` says before anything is queued why a job would wait for ever: clusters accept impossible jobs unless they enforce the limits of
-partitions, and ``squeue`` then shows one reason of several.
+``preflight`` returns, before anything is queued, why a job would wait for ever: clusters accept impossible jobs unless they enforce the limits
+of partitions, and ``squeue`` then shows one reason of several.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _NO_LIMIT_DAYS = 300
 
 
 _NO_INDEX = ("the DB index is being set", "Unexpected message received")
-"""What scontrol says, one or the other, of a job of which slurmdbd has not taken note yet since its last change; without slurmdbd it never does (tried with 22.05)."""
+"""Errors of scontrol for a job whose last change slurmdbd has not recorded yet; without slurmdbd it never does (22.05)."""
 _ONCE = "a Slurm that keeps no accounts makes a job smaller once (AccountingStorageType), and one that does must have taken note of the last time"
 _TRIES, _PAUSE_S = 3, 2.0
 
@@ -98,7 +98,7 @@ class SlurmJob:
 
     @property
     def sentence(self) -> str:
-        """What the job does, and why it does not run yet with what mends it."""
+        """The state of the job; of one that waits the reason and the remedy."""
         if not self.is_waiting:
             left = f"{self.time_left} left" if _days(self.time_left) < _NO_LIMIT_DAYS else "no time limit"
             return f"{self.state.lower()} on {self.nodes} nodes ({self.hosts}), {left}"
@@ -138,14 +138,14 @@ def jobs() -> list[SlurmJob]:
 
 def parse_jobs(text: str) -> list[SlurmJob]:
     """The jobs of a ``squeue`` table that are Phalanx's."""
-    found = []
+    parsed = []
     for line in text.splitlines():
         fields = line.split("|", 9)
         if len(fields) == 10 and fields[9].startswith((COMMENT, JOINING_COMMENT)):
             number, state, reason, nodes, hosts, starts, left, name, partition, comment = fields
             reason = "" if reason == "None" else reason
             count = int(nodes) if nodes.isdecimal() else 0
-            found.append(
+            parsed.append(
                 SlurmJob(
                     number,
                     state,
@@ -160,7 +160,7 @@ def parse_jobs(text: str) -> list[SlurmJob]:
                     comment.startswith(JOINING_COMMENT),
                 )
             )
-    return found
+    return parsed
 
 
 def job_of(run_dir: Path, last: str = "") -> SlurmJob | None:
@@ -169,16 +169,16 @@ def job_of(run_dir: Path, last: str = "") -> SlurmJob | None:
     if own is not None or not last.isdecimal():
         return own
     try:
-        found = parse_jobs(run_tool(["squeue", "-h", "-j", last, "-o", _FORMAT]))
+        listed = parse_jobs(run_tool(["squeue", "-h", "-j", last, "-o", _FORMAT]))
     except EngineError:  # Slurm knows it no more
         return None
-    return next((job for job in found if job.run_dir == str(run_dir.resolve())), None)
+    return next((job for job in listed if job.run_dir == str(run_dir.resolve())), None)
 
 
 def jobs_of(run_dir: Path) -> list[SlurmJob]:
     """The queued and running jobs of a run: its own, and those whose nodes join its fleet."""
-    wanted = str(run_dir.resolve())
-    return [job for job in jobs() if job.run_dir == wanted]
+    path = str(run_dir.resolve())
+    return [job for job in jobs() if job.run_dir == path]
 
 
 def give_back(
@@ -189,26 +189,26 @@ def give_back(
     A job all of whose nodes have gone ends by itself. ``retry_pause_s`` is the pause between two tries to make a job smaller while Slurm is busy.
     Raises ``EngineError``.
     """
-    given: dict[str, tuple[str, ...]] = {}
+    released: dict[str, tuple[str, ...]] = {}
     for job in jobs_of(run_dir):
         hosts = expanded(job.hosts) if job.state == "RUNNING" and job.hosts else []
         rest = [host for host in hosts if host not in names]
         if len(rest) < len(hosts):
-            given[job.id] = tuple(host for host in hosts if host in names)
+            released[job.id] = tuple(host for host in hosts if host in names)
             if rest:
-                _make_smaller(job, rest, given[job.id], retry_pause_s)
-    return given
+                _make_smaller(job, rest, released[job.id], retry_pause_s)
+    return released
 
 
 def demand_resizable(run_dir: Path) -> None:
     """Raises ``EngineError`` if the job of a run cannot be made smaller, before nodes leave the fleet for nothing.
 
-    It is not asked where further jobs have joined: their nodes may be those that go.
+    Does nothing where further jobs have joined: their nodes may be those that leave.
     """
-    found = jobs_of(run_dir)
-    if len(found) != 1 or found[0].joins or found[0].state != "RUNNING":
+    running = jobs_of(run_dir)
+    if len(running) != 1 or running[0].joins or running[0].state != "RUNNING":
         return
-    (job,) = found
+    (job,) = running
     try:  # changes nothing, and is answered as every change would be
         run_tool(["scontrol", "update", f"JobId={job.id}", f"Comment={COMMENT}{job.run_dir}"])
     except EngineError as error:
@@ -217,7 +217,7 @@ def demand_resizable(run_dir: Path) -> None:
         raise
 
 
-def _make_smaller(job: SlurmJob, rest: Sequence[str], gone: Sequence[str], retry_pause_s: float) -> None:
+def _make_smaller(job: SlurmJob, rest: Sequence[str], leaving: Sequence[str], retry_pause_s: float) -> None:
     """Takes the nodes out of a job that are not among the ``rest``. Raises ``EngineError``."""
     words = ["scontrol", "update", f"JobId={job.id}", f"NodeList={','.join(rest)}"]
     for tried in range(_TRIES):
@@ -232,7 +232,7 @@ def _make_smaller(job: SlurmJob, rest: Sequence[str], gone: Sequence[str], retry
                 raise
             if tried == _TRIES - 1:
                 raise EngineError(
-                    f"{' '.join(gone)} have left the run, but Slurm keeps them in job {job.id}: {_ONCE}. To free them, phalanx cancel "
+                    f"{' '.join(leaving)} have left the run, but Slurm keeps them in job {job.id}: {_ONCE}. To free them, phalanx cancel "
                     f"{quote(job.run_dir)} and submit it again with fewer --nodes: {error}"
                 ) from error
         time.sleep(retry_pause_s)
@@ -268,11 +268,11 @@ def submit(script: Path, private: Mapping[str, str]) -> str:
 
 
 def test_submit(script: Path) -> str:
-    """When Slurm expects a script to start, without queueing it; empty if it does not say. Raises ``EngineError`` with its words if it never would."""
+    """Return when Slurm expects a script to start, without queueing it; empty if unknown. Raises ``EngineError`` with sbatch's message if it never would."""
     words = ["sbatch", "--test-only", str(script)]
-    said = run_tool(words, environment=without_overrulers(os.environ), errors_too=True)
-    found = re.search(r"to start at (\S+)", said)
-    return found[1] if found and is_known_start(found[1]) else ""
+    output = run_tool(words, environment=without_overrulers(os.environ), errors_too=True)
+    start = re.search(r"to start at (\S+)", output)
+    return start[1] if start and is_known_start(start[1]) else ""
 
 
 def cancel(job: str) -> None:
@@ -281,7 +281,7 @@ def cancel(job: str) -> None:
 
 
 def cancel_joining(run_dir: Path, *, waiting_only: bool = False) -> None:
-    """Ends the jobs whose nodes join the fleet of a run that ends; only those that wait for nodes, if so told."""
+    """Cancel the jobs whose nodes join the fleet of a run that ends; with ``waiting_only`` those that wait for nodes."""
     for job in jobs_of(run_dir):
         if job.joins and (not waiting_only or job.state == "PENDING"):
             cancel(job.id)
@@ -314,11 +314,11 @@ class NodeFacts:
 def preflight(order: LaunchOrder) -> list[str]:
     """Everything that keeps a job from ever starting, each with what to change; empty if nothing does. Raises ``EngineError``."""
     partitions = parse_partitions(run_tool(["scontrol", "show", "partition", "-o"]))
-    known = {"", *(one.name for one in partitions)}
-    nodes = {name: _nodes_of(name) for name in named_partitions(order.launch) if name in known}
+    names = {"", *(partition.name for partition in partitions)}
+    nodes = {name: _nodes_of(name) for name in named_partitions(order.launch) if name in names}
     try:
         limits = limits_of(order)
-    except EngineError:  # no sacctmgr here, or no answer from slurmdbd: the queued job's reason will tell
+    except EngineError:  # no sacctmgr here, or no answer from slurmdbd: the queued job's reason names it
         limits = []
     return [*problems(order, partitions, nodes), *limit_problems(order, limits)]
 
@@ -326,33 +326,35 @@ def preflight(order: LaunchOrder) -> list[str]:
 def problems(
     order: LaunchOrder, partitions: list[SlurmPartition], nodes: Mapping[str, list[NodeFacts]]
 ) -> list[str]:
-    """The same, given the facts. A job that names several partitions starts if one of them can start it, and all of them are there."""
-    known, found = {"", *(one.name for one in partitions)}, []
+    """``preflight`` as a function of the facts. A job that names several partitions starts if one of them can start it, and all of them are there."""
+    names, by_partition = {"", *(partition.name for partition in partitions)}, []
     for name in named_partitions(order.launch):
-        one = replace(order, launch=replace(order.launch, partition=name))
-        found.append((name, list(_problems_in(one, partitions, nodes.get(name, [])))))
-    if all(name in known for name, _ in found) and not all(wrong for _, wrong in found):
+        order_there = replace(order, launch=replace(order.launch, partition=name))
+        by_partition.append((name, list(_problems_in(order_there, partitions, nodes.get(name, [])))))
+    if all(name in names for name, _ in by_partition) and not all(wrong for _, wrong in by_partition):
         return []
-    return list(dict.fromkeys(line for name, wrong in found for line in wrong))
+    return list(dict.fromkeys(line for name, wrong in by_partition for line in wrong))
 
 
 def _problems_in(
     order: LaunchOrder, partitions: list[SlurmPartition], nodes: list[NodeFacts]
 ) -> Iterator[str]:
     launch = order.launch
-    names = ", ".join(one.name for one in partitions if one.up)
-    wanted = [
-        one for one in partitions if (one.name == launch.partition if launch.partition else one.default)
+    names = ", ".join(candidate.name for candidate in partitions if candidate.up)
+    matching = [
+        candidate
+        for candidate in partitions
+        if (candidate.name == launch.partition if launch.partition else candidate.default)
     ]
-    if not wanted:
-        what = (
+    if not matching:
+        problem = (
             f"there is no partition {launch.partition!r}"
             if launch.partition
             else "the cluster has no default partition"
         )
-        yield f"launch.partition: {what}: --partition with one of {names or 'none'}"
+        yield f"launch.partition: {problem}: --partition with one of {names or 'none'}"
         return
-    partition = wanted[0]
+    partition = matching[0]
     if not partition.up:
         yield f"launch.partition: {partition.name} takes no jobs now (its state is not UP): another of {names}, or wait"
     if partition.most_nodes is not None and order.all_nodes > partition.most_nodes:
@@ -386,12 +388,12 @@ def _problems_in(
 
 def parse_partitions(text: str) -> list[SlurmPartition]:
     """The partitions in ``scontrol show partition -o``."""
-    found = []
+    parsed = []
     for line in text.splitlines():
         fields = dict(part.split("=", 1) for part in line.split() if "=" in part)
         if "PartitionName" in fields:
             most, longest = fields.get("MaxNodes", "UNLIMITED"), fields.get("MaxTime", "UNLIMITED")
-            found.append(
+            parsed.append(
                 SlurmPartition(
                     fields["PartitionName"],
                     fields.get("State") == "UP",
@@ -400,20 +402,20 @@ def parse_partitions(text: str) -> list[SlurmPartition]:
                     fields.get("Default") == "YES",
                 )
             )
-    return found
+    return parsed
 
 
 def parse_nodes(text: str) -> list[NodeFacts]:
     """The nodes in ``sinfo -h -N -o '%N|%T|%G'``, each once."""
-    found: dict[str, NodeFacts] = {}
+    parsed: dict[str, NodeFacts] = {}
     for line in text.splitlines():
         name, state, resources = (*line.split("|"), "", "")[:3]
         # Marks such as * (does not respond) and ~ (powered down) follow the state.
         word = re.sub(r"[^a-z].*", "", state.lower())
         usable = not word.startswith(_DOWN) and not state.endswith("*")
         gpus = sum(int(number) for number in re.findall(r"gpu(?::[A-Za-z][\w.-]*)?:(\d+)", resources))
-        found[name] = NodeFacts(name, usable, usable and word == "idle", gpus)
-    return list(found.values())
+        parsed[name] = NodeFacts(name, usable, usable and word == "idle", gpus)
+    return list(parsed.values())
 
 
 def refuse_second(run_dir: Path, last: str = "") -> None:
@@ -424,7 +426,7 @@ def refuse_second(run_dir: Path, last: str = "") -> None:
 
 
 def second(run_dir: Path, running: SlurmJob) -> EngineError:
-    """The error of who submits a run that has a job."""
+    """Return the error for the submission of a run that has a job."""
     name = quote(str(run_dir))
     return EngineError(
         f"the run in {run_dir} is job {running.id} already ({running.sentence}): follow it with phalanx status {name}, or end it with "

@@ -161,7 +161,11 @@ def options_in(line: str) -> Iterator[str]:
             yield word
         elif word.startswith("--"):
             name, sign, _ = word[2:].partition("=")
-            full = [name] if name in _NAMES else [known for known in sorted(_NAMES) if known.startswith(name)]
+            full = (
+                [name]
+                if name in _NAMES
+                else [option_name for option_name in sorted(_NAMES) if option_name.startswith(name)]
+            )
             yield from full
             if not sign and len(full) == 1 and full[0] in WITH_VALUE:
                 next(words, None)
@@ -196,11 +200,11 @@ def refuse(line: str) -> None:
 
 
 def from_environment(launch: LaunchSpec, environ: Mapping[str, str]) -> tuple[LaunchSpec, list[str]]:
-    """What is asked of Slurm, with what variables of sbatch's say of fields that are empty; and a line about each of these variables.
+    """Return the fields of ``[launch]``, empty ones filled from the variables of sbatch, and a line about each of these variables.
 
     Raises ``EngineError`` for variables that contradict the launcher, all of them.
     """
-    said, wrong = [], []
+    lines, wrong = [], []
     for variable, option in VARIABLES.items():
         value, field = environ.get(variable, ""), FIELDS.get(option)
         if variable in environ and field is None:
@@ -212,7 +216,7 @@ def from_environment(launch: LaunchSpec, environ: Mapping[str, str]) -> tuple[La
             elif not own:
                 filled: dict[str, Any] = {field: value}
                 launch = replace(launch, **filled)
-            said.append(
+            lines.append(
                 f"launch.{field} = {own or value}"
                 + (f", and not {variable}={value}" if own else f", from {variable}")
             )
@@ -220,7 +224,7 @@ def from_environment(launch: LaunchSpec, environ: Mapping[str, str]) -> tuple[La
         wrong.append(f"SLURM_CLUSTERS={several} in the environment: {_HERE}, and to one alone")
     if wrong:
         raise EngineError("sbatch would take these before the run file; unset them:\n  " + "\n  ".join(wrong))
-    return launch, said
+    return launch, lines
 
 
 def without_overrulers(environ: Mapping[str, str]) -> dict[str, str]:
@@ -240,7 +244,7 @@ _MOST_PARENTS = 32
 
 @dataclass(frozen=True)
 class Limit:
-    """The most that one job may have under an association or a QOS; ``None`` where nothing is said."""
+    """The most that one job may have under an association or a QOS; ``None`` for no limit."""
 
     whose: str
     """As in "the account train"."""
@@ -254,7 +258,7 @@ class Limit:
 def limits_of(order: LaunchOrder, run: Callable[[Sequence[str]], str] = run_tool) -> list[Limit]:
     """The limits that apply to the job of ``order``; empty where Slurm enforces none or keeps no accounts.
 
-    Raises ``EngineError`` if the accounts cannot be asked for.
+    Raises ``EngineError`` if the accounts cannot be read.
     """
     settings = _settings(run(["scontrol", "show", "config"]))
     if "limits" not in settings.get("AccountingStorageEnforce", "").lower():
@@ -262,7 +266,7 @@ def limits_of(order: LaunchOrder, run: Callable[[Sequence[str]], str] = run_tool
     ask = ["sacctmgr", "-n", "-P", "show"]
     user, launch = getpass.getuser(), order.launch
     account = launch.account or run([*ask, "user", user, "format=DefaultAccount"]).strip()
-    found: list[Limit] = []
+    limits: list[Limit] = []
     qos, seen = launch.qos, set[str]()
     while account and account not in seen and len(seen) < _MOST_PARENTS:
         seen.add(account)
@@ -272,13 +276,13 @@ def limits_of(order: LaunchOrder, run: Callable[[Sequence[str]], str] = run_tool
         mine = [row for row in rows if len(row) == 6 and row[0] in ("", user)]
         for row in mine:
             whose = f"the account {account}" if not row[0] else f"the user {user} in the account {account}"
-            found.append(_limit(whose, "--account", row[2:5]))
+            limits.append(_limit(whose, "--account", row[2:5]))
             qos = qos or row[5]
         account = next((row[1] for row in mine if not row[0]), "")
     if qos:
         table = run([*ask, "qos", qos, "format=GrpTRES,MaxTRES,MaxTRESPU,MaxWall"])
-        found += [_limit(f"the QOS {qos}", "--qos", line.split("|")) for line in table.splitlines()]
-    return found
+        limits += [_limit(f"the QOS {qos}", "--qos", line.split("|")) for line in table.splitlines()]
+    return limits
 
 
 def limit_problems(order: LaunchOrder, limits: Sequence[Limit]) -> Iterator[str]:
@@ -317,8 +321,8 @@ def _limit(whose: str, remedy: str, cells: Sequence[str]) -> Limit:
 
 
 def _least(tables: Sequence[Mapping[str, str]], name: str) -> int | None:
-    found = [int(table[name]) for table in tables if table.get(name, "").isdecimal()]
-    return min(found, default=None)
+    values = [int(table[name]) for table in tables if table.get(name, "").isdecimal()]
+    return min(values, default=None)
 
 
 def _wall_s(text: str) -> float | None:

@@ -1,16 +1,16 @@
 """Writes the batch script that starts a run under Slurm: one job, one step, one agent on every node, spares included.
 
-What each line is for was measured on real clusters (Slurm 22.05 and 24.11):
+Why each line is there, by tests on real clusters (Slurm 22.05 and 24.11):
 
 * ``--no-kill`` for the job and the step: a lost node must not end the others, whose fleet re-forms in under a second.
 * ``--overlap``: after a node was lost, a step without it waits for ever for resources that are gone.
-* ``--signal=B:TERM@N``: the batch shell, and only it, hears of the end N seconds before the time limit, and asks the fleet to save and stop.
-  At preemption Slurm sends SIGTERM to all tasks instead, and kills them after the partition's GraceTime (else KillWait): the leading agent asks
-  the fleet to save, the others wait for it. A run that has stopped so is queued again by its own script, and goes on with the same bits.
+* ``--signal=B:TERM@N``: only the batch shell gets a signal N seconds before the time limit, and has the fleet save and stop.
+  At preemption Slurm sends SIGTERM to all tasks instead, and kills them after the partition's GraceTime (else KillWait): the leading agent has
+  the fleet save, the others wait for it. A run that has stopped so is queued again by its own script, and goes on with the same bits.
 * A job with ``--no-kill`` lives on without its first node too, though the batch shell and srun are lost with it (slurmctld's
   ``kill_running_job_by_node_name``; tried with 22.05): another node leads the fleet, and the last wrapper of an agent ends the job or queues it again,
   as the batch shell would have. Slurm itself would keep its nodes until the time limit.
-* ``--export=ALL`` for the step: where sbatch was told to export nothing (a habit of some sites), srun would keep from the agents what the script exports.
+* ``--export=ALL`` for the step: where sbatch is set to export nothing (as some sites do), srun would keep from the agents what the script exports.
 * ``--requeue``: if a first node that was lost comes back before Slurm has missed it, Slurm starts the whole job again, from the newest checkpoint.
 * The job's comment names the run directory, so that a second submission of the run is noticed, and ``phalanx runs`` finds it.
 """
@@ -44,11 +44,11 @@ _REFUSED = 3
 _IN_VAIN = 3
 """Jobs whose time was up and that have saved nothing, after which the run is not queued again."""
 _LAST_WORDS_S, _COPIES_S = 30, 600
-"""Seconds after the end of a fleet in which the first node may say that it is there, and more in which other agents may still copy to a store."""
+"""Seconds after the end of a fleet in which the first node may report, and further ones in which other agents may still copy to a store."""
 
 
 def batch_script(order: LaunchOrder) -> str:
-    """The script for ``sbatch``. Raises ``EngineError`` for options that cannot be."""
+    """Return the script for ``sbatch``. Raises ``EngineError`` for options that contradict it."""
     own = {
         "job-name": _job_name(order),
         "nodes": str(order.all_nodes),
@@ -60,9 +60,9 @@ def batch_script(order: LaunchOrder) -> str:
 
 
 def joining_script(order: LaunchOrder, nodes: int) -> str:
-    """The script of a job whose ``nodes`` join the fleet of a run that trains: allocations cannot grow, fleets can.
+    """Return the script of a job whose ``nodes`` join the fleet of a run that trains: allocations cannot grow, fleets can.
 
-    At its time limit or when preempted, its agents hear of it and leave the fleet at a step boundary. Raises ``EngineError`` as ``batch_script``.
+    At its time limit or when preempted, its agents get a signal and leave the fleet at a step boundary. Raises ``EngineError`` as ``batch_script``.
     """
     own = {
         "job-name": f"{_job_name(order)}-joining",
@@ -86,7 +86,7 @@ def joining_script(order: LaunchOrder, nodes: int) -> str:
 def _header(order: LaunchOrder, own: dict[str, str]) -> Iterator[str]:
     launch = order.launch
     yield "#!/bin/bash"
-    given = {
+    options = {
         **own,
         "ntasks-per-node": "1",
         "chdir": str(order.working_dir),
@@ -100,7 +100,7 @@ def _header(order: LaunchOrder, own: dict[str, str]) -> Iterator[str]:
         "exclude": launch.exclude,
         "gpus-per-node": str(order.gpus_per_node) if order.gpus_per_node else "",
     }
-    for name, value in given.items():
+    for name, value in options.items():
         if value:
             yield f"#SBATCH --{name}={_quoted(name, value)}"
     yield from (f"#SBATCH --{flag}" for flag in ("no-kill", "requeue"))
@@ -260,13 +260,13 @@ def _nobody_joins(run_dir: str) -> Iterator[str]:
 
 def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
     """Prices the nodes that Slurm gave, beside the start, or before it where nodes may be refused; nodes without a price are taken."""
-    limit_ms, given = order.launch.most_lost_ms, shlex.quote(str(order.given))
+    limit_ms, price_file = order.launch.most_lost_ms, shlex.quote(str(order.price_file))
     words = f'{phalanx} place {shlex.quote(str(order.run_file))} --topology slurm --allocation "$SLURM_JOB_NODELIST"'
-    yield f"rm -f {given}"
+    yield f"rm -f {price_file}"
     if not limit_ms:
-        yield f"( {words} > {given} 2>&1 ) &"
+        yield f"( {words} > {price_file} 2>&1 ) &"
         return
-    yield f"{words} --most-lost-ms {limit_ms:g} > {given} 2>&1; verdict=$?; cat {given}"
+    yield f"{words} --most-lost-ms {limit_ms:g} > {price_file} 2>&1; verdict=$?; cat {price_file}"
     yield f'if [ "$verdict" = {_REFUSED} ]; then'
     yield f'  echo "error: these nodes lose more of a step than launch.most_lost_ms = {limit_ms:g}: submit again for others, or allow more" >&2; exit 66'
     yield "fi"
@@ -275,22 +275,22 @@ def _verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
 def _joining_verified(order: LaunchOrder, phalanx: str) -> Iterator[str]:
     """Prices the fleet with the nodes that Slurm gave for it, before they join; they do not if they make it lose more than it may."""
     limit_ms, run_dir = order.launch.most_lost_ms, shlex.quote(str(order.run_dir))
-    given = f'{shlex.quote(str(order.folder))}/given-"$SLURM_JOB_ID"'
+    price_file = f'{shlex.quote(str(order.folder))}/given-"$SLURM_JOB_ID"'
     words = (
         f"{phalanx} place {shlex.quote(str(order.run_file))} --topology slurm "
         f'--allocation "$SLURM_JOB_NODELIST" --joining {run_dir}'
     )
     if not limit_ms:
-        yield f"( {words} > {given} 2>&1 ) &"
+        yield f"( {words} > {price_file} 2>&1 ) &"
         return
-    yield f"{words} --most-lost-ms {limit_ms:g} > {given} 2>&1; verdict=$?; cat {given}"
+    yield f"{words} --most-lost-ms {limit_ms:g} > {price_file} 2>&1; verdict=$?; cat {price_file}"
     yield f'if [ "$verdict" = {_REFUSED} ]; then'
     yield f'  echo "error: with these nodes the fleet loses more of a step than launch.most_lost_ms = {limit_ms:g}: they do not join it" >&2; exit 66'
     yield "fi"
 
 
 def _concluded(order: LaunchOrder) -> Iterator[str]:
-    """What a node does after its agent has ended, within single quotes: it ends the job if the first node, which would, was lost and succeeded.
+    """Lines, within single quotes, that a node runs after its agent: they end the job if the first node, which would, was lost and succeeded.
 
     An agent also ends whose node is given back while the others train on: as long as a coordinator writes the fleet's file and does not call the run over, the
     job is theirs. Both times are those of the file system: clocks of nodes and of a file server differ.
@@ -315,7 +315,7 @@ def _concluded(order: LaunchOrder) -> Iterator[str]:
 
 
 def _on_grace(order: LaunchOrder, phalanx: str, run_dir: str) -> Iterator[str]:
-    """What the batch shell does when the end is near, and what each node does before its agent starts."""
+    """Lines that the batch shell runs when the end is near, and each node before its agent starts."""
     yield "told="  # a second signal would end at once agents that save because of the first
     yield "save_and_end() {"
     yield f'  echo "the job ends soon (time limit, preemption or phalanx cancel; launch.grace_s = {order.launch.grace_s:g}): the run saves"'

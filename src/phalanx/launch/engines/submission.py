@@ -27,12 +27,12 @@ _RECORD = "submitted.json"
 STOPPED = "stopped"
 """A file of this name keeps a job from queueing itself again, and a run that is being submitted from starting."""
 OF_PODS = "submission"
-"""A file of this name is written by the pods of a run on Kubernetes, and says of which start they are."""
+"""A file of this name is written by the pods of a run on Kubernetes, and names their start."""
 _SUBMITTING = "submitting"
 _LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.05
-"""Whoever looks at the lock holds it for a moment."""
+"""A process that looks at the lock holds it for a moment."""
 _SUBMITS_S = 180.0
-"""For so long it is waited for who submits a run: longer than hosts that do not answer are asked."""
+"""Longest wait for the submitter of a run: longer than its own wait for hosts that do not answer."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Submitted:
 
 
 def with_run_dir(spec: RunSpec, working_dir: Path) -> RunSpec:
-    """The run with an absolute run directory: its own, or ``runs/NAME-DIGEST`` by what the run file says, so that it is found again."""
+    """The run with an absolute run directory: its own, or ``runs/NAME-DIGEST`` by the digest of the run file, so that it is found again."""
     if spec.run_dir:
         return replace(spec, run_dir=str((working_dir / Path(spec.run_dir).expanduser()).resolve()))
     return replace(spec, run_dir=str((working_dir / "runs" / default_name(spec)).resolve()))
 
 
 def default_name(spec: RunSpec) -> str:
-    """The name of the run directory of a run that names none: NAME-DIGEST, by what the run file says."""
+    """The name of the run directory of a run that names none: NAME-DIGEST, by the digest of the run file."""
     # What is asked of the engine may change from one start to the next.
     same = to_table(replace(spec, fleet=RunSpec().fleet, launch=RunSpec().launch))
     return f"{spec.name}-{hashlib.sha256(tomli_w.dumps(same).encode()).hexdigest()[:8]}"
@@ -145,7 +145,7 @@ def _named_in(fd: int) -> str:
 
 
 def submitter_of(run_dir: Path) -> str:
-    """The process that submits a run at this moment; empty if none does, or if the file system has no locks to tell."""
+    """The process that submits a run at this moment; empty if none does, or if the file system has no locks."""
     try:
         fd = os.open(run_dir / FOLDER / _SUBMITTING, os.O_RDONLY)
     except OSError:
@@ -167,11 +167,11 @@ def wait_for_submitter(run_dir: Path, tell: Callable[[str], None]) -> str:
     Meanwhile the run is marked as stopped again and again: a submission that has just begun forgets that an earlier start was. Raises ``EngineError``
     if it takes too long.
     """
-    deadline_s, told = time.monotonic() + _SUBMITS_S, ""
+    deadline_s, notified = time.monotonic() + _SUBMITS_S, ""
     while submitter := submitter_of(run_dir):
-        if submitter != told:
-            told = submitter
-            tell(f"the run is being submitted by {submitter}, which is told and waited for")
+        if submitter != notified:
+            notified = submitter
+            tell(f"the run is being submitted by {submitter}, which is notified and waited for")
         with suppress(EngineError):
             mark_stopped(run_dir)
         if time.monotonic() > deadline_s:
@@ -180,7 +180,7 @@ def wait_for_submitter(run_dir: Path, tell: Callable[[str], None]) -> str:
                 f"{run_dir / FOLDER / STOPPED}; end it, and give the same command again"
             )
         time.sleep(_LOCK_PAUSE_S)
-    return told
+    return notified
 
 
 def refuse_finished(order: LaunchOrder) -> None:

@@ -1,1 +1,1 @@
-"""Kubernetes as an engine: manifests of a run, what its pods do, and the cluster asked through kubectl."""
+"""Kubernetes as an engine: manifests of a run, its pods, and the cluster through kubectl."""

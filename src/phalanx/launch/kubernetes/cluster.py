@@ -20,11 +20,11 @@ from phalanx.launch.kubernetes.pod_template import CONTAINER, DIRECTORY, RUN_LAB
 from phalanx.launch.kubernetes.request import PodRequest
 
 _GONE_S = 900.0
-"""Seconds in which the pods of a job have saved and gone."""
+"""Longest time in which the pods of a job save and end."""
 
 
 def preflight(request: PodRequest) -> list[str]:
-    """What the cluster lacks for a run, all of it; empty if nothing. Raises ``EngineError`` if the run is there already, or no cluster is reached."""
+    """Return everything that the cluster lacks for a run; empty if nothing. Raises ``EngineError`` if the run is there already, or no cluster is reached."""
     earlier = refuse_second(request)
     namespace, queue = request.launch.namespace, request.launch.partition
     wrong: list[str] = []
@@ -37,7 +37,7 @@ def preflight(request: PodRequest) -> list[str]:
     for claim in dict.fromkeys(mount.source for mount in request.mounts if not mount.of_nodes):
         wrong += _unfit_claim(claim, request, namespace)
     if not wrong and earlier is None:
-        # Whatever admission says, before anything is there. With a failed job of this name there, it would say that.
+        # The refusal of admission, before anything is created. Where a failed job has this name, it would only report that.
         kubectl(
             "create",
             "--dry-run=server",
@@ -109,7 +109,7 @@ def submit(request: PodRequest, submission: str, token: str) -> ClusterJob:
             refuse_second(request)
         raise
     job = parse_jobs(text, resource)[0]
-    owned = [owned_by(one, manifest, job.uid) for one in beside(request, token)]
+    owned = [owned_by(part, manifest, job.uid) for part in beside(request, token)]
     try:
         kubectl(
             *("apply", "--server-side", "--force-conflicts", "--field-manager=phalanx-submit", "-f", "-"),
@@ -152,7 +152,7 @@ def end(job: ClusterJob, *, at_once: bool = False, wait: bool = True) -> None:
 
 
 def ask_in_pod(job: ClusterJob, *words: str) -> str:
-    """What ``phalanx WORDS`` prints in the pod that leads. Raises ``EngineError``."""
+    """Return the output of ``phalanx WORDS`` in the pod that leads. Raises ``EngineError``."""
     pod = pod_of_index(job, 0)
     if pod is None:
         raise EngineError(f"job {job.name} has no pod that leads now")
@@ -216,19 +216,19 @@ class MissingKindError(EngineError):
 
 
 def kubectl(*words: str, namespace: str = "", stdin: str | None = None, timeout_s: float = ANSWER_S) -> str:
-    """Runs kubectl and returns what it printed. Raises ``EngineError`` with its words and what to do."""
+    """Run kubectl; returns its output. Raises ``EngineError`` with its message and the remedy."""
     where = ["--namespace", namespace] if namespace else []
     try:
         return run_tool(["kubectl", *where, *words], stdin=stdin, timeout_s=timeout_s)
     except EngineError as error:
-        said = str(error)
-        if any(sign in said for sign in _NO_KIND):
+        message = str(error)
+        if any(sign in message for sign in _NO_KIND):
             raise MissingKindError(
-                next((why for kind, why in _INSTALL.items() if kind.split(".")[0] in said), said)
+                next((remedy for kind, remedy in _INSTALL.items() if kind.split(".")[0] in message), message)
             ) from error
-        if any(sign in said for sign in _UNREACHED):
+        if any(sign in message for sign in _UNREACHED):
             raise EngineError(
-                f"kubectl reaches no cluster: choose one by kubectl config use-context NAME or KUBECONFIG; it said: {said[-300:]}"
+                f"kubectl reaches no cluster: choose one by kubectl config use-context NAME or KUBECONFIG; it said: {message[-300:]}"
             ) from error
         raise
 
@@ -250,7 +250,7 @@ class ClusterJob:
     state: str
     """ "waiting", "running", "completed" or "failed"."""
     reason: str
-    """Why it waits or has failed; empty if nobody says."""
+    """Why it waits or has failed; empty if unknown."""
     pods: int
     """Pods that it should have."""
     run_dir: str
@@ -276,7 +276,7 @@ class ClusterJob:
 
 def jobs(namespace: str = "") -> list[ClusterJob]:
     """The jobs that Phalanx submitted, those that have ended too. Raises ``EngineError``."""
-    found: list[ClusterJob] = []
+    listed: list[ClusterJob] = []
     missing = []
     for resource in (JOB_SETS, VOLCANO_JOBS):
         try:
@@ -284,10 +284,10 @@ def jobs(namespace: str = "") -> list[ClusterJob]:
         except MissingKindError as error:
             missing.append(error)
             continue
-        found += parse_jobs(text, resource)
+        listed += parse_jobs(text, resource)
     if len(missing) == 2:
         raise missing[0]
-    return [_with_reason(job) for job in found]
+    return [_with_reason(job) for job in listed]
 
 
 def job_named(
@@ -342,16 +342,16 @@ def _job(item: dict[str, Any], resource: str) -> ClusterJob:
 
 def _job_set_state(spec: dict[str, Any], status: dict[str, Any]) -> tuple[str, str]:
     holds = {
-        one["type"]: one.get("message", "")
-        for one in status.get("conditions", [])
-        if one.get("status") == "True"
+        entry["type"]: entry.get("message", "")
+        for entry in status.get("conditions", [])
+        if entry.get("status") == "True"
     }
     for condition in ("Completed", "Failed"):
         if condition in holds or status.get("terminalState") == condition:
             return condition.lower(), holds.get(condition, "") if condition == "Failed" else ""
     if spec.get("suspend"):
         return "waiting", ""
-    active = sum(one.get("active", 0) for one in status.get("replicatedJobsStatus", []))
+    active = sum(entry.get("active", 0) for entry in status.get("replicatedJobsStatus", []))
     return ("running" if active else "waiting"), ""
 
 
@@ -359,17 +359,17 @@ def _with_reason(job: ClusterJob) -> ClusterJob:
     """The job, with what keeps it waiting: its queue, or the scheduler of a pod."""
     if job.ended:
         return job
-    doing, reason = job.state, job.reason
+    state, reason = job.state, job.reason
     pods = pods_of(job)
     phases = Counter(pod["status"].get("phase", "Unknown") for pod in pods)
-    why = next(filter(None, map(_why_pending, pods)), "")
+    pending_reason = next(filter(None, map(_why_pending, pods)), "")
     if phases["Running"]:
-        doing, reason = "running", ""
+        state, reason = "running", ""
         if phases["Running"] < job.pods:
-            reason = f"{phases['Running']} there" + (f"; {why}" if why else "")
+            reason = f"{phases['Running']} there" + (f"; {pending_reason}" if pending_reason else "")
     elif not reason:
-        reason = _queue_says(job) or why
-    return ClusterJob(job.name, job.namespace, job.resource, doing, reason, job.pods, job.run_dir, job.uid)
+        reason = _queue_says(job) or pending_reason
+    return ClusterJob(job.name, job.namespace, job.resource, state, reason, job.pods, job.run_dir, job.uid)
 
 
 def _queue_says(job: ClusterJob) -> str:
@@ -381,16 +381,16 @@ def _queue_says(job: ClusterJob) -> str:
     for item in json.loads(text).get("items", []):
         owners = {owner.get("uid") for owner in item["metadata"].get("ownerReferences", [])}
         if job.uid in owners:
-            for one in item.get("status", {}).get("conditions", []):
-                if one["type"] in ("QuotaReserved", "Admitted") and one["status"] == "False":
-                    return str(one.get("message", ""))
+            for condition in item.get("status", {}).get("conditions", []):
+                if condition["type"] in ("QuotaReserved", "Admitted") and condition["status"] == "False":
+                    return str(condition.get("message", ""))
     return ""
 
 
 def _why_pending(pod: dict[str, Any]) -> str:
-    for one in pod["status"].get("conditions", []):
-        if one["type"] == "PodScheduled" and one["status"] == "False":
-            return f"pod {pod['metadata']['name']}: {one.get('message', '')}"
+    for condition in pod["status"].get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"pod {pod['metadata']['name']}: {condition.get('message', '')}"
     for container in pod["status"].get("containerStatuses", []):
         waiting = container.get("state", {}).get("waiting", {})
         if waiting.get("message"):
@@ -402,8 +402,8 @@ def _why_pending(pod: dict[str, Any]) -> str:
 def pods_of(job: ClusterJob) -> list[dict[str, Any]]:
     """The pods of a job, the newest first. Raises ``EngineError``."""
     text = kubectl("get", "pods", "-l", f"{RUN_LABEL}={job.name}", "-o", "json", namespace=job.namespace)
-    found: list[dict[str, Any]] = json.loads(text).get("items", [])
-    return sorted(found, key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
+    pods: list[dict[str, Any]] = json.loads(text).get("items", [])
+    return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
 
 
 def pod_of_index(job: ClusterJob, index: int) -> str | None:

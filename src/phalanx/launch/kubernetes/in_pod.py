@@ -1,6 +1,6 @@
-"""What a pod does beside its agent: shows that it is alive, finds its node's domains, and says by its exit code what is to become of it.
+"""A pod beside its agent: liveness, the domains of its node, and the exit code that decides whether it is started again.
 
-A pod that ends with code 0 counts as done and is never started again, so 0 means that the run is finished, and nothing else does.
+Kubernetes never starts a pod again that has ended with code 0, so only a finished run ends with 0.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def show_life(path: Path) -> None:
 
 
 def begin_submission(run_dir: Path, submission: str) -> None:
-    """Forgets that an earlier start of the run was stopped for good; a later pod of the same start does not forget it."""
+    """Remove the mark that an earlier start of the run was stopped for good; a later pod of the same start keeps it."""
     folder = run_dir / FOLDER
-    known = folder / OF_PODS
+    newest = folder / OF_PODS
     folder.mkdir(parents=True, exist_ok=True)
-    if not known.exists() or known.read_text() != submission:
+    if not newest.exists() or newest.read_text() != submission:
         (folder / STOPPED).unlink(missing_ok=True)
-        write_atomically(known, submission.encode())
+        write_atomically(newest, submission.encode())
 
 
 def exit_code(run_dir: Path, code: int, *, leads: bool) -> int:
@@ -72,7 +72,7 @@ def node_domains(
 ) -> tuple[str, ...]:
     """The values that this pod's node has for some labels, in their order; a label that it lacks counts as a domain of its own.
 
-    The downward API gives pods no labels of nodes but those of zone and region (KEP-4742, beta in Kubernetes 1.35), so the API server is asked.
+    The downward API gives pods no labels of nodes but those of zone and region (KEP-4742, beta in Kubernetes 1.35), so they are read from the API server.
 
     Raises:
         EngineError: It does not answer, or does not let this pod see nodes.
@@ -80,8 +80,8 @@ def node_domains(
     if not labels:
         return ()
     name = environ.get("NODE_NAME", "")
-    found = _node(name, environ, account).get("metadata", {}).get("labels", {})
-    return tuple(str(found.get(label) or f"{name} alone") for label in labels)
+    values = _node(name, environ, account).get("metadata", {}).get("labels", {})
+    return tuple(str(values.get(label) or f"{name} alone") for label in labels)
 
 
 def _node(name: str, environ: Mapping[str, str], account: Path) -> dict[str, dict[str, dict[str, str]]]:

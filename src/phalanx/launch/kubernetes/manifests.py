@@ -1,6 +1,6 @@
 """The manifests of a run: a JobSet (or a Job of Volcano), its run file, its token, and what keeps others from evicting too many of its pods.
 
-What each field is for:
+Why each field is there:
 
 * One Indexed Job, pod = node; spares are further indexes. A pod that is lost is replaced under its index, when it is gone for certain
   (``podReplacementPolicy: Failed``, the only value beside a ``podFailurePolicy``: kubernetes.io/docs/concepts/workloads/controllers/job).
@@ -9,7 +9,7 @@ What each field is for:
 * ``podFailurePolicy``: a pod that was evicted, preempted or lost with its node does not count (condition DisruptionTarget), nor one that ended because the
   run was saved and goes on (code 75); code 76 ends the job: the run was stopped for good, or has failed.
 * ``successPolicy`` (Kubernetes 1.33): the job is done when index 0, which leads, has ended with code 0.
-* The JobSet's ``failurePolicy`` says FailJobSet: once there is a policy, a failure that no rule matches restarts all jobs
+* The JobSet's ``failurePolicy`` is FailJobSet: once there is a policy, a failure that no rule matches restarts all jobs
   (pkg/controllers/failure_policy.go of JobSet 0.12).
 * A PodDisruptionBudget for pods of a Job takes only ``minAvailable``, as a number (kubernetes.io/docs/tasks/run-application/configure-pdb).
 """
@@ -59,10 +59,10 @@ def beside(request: PodRequest, token: str = "") -> list[Json]:
         "type": "Opaque",
         **({"stringData": {TOKEN_KEY: token}} if token else {}),
     }
-    found = [secret]
+    manifests = [secret]
     allowed = max(1, request.spares)
     if request.pods > allowed:
-        found.append(
+        manifests.append(
             {
                 **_head(request, "policy/v1", "PodDisruptionBudget", request.name),
                 "spec": {
@@ -74,11 +74,11 @@ def beside(request: PodRequest, token: str = "") -> list[Json]:
             }
         )
     # Last: no pod starts before its run file is there, and then the token is there too.
-    return [*found, config]
+    return [*manifests, config]
 
 
 def node_reader(account: str, namespace: str) -> list[Json]:
-    """What an administrator creates once, so that pods of this service account may read the labels of their nodes."""
+    """Return the manifests that an administrator creates once, so that pods of this service account may read the labels of their nodes."""
     name = NODE_READER
     kind = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
     own: Json = {

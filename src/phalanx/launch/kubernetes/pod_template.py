@@ -1,7 +1,7 @@
-"""The pod that runs the agent of one node: its command, probes, volumes, and what it learns of itself.
+"""The pod that runs the agent of one node: its command, probes, volumes and environment.
 
-All pods of a run have one template, and each is told apart by its index, which a replacement keeps: the index is the node's name in the fleet, and index 0
-leads. Sources of what is asked of Kubernetes: kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle (probes, termination),
+All pods of a run have one template. They differ by their index, which a replacement keeps: the index is the node's name in the fleet, and index 0
+leads. Sources: kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle (probes, termination),
 /docs/concepts/workloads/controllers/job (completion index, restart policy), /docs/concepts/workloads/pods/downward-api.
 """
 
@@ -43,7 +43,7 @@ def pod_template(request: PodRequest, submission: str) -> Json:
     """The template of all pods of a run.
 
     Args:
-        submission: A word that tells this start of the run from others.
+        submission: A word that is unique to this start of the run.
     """
     launch = request.launch
     spec: Json = {
@@ -147,7 +147,7 @@ def _environment(request: PodRequest) -> list[Json]:
         return {"fieldRef": {"fieldPath": path}}
 
     secret = {"name": secret_name(request), "key": TOKEN_KEY, "optional": True}
-    found: list[Json] = [
+    variables: list[Json] = [
         {"name": "PYTHONUNBUFFERED", "value": "1"},
         {"name": "POD_IP", "valueFrom": of_field("status.podIP")},
         {"name": "NODE_NAME", "valueFrom": of_field("spec.nodeName")},
@@ -155,15 +155,15 @@ def _environment(request: PodRequest) -> list[Json]:
         {"name": "PHALANX_RUN_TOKEN", "valueFrom": {"secretKeyRef": secret}},
     ]
     if request.launch.run_as:
-        found.append({"name": "HOME", "value": "/tmp"})  # of a user that the image does not know
+        variables.append({"name": "HOME", "value": "/tmp"})  # of a user that the image does not know
     for name, value in launch_variables(request.launch):
         # $(NAME) would be another variable's value: a run file means what it says.
-        found.append(
+        variables.append(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": request.launch.secrets, "key": name}}}
             if value is None
             else {"name": name, "value": value.replace("$(", "$$(")}
         )
-    return found
+    return variables
 
 
 def _resources(request: PodRequest) -> Json:
@@ -196,35 +196,35 @@ def _container_security() -> Json:
 
 
 def _volumes(request: PodRequest) -> list[Json]:
-    found: list[Json] = []
+    volumes: list[Json] = []
     for number, mount in enumerate(request.mounts):
         source: Json = (
             {"hostPath": {"path": mount.source, "type": "Directory"}}
             if mount.of_nodes
             else {"persistentVolumeClaim": {"claimName": mount.source}}
         )
-        found.append({"name": f"mount-{number}", **source})
-    found.append({"name": "run-file", "configMap": {"name": config_name(request)}})
+        volumes.append({"name": f"mount-{number}", **source})
+    volumes.append({"name": "run-file", "configMap": {"name": config_name(request)}})
     # NCCL and the loaders share memory, and a container has 64 MiB of it otherwise.
     named = dict(text.split("=", 1) for text in request.launch.resources)
     limit = {"sizeLimit": named["memory"]} if "memory" in named else {}
-    found.append({"name": "shared-memory", "emptyDir": {"medium": "Memory", **limit}})
-    return found
+    volumes.append({"name": "shared-memory", "emptyDir": {"medium": "Memory", **limit}})
+    return volumes
 
 
 def _affinity(request: PodRequest) -> Json:
     launch, host = request.launch, "kubernetes.io/hostname"
-    found: Json = {}
+    rules: Json = {}
     if launch.exclude:
         away = {"key": host, "operator": "NotIn", "values": expanded(launch.exclude)}
         term = {"nodeSelectorTerms": [{"matchExpressions": [away]}]}
-        found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": term}
+        rules["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": term}
     # Pods that take all GPUs of a node need no rule to be alone there, and the rule is dear with many pods
     # (kubernetes.io/docs/concepts/scheduling-eviction/assign-pod-node, inter-pod affinity).
     if launch.exclusive and not request.gpus:
         apart = {"labelSelector": {"matchLabels": {RUN_LABEL: request.name}}, "topologyKey": host}
-        found["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
-    return found
+        rules["podAntiAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}
+    return rules
 
 
 def config_name(request: PodRequest) -> str:

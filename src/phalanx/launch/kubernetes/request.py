@@ -58,7 +58,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class PodRequest:
-    """A run as its pods are asked for: everything that the manifests say."""
+    """Everything about a run that is in its manifests."""
 
     name: str
     """The name of its objects in the cluster."""
@@ -128,7 +128,7 @@ def with_pod_run_dir(spec: RunSpec) -> RunSpec:
 
 
 def request_of(spec: RunSpec, run_file: str) -> PodRequest:
-    """What to ask a cluster for; the run's directory is known, and ``run_file`` is the frozen run file. Raises ``EngineError`` with all that is wrong."""
+    """Return the request for a run with a known directory; ``run_file`` is the frozen run file. Raises ``EngineError`` with all problems."""
     wrong = list(problems(spec))
     if wrong:
         raise EngineError("this run cannot start on Kubernetes:\n  " + "\n  ".join(wrong))
@@ -162,7 +162,7 @@ def object_name(spec: RunSpec) -> str:
 
 def mounts_of(launch: LaunchSpec) -> tuple[Mount, ...]:
     """The folders that the pods see. Raises ``EngineError``."""
-    found = []
+    mounts = []
     for text in launch.container_mounts:
         source, _, target = text.partition(":")
         claim, _, folder = ("", "", "") if source.startswith("/") else source.partition("/")
@@ -175,12 +175,12 @@ def mounts_of(launch: LaunchSpec) -> tuple[Mount, ...]:
             raise EngineError(
                 f"launch.container_mounts: {text!r} is no folder of a pod: CLAIM:/PATH, CLAIM/FOLDER:/PATH, or /PATH/ON/NODES:/PATH"
             )
-        found.append(Mount(claim or source, folder, target.rstrip("/") or "/"))
-    return tuple(found)
+        mounts.append(Mount(claim or source, folder, target.rstrip("/") or "/"))
+    return tuple(mounts)
 
 
 def problems(spec: RunSpec) -> Iterator[str]:
-    """What the run file asks that a Kubernetes cluster cannot do, or that is written wrongly; each with what to do."""
+    """Yield the fields that a Kubernetes cluster cannot fulfill, or that are written wrongly, each with the remedy."""
     launch = spec.launch
     yield from _not_for_pods(launch)
     if not launch.container_image:
@@ -208,7 +208,7 @@ def problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _not_for_pods(launch: LaunchSpec) -> Iterator[str]:
-    asked = {
+    fields = {
         "hosts": (launch.hosts, "the cluster chooses them"),
         "account": (launch.account, "a queue is charged: --queue"),
         "reservation": (launch.reservation, "choose nodes by their labels: --constraint LABEL=VALUE"),
@@ -219,9 +219,9 @@ def _not_for_pods(launch: LaunchSpec) -> Iterator[str]:
             "no verdict is made of the nodes of pods; phalanx place --topology kubernetes prices them",
         ),
     }
-    for name, (value, why) in asked.items():
+    for name, (value, remedy) in fields.items():
         if value:
-            yield f"launch.{name} = {value!r} cannot be asked of Kubernetes: {why}"
+            yield f"launch.{name} = {value!r} cannot be asked of Kubernetes: {remedy}"
 
 
 def _written_wrongly(launch: LaunchSpec) -> Iterator[str]:
@@ -256,10 +256,10 @@ def toleration_of(text: str) -> dict[str, object]:
     match = _TOLERATION.fullmatch(text)
     if match is None:
         raise EngineError(f"launch.tolerations: {text!r} is not KEY[=VALUE][:EFFECT]")
-    given = (
+    condition = (
         {"operator": "Exists"} if match["value"] is None else {"operator": "Equal", "value": match["value"]}
     )
-    return {"key": match["key"], **given, **({"effect": match["effect"]} if match["effect"] else {})}
+    return {"key": match["key"], **condition, **({"effect": match["effect"]} if match["effect"] else {})}
 
 
 def user_of(launch: LaunchSpec) -> tuple[int, int] | None:
