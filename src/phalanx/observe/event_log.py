@@ -31,7 +31,7 @@ _NO_EVENT = b"?"
 
 
 class EventLogError(Exception):
-    """The event file cannot be read or written; the message names it and says what to do."""
+    """The event file cannot be read or written; the message names it and the remedy."""
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -121,12 +121,12 @@ def newest_event(path: Path, counts: Callable[[Event], bool], block_bytes: int =
 def lines_from_the_end(
     file: BinaryIO, block_bytes: int, most_bytes: int | None = None, most_line_bytes: int = MOST_LINE_BYTES
 ) -> Iterator[bytes]:
-    """The lines of a file that are not empty, the last one first, read in blocks: of a long file only as much as is asked for.
+    """The lines of a file that are not empty, the last one first, read in blocks: of a long file only as much as is used.
 
     Args:
         file: The file.
         block_bytes: Of a block.
-        most_bytes: Nothing that lies farther from the end is read; ``None`` reads all that is asked for.
+        most_bytes: Nothing that lies farther from the end is read; ``None`` sets no limit.
         most_line_bytes: A longer line is no event, and is left out: whatever the file holds, not more than that of it is kept.
     """
     position = file.seek(0, os.SEEK_END)
@@ -138,9 +138,9 @@ def lines_from_the_end(
         file.seek(start)
         first, *lines = file.read(position - start).split(b"\n")
         if lines:
-            *whole, last = lines
+            *complete, last = lines
             yield from _line_of([*pieces, last], kept + len(last), most_line_bytes)
-            yield from (line for line in reversed(whole) if line.strip() and len(line) <= most_line_bytes)
+            yield from (line for line in reversed(complete) if line.strip() and len(line) <= most_line_bytes)
             pieces, kept = [], 0
         kept += len(first)
         pieces = [*pieces, first] if kept <= most_line_bytes else []
@@ -158,7 +158,7 @@ def _line_of(pieces: Sequence[bytes], nbytes: int, most_line_bytes: int) -> Iter
 def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterator[Event]:
     """The events in the file, then those appended to it, until ``stop()`` and nothing new is there.
 
-    The file may not exist yet: it is waited for. ``stop`` is asked before each look at the file, at most
+    The file may not exist yet: it is waited for. ``stop`` is called before each look at the file, at most
     every ``poll_s`` seconds once all is read. Raises EventLogError if the file is missing at the end, or shrinks.
     """
     tail = FileTail(path, most_line_bytes=MOST_LINE_BYTES, instead_of_long=_NO_EVENT)
@@ -181,18 +181,18 @@ def follow(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) -> Iterato
 
 
 def _next_lines(tail: FileTail, *, missing_is_error: bool) -> list[bytes]:
-    """What was appended since the last look."""
-    known = tail.read_bytes
+    """The lines that were appended since the last call."""
+    block = tail.read_bytes
     try:
         batch = tail.next_batch()
     except OSError as error:
         raise EventLogError(f"cannot read {tail.path}: {error.strerror}") from error
-    if batch.restarted and tail.found:
+    if batch.restarted and tail.has_file:
         raise EventLogError(
-            f"{tail.path} shrank from {known} to {tail.size_bytes} bytes while being read, or is another file: it is "
+            f"{tail.path} shrank from {block} to {tail.size_bytes} bytes while being read, or is another file: it is "
             "only ever appended to, so something else wrote it; open it again"
         )
-    if not tail.found and (missing_is_error or batch.restarted):
+    if not tail.has_file and (missing_is_error or batch.restarted):
         raise EventLogError(
             f"there is no event file {tail.path}; is it the directory of a run that has started?"
         )
@@ -247,7 +247,7 @@ FINE = (
     *("grad_norm", "lr", "tokens_per_s", "step_s", "mfu", "bits_per_byte", "goodput"),
     *("peak_memory_bytes", "balance", "data_wait_share"),
 )
-"""What is kept in single precision, which is more than any screen shows."""
+"""Columns in single precision, which is more than any screen shows."""
 MOST_STEP = 2**31 - 1
 MOST_WHOLE = 2**53
 """Larger whole numbers are not exact in double precision; no run counts so far."""
@@ -272,7 +272,7 @@ def index_beside(events: Path) -> Path:
 
 
 class LoggedStep(Protocol):
-    """What is drawn of a ``Step``, as an event has it or as its line does."""
+    """The fields of a ``Step`` that are drawn, of an event or of its line."""
 
     @property
     def step(self) -> int: ...
@@ -304,23 +304,23 @@ class LoggedStep(Protocol):
     def logged_s(self) -> float | str: ...
 
 
-def row_of(found: LoggedStep, t: float, attempt: int, offset: int, has_ledger: bool) -> Row | None:
+def row_of(step: LoggedStep, t: float, attempt: int, offset: int, has_ledger: bool) -> Row | None:
     """The row of a logged step; ``None`` if its numbers cannot be those of a run."""
-    if not (0 <= found.step <= MOST_STEP and abs(attempt) <= MOST_STEP and 0 <= found.tokens <= MOST_WHOLE):
+    if not (0 <= step.step <= MOST_STEP and abs(attempt) <= MOST_STEP and 0 <= step.tokens <= MOST_WHOLE):
         return None
-    memory = found.peak_memory_bytes
+    memory = step.peak_memory_bytes
     return (
-        *(found.step, attempt, offset, t, found.tokens, found.loss, found.grad_norm, found.lr),
-        *(found.tokens_per_s, found.step_s, found.mfu, found.bits_per_byte, found.goodput),
-        *(None if memory is None or abs(memory) > MOST_WHOLE else memory, found.balance),
-        *(_share(found.data_wait_s, found.logged_s), float(has_ledger)),
+        *(step.step, attempt, offset, t, step.tokens, step.loss, step.grad_norm, step.lr),
+        *(step.tokens_per_s, step.step_s, step.mfu, step.bits_per_byte, step.goodput),
+        *(None if memory is None or abs(memory) > MOST_WHOLE else memory, step.balance),
+        *(_share(step.data_wait_s, step.logged_s), float(has_ledger)),
     )
 
 
-def _share(part: float | str, whole: float | str) -> float | None:
-    if isinstance(part, str) or isinstance(whole, str) or not whole > 0:
+def _share(part: float | str, total: float | str) -> float | None:
+    if isinstance(part, str) or isinstance(total, str) or not total > 0:
         return None
-    return part / whole
+    return part / total
 
 
 def encode_record(row: Row, length: int) -> bytes:
@@ -341,7 +341,7 @@ def _single(value: Number) -> float:
 
 
 def _number(value: float | str) -> float:
-    """The number, and of those that are none always the one that a line can say: processors make them with a sign too."""
+    """The number, or the one NaN that a line can hold: processors make NaN with a sign too."""
     value = float(value)
     return math.nan if math.isnan(value) else value
 
@@ -355,7 +355,7 @@ class StepIndexWriter:
     """Appends records to an index; it is opened at the first group. Nothing raises: after a failure the index is left as it is."""
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
-        """``anew``: the stream is empty, so what an index says is of another one."""
+        """``anew``: the stream is empty, so that an existing index belongs to another one."""
         self.path = path
         self._anew = anew
         self._waiting = bytearray()
@@ -388,8 +388,8 @@ class StepIndexWriter:
                 self._anew = False
             size = os.fstat(self._descriptor).st_size
             before = b"\0" * (-size % RECORD_BYTES) if size else TITLE
-            whole = before + self._waiting
-            self._given_up = os.write(self._descriptor, whole) < len(whole)
+            entries = before + self._waiting
+            self._given_up = os.write(self._descriptor, entries) < len(entries)
         except OSError:
             self._given_up = True
         self._waiting.clear()

@@ -112,7 +112,7 @@ class Step:
     data_wait_s: float = 0.0
     """Seconds of these in which it waited for samples."""
     data_store: dict[str, int] = field(default_factory=dict)
-    """What the first rank read of datasets in object stores since the attempt began: ``asked_bytes`` of samples, ``fetched_bytes`` that were not
+    """Reads of the first rank from datasets in object stores since the attempt began: ``asked_bytes`` of samples, ``fetched_bytes`` that were not
     in the cache, in so many ``requests``."""
 
 
@@ -139,7 +139,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Evaluating:
-    """An evaluation with the weights after ``step`` goes on: ``done`` of ``sequences`` are scored. Short ones do not say so."""
+    """An evaluation with the weights after ``step`` goes on: ``done`` of ``sequences`` are scored. Short ones log no such event."""
 
     step: int
     done: int
@@ -179,7 +179,7 @@ class CheckpointCopied:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A loss or gradient was NaN or infinite; ``skipped`` says that the step changed no weight."""
+    """A loss or gradient was NaN or infinite; ``skipped`` means that the step changed no weight."""
 
     step: int
     what: str
@@ -208,16 +208,16 @@ class LossSpike:
     deviations: float
     """By how many deviations the loss or the norm, whichever has more, is above its median."""
     action: Literal["continue", "stop", "skip"]
-    """What followed, as ``train.on_spike`` says. After "skip" and "stop" the step changed no weight."""
+    """The action that ``train.on_spike`` names. After "skip" and "stop" the step changed no weight."""
     first_sample: int
     """The first sample of the step's batch, in the run's order."""
     samples: int
     """How many it has."""
     typical_grad_norm: float = 0.0
     what: str = "loss"
-    """What rose: "loss" or "gradient norm"."""
+    """The figure that rose: "loss" or "gradient norm"."""
     slot: int | None = None
-    """The slot with the largest loss, if they were told apart."""
+    """The slot with the largest loss, if losses by slot are known."""
     slot_loss: float | None = None
 
 
@@ -315,7 +315,7 @@ after they have gone."""
 
 KINDS: Mapping[str, type[Known]] = {kind.__name__: kind for kind in get_args(Known)}
 _LATEST_S = 1e10
-"""The year 2286, in unix seconds: what a damaged line says beyond it would only break clocks and sums."""
+"""The year 2286, in unix seconds: a later time is a damaged line, which would break clocks and sums."""
 ENVELOPE = ("t", "attempt", "kind")
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -375,7 +375,7 @@ def _known(kind: str, content: Mapping[str, object]) -> Known:
     """The body of class ``KINDS[kind]``; fields that the class lacks are left out.
 
     Converted leniently: a float may be written as a whole number or as "NaN". Inside a table of free form (such as
-    ``result``) no type says where a number is meant, so there the three words always mean numbers.
+    ``result``) no type declares a number, so there the three words always mean numbers.
     """
     values = {name: _revived(value) if isinstance(value, dict) else value for name, value in content.items()}
     return msgspec.convert(values, KINDS[kind], strict=False)

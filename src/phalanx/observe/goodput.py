@@ -1,7 +1,7 @@
 """Goodput: the share of the time a run held its machines that its final weights are made of.
 
-A pure function of the run's events, over all attempts. Each attempt's ledger says where its time went;
-the events say what became of the steps:
+A pure function of the run's events, over all attempts. Each attempt's ledger has where its time went;
+the events have what became of the steps:
 
 * ``committed``: a durable checkpoint of the surviving line covers the step, or the run finished.
 * ``pending``: done, not yet covered; a crash now would cost it.
@@ -112,7 +112,7 @@ class AttemptAccount:
     ranks: int
     """0 if its start was not logged."""
     reason: str
-    """Why it ended; empty if nobody has said so."""
+    """Why it ended; empty if unknown."""
     buckets_ns: Mapping[str, int]
     """They sum to its share of ``Goodput.held_ns``."""
     first_step: int
@@ -171,7 +171,7 @@ class _Account:
 
     events: Sequence[Event]
     in_steps: Sequence[_InSteps | None]
-    """Beside each event: the time in the step loop so far, where the event tells it."""
+    """Beside each event: the time in the step loop so far, where the event has it."""
     start_ns: int
     end_ns: int
     buckets_ns: Mapping[str, int]
@@ -179,9 +179,9 @@ class _Account:
 
 def _disjoint(accounts: list[_Account]) -> list[_Account]:
     """A fleet's epoch takes the time since the last ledger of the one before into its own account: it is counted there."""
-    found: list[_Account] = []
+    latest_first: list[_Account] = []
     for account in reversed(accounts):
-        later_ns = found[-1].start_ns if found else account.end_ns
+        later_ns = latest_first[-1].start_ns if latest_first else account.end_ns
         rest_ns = account.buckets_ns.get(Bucket.UNATTRIBUTED.value, 0)
         over_ns = min(max(0, account.end_ns - later_ns), rest_ns)
         if over_ns >= account.end_ns - account.start_ns > 0:
@@ -189,8 +189,8 @@ def _disjoint(accounts: list[_Account]) -> list[_Account]:
         if over_ns:
             buckets = {**account.buckets_ns, Bucket.UNATTRIBUTED.value: rest_ns - over_ns}
             account = replace(account, end_ns=account.end_ns - over_ns, buckets_ns=buckets)
-        found.append(account)
-    return found[::-1]
+        latest_first.append(account)
+    return latest_first[::-1]
 
 
 def _lived(events: list[Event]) -> list[Event]:
@@ -253,7 +253,7 @@ def _with_rest(buckets: Mapping[str, int], rest_ns: int) -> dict[str, int]:
 
 
 def _ns(seconds: float) -> int:
-    """Nanoseconds; 0 for what a damaged line says and no clock has shown."""
+    """Nanoseconds; 0 for a value that only a damaged line can hold."""
     return round(seconds * NS_PER_S) if abs(seconds) < _LONGEST_S else 0
 
 

@@ -126,7 +126,7 @@ class Ledger:
     def reassign(self, source: Bucket, target: Bucket, duration_ns: int) -> None:
         """Move time that turns out to belong elsewhere; the sum stays as it is.
 
-        An accelerator tells only after the step how much of it was exposed communication.
+        An accelerator reports only after the step how much of it was exposed communication.
         Raises LedgerError if ``source`` does not have that much.
         """
         self.switch(self._open)
@@ -169,15 +169,15 @@ def _position(name: str) -> int:
 
 def format_ledger(seconds: Mapping[str, float], bar_width: int = 24) -> str:
     """A table of plain text: bucket, seconds, share, bar. Groups in the order of a run's life."""
-    whole = sum(seconds.values())
+    total = sum(seconds.values())
     names = sorted((name for name in seconds if seconds[name]), key=_position)
     width = max(map(len, [*names, "total"]), default=0)
-    lines = [_row(name, seconds[name], whole, width, bar_width) for name in names]
-    return "\n".join([*lines, f"{'total':<{width}}  {whole:>12,.3f} s  {'100.0 %' if whole else '':>7}"])
+    lines = [_row(name, seconds[name], total, width, bar_width) for name in names]
+    return "\n".join([*lines, f"{'total':<{width}}  {total:>12,.3f} s  {'100.0 %' if total else '':>7}"])
 
 
-def _row(name: str, value: float, whole: float, width: int, bar_width: int) -> str:
-    share = value / whole if whole else 0.0
+def _row(name: str, value: float, total: float, width: int, bar_width: int) -> str:
+    share = value / total if total else 0.0
     eighths = round(share * bar_width * 8)
     bar = "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
     return f"{name:<{width}}  {value:>12,.3f} s  {100 * share:>5.1f} %  {bar}".rstrip()
@@ -219,7 +219,7 @@ class Recovery:
 
 def recoveries(events: Iterable[Event], first_attempt: int) -> list[Recovery]:
     """All recoveries after ``first_attempt``, in order; of epochs that ended before their first step, none."""
-    found: list[Recovery] = []
+    listed: list[Recovery] = []
     restored: dict[int, Restored] = {}
     done, seen = 0, {first_attempt}
     for event in events:
@@ -235,6 +235,6 @@ def recoveries(events: Iterable[Event], first_attempt: int) -> list[Recovery]:
             source = restored.get(event.attempt, Restored(0, ""))
             lost = max(0, done - source.step)
             seconds = {phase.value: body.ledger[phase] for phase in PHASES if phase in body.ledger}
-            found.append(Recovery(event.attempt, source.step, lost, seconds, source.moved_bytes))
+            listed.append(Recovery(event.attempt, source.step, lost, seconds, source.moved_bytes))
         done = body.step
-    return found
+    return listed

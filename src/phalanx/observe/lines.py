@@ -2,7 +2,7 @@
 
 The reader must hold out against whatever may lie under the file's name: a line that its writer was killed in (it is left until its end
 comes), a line without end (dropped once it is longer than any event), a file that was cut or replaced by another one (reading starts
-again, and says so), a pipe or a device (not opened). It takes no lock and never waits.
+again, and reports it), a pipe or a device (not opened). It takes no lock and never waits.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class FileTail:
         self._dropping = False
 
     @property
-    def found(self) -> bool:
-        """True if the file was there when it was last looked at."""
+    def has_file(self) -> bool:
+        """True if the file existed at the last call."""
         return self._file is not None
 
     @property
@@ -110,11 +110,11 @@ class FileTail:
         Raises ``OSError``.
         """
         with open_regular(self.path) as file:
-            found = os.fstat(file.fileno())
-            if self._file != (found.st_dev, found.st_ino):
+            stat = os.fstat(file.fileno())
+            if self._file != (stat.st_dev, stat.st_ino):
                 self._forget()
-            self._file, self._head = (found.st_dev, found.st_ino), os.pread(file.fileno(), _HEAD_BYTES, 0)
-            self.read_bytes, self.size_bytes, self._rest = offset, found.st_size, b""
+            self._file, self._head = (stat.st_dev, stat.st_ino), os.pread(file.fileno(), _HEAD_BYTES, 0)
+            self.read_bytes, self.size_bytes, self._rest = offset, stat.st_size, b""
 
     def next_batch(self) -> LineBatch:
         """Reads the next block of the file; of a file that is not there, nothing.
@@ -127,12 +127,12 @@ class FileTail:
             return self._gone()
         with file:
             descriptor = file.fileno()
-            found = os.fstat(descriptor)
-            self.size_bytes = found.st_size
-            restarted = self._is_another(descriptor, found)
+            stat = os.fstat(descriptor)
+            self.size_bytes = stat.st_size
+            restarted = self._is_another(descriptor, stat)
             if restarted:
                 self._forget()
-            self._file = found.st_dev, found.st_ino
+            self._file = stat.st_dev, stat.st_ino
             if len(self._head) < _HEAD_BYTES:
                 self._head = os.pread(descriptor, _HEAD_BYTES, 0)
             block = os.pread(descriptor, self._block_bytes, self.read_bytes)
@@ -141,46 +141,46 @@ class FileTail:
         )
 
     def _gone(self) -> LineBatch:
-        known = self._file is not None
+        was_open = self._file is not None
         self._forget()
         self.size_bytes = 0
-        return LineBatch((), known, False)
+        return LineBatch((), was_open, False)
 
-    def _is_another(self, descriptor: int, found: os.stat_result) -> bool:
+    def _is_another(self, descriptor: int, stat: os.stat_result) -> bool:
         if self._file is None:
             return False
-        if self._file != (found.st_dev, found.st_ino) or found.st_size < self.read_bytes:
+        if self._file != (stat.st_dev, stat.st_ino) or stat.st_size < self.read_bytes:
             return True
         return os.pread(descriptor, len(self._head), 0) != self._head  # cut, and written again
 
     def _lines(self, block: bytes) -> list[tuple[int, bytes]]:
         at = self.read_bytes - len(self._rest)
         self.read_bytes += len(block)
-        *whole, rest = (self._rest + block).split(b"\n")
-        found = []
-        for line in whole:
+        *complete, rest = (self._rest + block).split(b"\n")
+        lines = []
+        for line in complete:
             if self._dropping or len(line) > self._most_line_bytes:
                 self.dropped_lines += 1
                 self._dropping = False
                 if self._instead is not None:
-                    found.append((at, self._instead))
+                    lines.append((at, self._instead))
             elif line.strip():
-                found.append((at, line))
+                lines.append((at, line))
             at += len(line) + 1
         if self._dropping or len(rest) > self._most_line_bytes:
             self._dropping, rest = True, b""
         self._rest = rest
-        return found
+        return lines
 
 
 def read_lines_at(path: Path, offsets: list[int], most_line_bytes: int = MOST_LINE_BYTES) -> list[bytes]:
     """The lines that begin at ``offsets``, ascending, of a file of lines. Raises ``OSError``."""
-    found = []
+    lines = []
     with open_regular(path) as file:
         for offset in offsets:
             file.seek(offset)
-            found.append(file.readline(most_line_bytes).rstrip(b"\n"))
-    return found
+            lines.append(file.readline(most_line_bytes).rstrip(b"\n"))
+    return lines
 
 
 # Appends whole lines to a file that others read meanwhile.
@@ -210,14 +210,14 @@ class AppendedFile:
 
         The offset is right while all who write to the file append, on a file system that appends in one move; over NFS it may not be.
         """
-        whole = b"\n" + line if self._torn and self._ends_torn() else line
+        block = b"\n" + line if self._torn and self._ends_torn() else line
         self._torn = True  # unless all of it is written; of what was before an error, the file tells
-        written = os.write(self._descriptor, whole)
+        written = os.write(self._descriptor, block)
         self.size_bytes = os.lseek(self._descriptor, 0, os.SEEK_CUR)
-        self._torn = written < len(whole)
+        self._torn = written < len(block)
         if self._torn:
             raise OSError(
-                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({written} of {len(whole)} bytes were written)"
+                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({written} of {len(block)} bytes were written)"
             )
         return self.size_bytes - len(line)
 

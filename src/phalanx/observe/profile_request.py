@@ -1,6 +1,6 @@
 """A request for a profile of a run that is under way: a small file in its directory, which rank 0 looks for.
 
-Whoever asks writes ``profiles/request.json`` whole, by a rename; rank 0 takes it away when it has read it. Anybody who may write into the
+A requester writes ``profiles/request.json`` at once, by a rename; rank 0 takes it away when it has read it. Anybody who may write into the
 run directory can put anything there, so what is read is bounded and checked field by field, and a link is not followed: a request can make a
 run record itself for a few steps, and nothing else. It carries the time until which somebody waits for it; a request that a stopped run finds
 days later is stale and records nothing.
@@ -34,12 +34,12 @@ _NAME = re.compile(r"[0-9a-z][0-9a-z-]{0,63}")
 
 
 class ProfileRequestError(ValueError):
-    """A request that cannot be followed; the message says why."""
+    """A request that cannot be followed; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What somebody wants to have recorded."""
+    """A request to record steps."""
 
     name: str
     """The name of the profile, and of its folder: lower-case letters, digits and hyphens."""
@@ -56,7 +56,7 @@ def request_path(directory: RunDirectory) -> Path:
 
 
 def new_name(now_s: float | None = None) -> str:
-    """A name that no other profile has: the time in UTC, and four digits against two that ask at once."""
+    """A name that no other profile has: the time in UTC, and four digits against two requests at once."""
     clock = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now_s))
     return f"{clock}-{secrets.token_hex(2)}"
 
@@ -67,7 +67,7 @@ def is_profile_name(name: str) -> bool:
 
 
 def write_request(directory: RunDirectory, request: ProfileRequest) -> None:
-    """Asks for a profile, in place of what was asked before and nobody has heard yet. Raises ``OSError``."""
+    """Request a profile, in place of an earlier request that has not been read yet. Raises ``OSError``."""
     directory.profiles.mkdir(exist_ok=True)
     write_atomically(request_path(directory), (json.dumps(asdict(request)) + "\n").encode(), durable=False)
 
@@ -110,14 +110,14 @@ def _checked(content: bytes, now_s: float) -> ProfileRequest:
     return ProfileRequest(name, steps, _ranks(table["ranks"]), float(until_s))
 
 
-def _ranks(found: object) -> tuple[int, ...] | str:
-    if found in ("auto", "all"):
-        return str(found)
-    if not isinstance(found, list) or not 0 < len(found) <= MOST_RANKS:
+def _ranks(value: object) -> tuple[int, ...] | str:
+    if value in ("auto", "all"):
+        return str(value)
+    if not isinstance(value, list) or not 0 < len(value) <= MOST_RANKS:
         raise ProfileRequestError(f'its ranks must be "auto", "all", or a list of 1 to {MOST_RANKS} numbers')
-    if not all(type(rank) is int and rank >= 0 for rank in found):
+    if not all(type(rank) is int and rank >= 0 for rank in value):
         raise ProfileRequestError("its ranks must be numbers from 0")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(value)))
 
 
 # Rank 0's look-out for requests for a profile: one ``stat`` a second, and all that is wrong with a request said once.
@@ -131,7 +131,7 @@ class ProfileDesk:
 
     Args:
         directory: Of the run.
-        warn: Tells people about requests that are not followed.
+        warn: Receives a sentence on each request that is not followed.
         look_pause_s: Least time between two looks at the disk.
     """
 
@@ -169,12 +169,12 @@ class ProfileDesk:
 
     def _read(self, seen: tuple[int, int]) -> ProfileRequest | None:
         try:
-            found = read_request(self._directory, time.time())
+            request = read_request(self._directory, time.time())
         except (ProfileRequestError, OSError) as error:
             self._warn(f"the request for a profile in {self._path} is ignored: {error}")
-            self._refused, found = seen, None
+            self._refused, request = seen, None
         with suppress(OSError):  # a folder, or a disk that cannot be written: it is remembered as refused
             self._path.unlink()
-        if found is not None:
+        if request is not None:
             self._refused = seen
-        return found
+        return request

@@ -29,7 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 RANK_COLUMNS = ("compute_s", "data_wait_s", "memory_bytes", "temperature_c")
-"""What is kept of each rank in each window; ``RankFrame`` says what a number stands for."""
+"""The columns of each rank in each window; ``RankFrame`` defines them."""
 UNITS: Mapping[str, float] = {
     "compute_s": 0.125,  # 8 us to 2 h at full precision
     "data_wait_s": 0.125,
@@ -58,7 +58,7 @@ Codes = NDArray[np.int16]
 
 @dataclass(frozen=True)
 class RankFrame:
-    """What all ranks measured of themselves in one window of steps.
+    """Measurements of all ranks in one window of steps.
 
     ``columns`` has, for each name in ``RANK_COLUMNS``, a float32 array ``(ranks,)`` with NaN where a rank does not know:
 
@@ -169,7 +169,7 @@ _SEARCH_BYTES = 16 << 20
 
 
 class RankStreamError(Exception):
-    """The file of ranks' numbers cannot be read or written; the message names it and says what to do."""
+    """The file of ranks' numbers cannot be read or written; the message names it and the remedy."""
 
 
 def open_for_reading(path: Path) -> int | None:
@@ -182,18 +182,18 @@ def open_for_reading(path: Path) -> int | None:
         return None
     except OSError as error:
         raise RankStreamError(f"cannot read {path}: {error.strerror}") from error
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_size <= MOST_FILE_BYTES:
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= MOST_FILE_BYTES:
         return descriptor
     os.close(descriptor)
-    size = f"it has {found.st_size / 2**30:.1f} GiB, and no run writes more than {MOST_FILE_BYTES >> 30}"
-    raise refusal(path, size if stat.S_ISREG(found.st_mode) else "it is no file")
+    size = f"it has {status.st_size / 2**30:.1f} GiB, and no run writes more than {MOST_FILE_BYTES >> 30}"
+    raise refusal(path, size if stat.S_ISREG(status.st_mode) else "it is no file")
 
 
-def refusal(path: Path, why: str) -> RankStreamError:
+def refusal(path: Path, reason: str) -> RankStreamError:
     """The error that ``path`` is no file of ranks' numbers."""
     return RankStreamError(
-        f"{path} is not what a run writes there: {why}. Move it away; the run does not need it"
+        f"{path} is not what a run writes there: {reason}. Move it away; the run does not need it"
     )
 
 
@@ -226,10 +226,10 @@ class FrameIndex:
         """
         head = self.heads[number]
         length, offset = column_bytes(head.ranks), self.offsets[number] + head.column_at(place)
-        found = os.pread(self._descriptor, length, offset)
-        if len(found) < length or not (verified or xxhash.xxh3_64_intdigest(found) == head.checksums[place]):
+        block = os.pread(self._descriptor, length, offset)
+        if len(block) < length or not (verified or xxhash.xxh3_64_intdigest(block) == head.checksums[place]):
             return None
-        return np.frombuffer(found, "<i2", head.ranks)
+        return np.frombuffer(block, "<i2", head.ranks)
 
     def _read_title(self, size: int) -> None:
         title = os.pread(self._descriptor, len(TITLE), 0)
@@ -237,11 +237,11 @@ class FrameIndex:
             self.position = len(TITLE) if title == TITLE else 0
             return
         # A damaged title costs nothing, if frames follow it.
-        found = next(_frames(self._path, self._descriptor, 0, min(size, _SEARCH_BYTES)), None)
-        if found is None:
-            why = "it begins with other words, and holds no frame"
-            raise refusal(self._path, f"{why} of this version of Phalanx")
-        self.position = found[0]
+        head = next(_frames(self._path, self._descriptor, 0, min(size, _SEARCH_BYTES)), None)
+        if head is None:
+            reason = "it begins with other words, and holds no frame"
+            raise refusal(self._path, f"{reason} of this version of Phalanx")
+        self.position = head[0]
 
 
 def unfinished(descriptor: int, position: int) -> int:
@@ -276,9 +276,9 @@ def _next_magic(descriptor: int, position: int, size: int) -> int:
     magic, length = np.frombuffer(MAGIC, np.uint64), 1 << 12
     while position < size:
         block = os.pread(descriptor, length, position)
-        found = np.flatnonzero(np.frombuffer(block, np.uint64, len(block) // 8) == magic)
-        if len(found):
-            return position + 8 * int(found[0])
+        places = np.flatnonzero(np.frombuffer(block, np.uint64, len(block) // 8) == magic)
+        if len(places):
+            return position + 8 * int(places[0])
         if len(block) < 8:
             break
         position += len(block) // 8 * 8

@@ -1,4 +1,4 @@
-"""What every rank of a run measured of itself over time, read from ``ranks.bin`` also while it is written.
+"""Measurements of every rank of a run over time, read from ``ranks.bin`` also while it is written.
 
 In a synchronous run all ranks take equally long for a step, and the slow one communicates least, since nobody lets it wait. So the stream
 keeps what is a rank's own: its computing, its waiting for samples, its memory, its temperature (``RankFrame``). A frame stands for a window of
@@ -75,7 +75,7 @@ class HeatMap:
 class RankStream:
     """A reader of one file. Not for several threads at once. A missing file is an empty stream.
 
-    Numbers whose checksum is wrong are not known (NaN); frames that cannot be told from damage are passed over. Every method that reads raises
+    Numbers whose checksum is wrong are not known (NaN); frames that may be damage are passed over. Every method that reads raises
     ``RankStreamError`` if the file is something else, or cannot be read.
     """
 
@@ -103,12 +103,12 @@ class RankStream:
             before = -1
         else:
             os.close(descriptor)
-        known = len(self._index.heads)
+        indexed = len(self._index.heads)
         try:
             self._index.extend()
         except OSError as error:
             raise RankStreamError(f"cannot read {self.path}: {error.strerror}") from error
-        new = self._index.heads[known:]
+        new = self._index.heads[indexed:]
         self._steps = np.append(self._steps, np.array([head.step for head in new], np.int64))
         self._times = np.append(self._times, np.array([head.t for head in new], np.float64))
         return len(self) != before
@@ -116,8 +116,8 @@ class RankStream:
     def _same_file(self, descriptor: int) -> bool:
         if self._index is None:
             return False
-        ours, found = os.fstat(self._descriptor), os.fstat(descriptor)
-        return os.path.samestat(ours, found) and found.st_size >= self._index.position
+        ours, theirs = os.fstat(self._descriptor), os.fstat(descriptor)
+        return os.path.samestat(ours, theirs) and theirs.st_size >= self._index.position
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -165,7 +165,7 @@ class RankStream:
     ) -> HeatMap:
         """Draws the frames of the steps ``first`` to ``last`` (of all without them), in at most so many columns and rows.
 
-        Reads each frame once, and holds one at a time. ``order`` has all ranks in the order in which they are drawn, and ``part`` says which places of
+        Reads each frame once, and holds one at a time. ``order`` has all ranks in the order in which they are drawn, and ``part`` selects the places of
         it are; by their numbers and all, without them.
         """
         chosen, place = self._between(first, last), RANK_COLUMNS.index(column)
@@ -179,7 +179,7 @@ class RankStream:
         ends = [chosen[group[-1]] for group in frame_groups]
         for number, group in enumerate(frame_groups):
             most = np.full(ranks, UNKNOWN, np.int16)
-            for codes in self._each([chosen[one] for one in group], place):
+            for codes in self._each([chosen[position] for position in group], place):
                 np.maximum(most[: len(codes)], codes, out=most[: len(codes)])
             if rank_groups:
                 values[:, number] = np.maximum.reduceat(most[drawn], [rows.start for rows in rank_groups])
@@ -202,8 +202,8 @@ class RankStream:
         chosen = [
             number for number in self._between(first, last) if 0 <= rank < self._opened().heads[number].ranks
         ]
-        found = (self._one(number, place, rank) for number in chosen)
-        codes = np.fromiter(found, np.int16, len(chosen))
+        readings = (self._one(number, place, rank) for number in chosen)
+        codes = np.fromiter(readings, np.int16, len(chosen))
         return self._steps[chosen], decode_column(column, codes)
 
     def close(self) -> None:
@@ -234,8 +234,8 @@ class RankStream:
     def _between(self, first: int | None, last: int | None) -> list[int]:
         """The numbers of the frames of the steps from ``first`` to ``last``."""
         lowest, highest = -1 if first is None else first, np.inf if last is None else last
-        found: list[int] = np.flatnonzero((self._steps >= lowest) & (self._steps <= highest)).tolist()
-        return found
+        numbers: list[int] = np.flatnonzero((self._steps >= lowest) & (self._steps <= highest)).tolist()
+        return numbers
 
     def _each(self, numbers: list[int], place: int) -> Iterator[Codes]:
         """One column of each of these frames that is whole."""
@@ -262,8 +262,8 @@ class RankStream:
             return UNKNOWN if codes is None else int(codes[rank])
         index = self._opened()
         offset = index.offsets[number] + index.heads[number].column_at(place) + 2 * rank
-        found = os.pread(self._descriptor, 2, offset)
-        return int.from_bytes(found, "little", signed=True) if len(found) == 2 else UNKNOWN
+        block = os.pread(self._descriptor, 2, offset)
+        return int.from_bytes(block, "little", signed=True) if len(block) == 2 else UNKNOWN
 
 
 def _some_rows(order: NDArray[np.int64], size: int) -> NDArray[np.int64]:
@@ -274,8 +274,8 @@ def _some_rows(order: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 def _middle(codes: Codes) -> int:
     """The median of what is known."""
-    known = np.sort(codes[codes >= 0])
-    return int(known[len(known) // 2]) if len(known) else UNKNOWN
+    measured = np.sort(codes[codes >= 0])
+    return int(measured[len(measured) // 2]) if len(measured) else UNKNOWN
 
 
 def _groups(count: int, most: int) -> list[range]:

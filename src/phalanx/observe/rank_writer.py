@@ -48,7 +48,7 @@ _WORTH_IT = 0.875
 """A coarsened file has at most this part of the bound, if need be without the oldest frames, so that it is not coarsened again soon."""
 
 _MOST_STEPS = (1 << 32) - 1
-"""What a head can say."""
+"""The largest value that a head can hold."""
 
 
 class RankStreamWriter:
@@ -56,7 +56,7 @@ class RankStreamWriter:
 
     Args:
         path: The file; it is made if there is none, and gone on with otherwise.
-        hurry: Asked now and then while the file is coarsened, which takes seconds at its full size; True leaves it as it is.
+        hurry: Called now and then while the file is coarsened, which takes seconds at its full size; True leaves it as it is.
 
     Raises:
         RankStreamError: The file cannot be opened, or holds something else; from every method.
@@ -151,8 +151,8 @@ class RankStreamWriter:
         if size < begin + len(data):
             raise self._unwritten("the disk is full")
 
-    def _unwritten(self, why: str) -> RankStreamError:
-        return RankStreamError(f"cannot write {self.path}: {why}; what was written before is intact")
+    def _unwritten(self, reason: str) -> RankStreamError:
+        return RankStreamError(f"cannot write {self.path}: {reason}; what was written before is intact")
 
     # --- bounds ---
 
@@ -161,18 +161,18 @@ class RankStreamWriter:
         beside = self.path.with_name(f"{self.path.name}.new")
         try:
             with _indexed(self.path) as index, beside.open("wb") as file:
-                whole = self._write_coarsened(index, file)
-            if whole:
+                is_complete = self._write_coarsened(index, file)
+            if is_complete:
                 beside.replace(self.path)
                 self.close()
                 self._open()
         except OSError:
-            whole = False
-        if not whole:
+            is_complete = False
+        if not is_complete:
             with suppress(OSError):
                 beside.unlink(missing_ok=True)
-        self._bytes_at = self._most_bytes if whole else self._next + self._most_bytes // 8
-        self._frames_at = self._most_frames if whole else self._frames + self._most_frames // 8
+        self._bytes_at = self._most_bytes if is_complete else self._next + self._most_bytes // 8
+        self._frames_at = self._most_frames if is_complete else self._frames + self._most_frames // 8
 
     def _write_coarsened(self, index: FrameIndex, file: BinaryIO) -> bool:
         """Writes what is to be kept of the frames in ``index``; returns False if there was no time for it."""
@@ -202,8 +202,8 @@ def coarser(heads: Sequence[FrameHead], most_bytes: float, most_frames: float) -
     return groups[len(groups) - max(1, len(fitting)) :]
 
 
-def _alike(one: FrameHead, other: FrameHead) -> bool:
-    return (one.ranks, one.attempt) == (other.ranks, other.attempt)
+def _alike(head: FrameHead, other: FrameHead) -> bool:
+    return (head.ranks, head.attempt) == (other.ranks, other.attempt)
 
 
 def _largest(index: FrameIndex, group: range, place: int) -> Codes:
@@ -254,7 +254,7 @@ class RankRecorder:
         self._queue: queue.Queue[RankFrame | None] = queue.Queue(_QUEUE_FRAMES)
         self._ending = threading.Event()
         self._trouble = ""
-        self._told = False
+        self._is_reported = False
         self._thread: threading.Thread | None = None
 
     def record(self, frame: RankFrame) -> str:
@@ -281,9 +281,9 @@ class RankRecorder:
         return self._warning()
 
     def _warning(self) -> str:
-        if not self._trouble or self._told:
+        if not self._trouble or self._is_reported:
             return ""
-        self._told = True
+        self._is_reported = True
         return f"{self._trouble}; training goes on, and some of the ranks' numbers will be missing"
 
     def _work(self) -> None:

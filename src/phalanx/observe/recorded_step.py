@@ -4,7 +4,7 @@ Two tables of fixed-width rows in one compressed ``.npz`` (numpy's own format, w
 is what a range stands for in our own words: a step, a slot, a module, a collective with its group, number and bytes. Times are in
 nanoseconds since ``base_unix_ns`` of this rank's own clock; ranks' clocks are brought together by whoever reads them side by side.
 
-A reader bounds what it unpacks, and numpy refuses objects unless told otherwise: the file lies in a directory that others may write to.
+A reader bounds what it unpacks, and numpy refuses objects by default: the file lies in a directory that others may write to.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _MOST_UNPACKED_BYTES = 256 << 20
 
 
 class ProfileFileError(ValueError):
-    """A file that is no recording of a rank; the message names it and says why."""
+    """A file that is no recording of a rank; the message has the file and the reason."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded."""
+    """The recording of one rank."""
 
     rank: int
     meta: Mapping[str, Any]

@@ -70,7 +70,7 @@ def _points(lines: Iterable[bytes]) -> Iterator[Event]:
 
 
 class SinkError(Exception):
-    """A sink was asked for that cannot be had; the message says what to install or to write."""
+    """A sink that is not available; the message has what to install or to write."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def _settings(table: Mapping[str, object], prefix: str) -> Iterator[tuple[str, S
 
 
 def record(started: RunStarted, attempt: int) -> dict[str, object]:
-    """What an attempt recorded of itself, as plain values: code, packages, machine, command, data, layout."""
+    """The record of an attempt, as plain values: code, packages, machine, command, data, layout."""
     plain: dict[str, object] = json.loads(json.dumps({"attempt": attempt, **asdict(started)}, default=str))
     return plain
 
@@ -103,20 +103,20 @@ def goodput_rows(event: Event, run_directory: Path) -> list[tuple[str, float, fl
     if not isinstance(event.body, Finished | Stopped):
         return []
     try:
-        found = goodput(read_events(run_directory / "events.jsonl"))
+        account = goodput(read_events(run_directory / "events.jsonl"))
     except EventLogError:
         return []
     outcomes = {
-        "committed steps": found.committed_ns,
-        "pending steps": found.pending_ns,
-        "rolled back steps": found.rollback_ns,
-        "skipped steps": found.nonfinite_ns,
-        "waiting for samples": found.waiting_ns,
+        "committed steps": account.committed_ns,
+        "pending steps": account.pending_ns,
+        "rolled back steps": account.rollback_ns,
+        "skipped steps": account.nonfinite_ns,
+        "waiting for samples": account.waiting_ns,
     }
-    held_ns = found.held_ns or 1
+    held_ns = account.held_ns or 1
     return [
         (name, spent_ns / NS_PER_S, spent_ns / held_ns)
-        for name, spent_ns in {**found.buckets_ns, **outcomes}.items()
+        for name, spent_ns in {**account.buckets_ns, **outcomes}.items()
     ]
 
 
@@ -149,7 +149,7 @@ END_TIMEOUT_S = 60.0
 """At the end of a run: W&B and MLflow take many seconds to start, which a short run does not last. Less than a fleet waits for a
 step (``fleet.stall_s``), so that nobody takes it for a hang."""
 SILENT_S = 2.0
-"""A wait that is longer is told."""
+"""A longer wait is reported."""
 FAILURES_IN_A_ROW = 5
 
 
@@ -303,7 +303,7 @@ def close_sinks(
 ) -> list[SinkHealth]:
     """Close all at once, each within ``timeout_s``: the wait is that of the slowest, not the sum.
 
-    If it takes longer than ``silent_s``, ``tell`` is given a sentence that says for whom and for how long it may take.
+    If it takes longer than ``silent_s``, ``tell`` receives a sentence with the sinks and the longest time.
     """
     waiting = list(sinks)
     results: dict[int, SinkHealth] = {}

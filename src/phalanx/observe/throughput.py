@@ -52,12 +52,12 @@ def format_duration(seconds: float | None) -> str:
         return "–"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole >= 2 * 86_400:
-        days, rest = divmod(whole, 86_400)
+    total_s = round(seconds)
+    if total_s >= 2 * 86_400:
+        days, rest = divmod(total_s, 86_400)
         return f"{days} d {rest // 3600:02d} h"
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+    hours, minutes = total_s // 3600, total_s // 60 % 60
+    return f"{hours}:{minutes:02d}:{total_s % 60:02d}" if hours else f"{minutes}:{total_s % 60:02d}"
 
 
 def format_count(number: float) -> str:
@@ -97,4 +97,4 @@ MAD_TO_DEVIATION = 1.4826
 
 def usual_deviation(values: Sequence[float], middle: float) -> float:
     """The standard deviation of ``values`` about ``middle``, by their median absolute deviation; of finite numbers, at least one."""
-    return MAD_TO_DEVIATION * median(abs(one - middle) for one in values)
+    return MAD_TO_DEVIATION * median(abs(value - middle) for value in values)

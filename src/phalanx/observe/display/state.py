@@ -60,7 +60,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class State:
-    """A run as its events tell it so far."""
+    """The state of a run by its events so far."""
 
     t: float | None = None
     attempt: int = 0
@@ -79,7 +79,7 @@ class State:
     stopped: Stopped | None = None
     finished: Finished | None = None
     explained: bool = False
-    """A fleet has said why this attempt, one of its epochs, ends."""
+    """True once a fleet has logged why this attempt, one of its epochs, ends."""
 
     @property
     def done(self) -> bool:
@@ -161,13 +161,13 @@ def _with_step(state: State, t: float, body: Step) -> State:
 
 def notes(state: State, event: Event) -> list[Note]:
     """The log lines to show when ``event`` comes after ``state``."""
-    found = []
+    lines = []
     ended = event.attempt != state.attempt and not isinstance(event.body, FROM_OUTSIDE)
     if ended and state.started is not None and not state.done and not state.explained:
         after = f" after step {state.step.step:,}" if state.step else ""
-        found.append(Note(event.t, "warning", f"attempt {state.attempt + 1} ended without a word{after}"))
+        lines.append(Note(event.t, "warning", f"attempt {state.attempt + 1} ended without a word{after}"))
     own = _note(event)
-    return found if own is None else [*found, own]
+    return lines if own is None else [*lines, own]
 
 
 def _note(event: Event) -> Note | None:
@@ -187,16 +187,16 @@ def _note(event: Event) -> Note | None:
             return Note(event.t, "info", text)
         case CheckpointFailed(step=step, path=path, reason=reason):
             return Note(event.t, "error", f"checkpoint of step {step:,} failed ({path}): {reason}")
-        case NonFinite(step=step, what=what, skipped=skipped):
+        case NonFinite(step=step, what=text, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
-            return Note(event.t, "warning", f"step {step:,} is not finite, {outcome}: {what}")
+            return Note(event.t, "warning", f"step {step:,} is not finite, {outcome}: {text}")
         case LossSpike(
             step=step, loss=loss, typical_loss=usual, grad_norm=norm, typical_grad_norm=usual_norm
         ):
             outcomes = {"continue": "training goes on", "skip": "skipped", "stop": "the run ends before it"}
-            what = f"loss {loss:.4g} (usual {usual:.4g}), gradient norm {norm:.3g} (usual {usual_norm:.3g})"
+            text = f"loss {loss:.4g} (usual {usual:.4g}), gradient norm {norm:.3g} (usual {usual_norm:.3g})"
             return Note(
-                event.t, "warning", f"loss spike in step {step:,}, {outcomes[event.body.action]}: {what}"
+                event.t, "warning", f"loss spike in step {step:,}, {outcomes[event.body.action]}: {text}"
             )
         case Message(level=level, text=text):
             return Note(event.t, level, text)

@@ -36,13 +36,13 @@ REFRESHES_PER_S = 8
 UNKNOWN = "–"
 LARGEST_DRAWN = 1e30
 SAID_BEFORE = frozenset({"run_dir", "peak_flops_per_s", "peak_source", "xz_bits_per_byte"})
-"""Figures of a result that earlier lines have said; in a log, the last line is for what came out."""
+"""Figures of a result that earlier lines have printed; in a log, the last line is the outcome."""
 
 
 def show_events(events: Iterable[Event], console: Console, live: bool, every_s: float = 10.0) -> None:
     """Show the events as they come, until there are no more.
 
-    ``live`` asks for the panel, which needs a terminal; without one, or without ``live``, plain lines
+    ``live`` shows the panel, which needs a terminal; without one, or without ``live``, plain lines
     are printed: see ``plain_lines``. Colors follow the console, and so NO_COLOR.
     """
     if live and console.is_terminal and not console.is_dumb_terminal:
@@ -249,7 +249,7 @@ def _percent(share: float | None) -> str:
 
 
 def _utilization(mfu: float | None) -> str:
-    """MFU; above 100 % it says that the peak was measured too low, which other work on the machine does."""
+    """MFU; a value above 100 % means that the peak was measured too low, beside other work on the machine."""
     return _percent(mfu) + (" (above the measured peak)" if mfu is not None and mfu > 1 else "")
 
 
@@ -273,21 +273,21 @@ def clock(t: float) -> str:
 def plain_lines(events: Iterable[Event], every_s: float) -> Iterator[str]:
     """A line for the first and the last step, one for a step every ``every_s`` seconds between them, and
     one for each other event worth reading. Seconds are those of the events, not of the reader."""
-    state, printed_t, held = State(), -math.inf, ""
+    state, printed_t, pending = State(), -math.inf, ""
     for event in events:
         before, state = state, reduce(state, event)
         if isinstance(event.body, Step):
-            held = _step_line(state, event.t, event.body)
+            pending = _step_line(state, event.t, event.body)
             if event.t - printed_t >= every_s or event.body.step == event.body.steps:
-                yield held
-                printed_t, held = event.t, ""
+                yield pending
+                printed_t, pending = event.t, ""
         elif lines := _other_lines(before, state, event):
-            if held:  # other lines are read against the step that they follow
-                yield held
-                printed_t, held = event.t, ""
+            if pending:  # other lines are read against the step that they follow
+                yield pending
+                printed_t, pending = event.t, ""
             yield from lines
-    if held:
-        yield held
+    if pending:
+        yield pending
 
 
 def _step_line(state: State, t: float, step: Step) -> str:

@@ -1,1 +1,1 @@
-"""What the processes of a run print and log: caught, made into lines of JSON with time and place, bounded on disk, free of secrets."""
+"""Output and log records of a run's processes: captured as lines of JSON with time and place, bounded on disk, free of secrets."""

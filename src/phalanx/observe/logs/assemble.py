@@ -35,12 +35,12 @@ _CRASH_LINES = (
     "Stack (most recent",
 )
 _BEGINS = frozenset("T[ FW-")
-"""What a line begins with that may begin something of several lines."""
+"""First letters of lines that may begin a record of several lines."""
 _FRAME_LINES = ("Exception raised from", "frame #", "C++ CapturedTraceback", "#")
 
 
 class Record(NamedTuple):
-    """What was said at once."""
+    """Text that a process wrote at once."""
 
     text: str
     level: Level
@@ -57,7 +57,7 @@ class Assembler:
         self._skipping = False
         """The rest of a line that was too long is left out."""
         self._kind = ""
-        self._held: list[str] = []
+        self._open_lines: list[str] = []
         self._held_characters = 0
         self._held_goes_on = False
         self._after_trace = False
@@ -65,68 +65,68 @@ class Assembler:
     @property
     def waits(self) -> bool:
         """True if ``settle`` has something to hand out."""
-        return bool(self._partial or self._held)
+        return bool(self._partial or self._open_lines)
 
     def add(self, text: str) -> list[Record]:
         """Takes a piece of text."""
-        found: list[Record] = []
+        records: list[Record] = []
         *ended, rest = text.split("\n")
         for line in ended:
-            self._end_line(self._partial + line, found)
+            self._end_line(self._partial + line, records)
             self._partial = ""
         if not self._skipping:
             self._partial += rest
             if len(self._partial) > MOST:
-                self._give_partial(found)
+                self._give_partial(records)
                 self._skipping = True
-        return found
+        return records
 
     def release(self) -> list[Record]:
         """Hands out what is complete but might go on."""
-        found: list[Record] = []
-        self._close(found)
-        return found
+        records: list[Record] = []
+        self._close(records)
+        return records
 
     def settle(self) -> list[Record]:
         """Hands out what waits, also a line that has not ended: nothing more may come."""
-        found = self.release()
+        records = self.release()
         if self._partial:
-            self._give_partial(found)
-        return found
+            self._give_partial(records)
+        return records
 
     def take_partial(self) -> str:
         """Takes away the line that has not ended; its rest is nobody's business here."""
         partial, self._partial = self._partial, ""
         return partial
 
-    def _give_partial(self, found: list[Record]) -> None:
-        self._close(found)
-        self._give(self._partial, found, goes_on=self._cut)
+    def _give_partial(self, records: list[Record]) -> None:
+        self._close(records)
+        self._give(self._partial, records, goes_on=self._cut)
         self._partial, self._cut = "", True
 
-    def _end_line(self, line: str, found: list[Record]) -> None:
+    def _end_line(self, line: str, records: list[Record]) -> None:
         skipped, cut = self._skipping, self._cut
         self._skipping = self._cut = False
         if skipped:
             return
         if cut:
             if line.strip():
-                self._give(line, found, goes_on=True)
+                self._give(line, records, goes_on=True)
             return
-        self._line(clean(line), found)
+        self._line(clean(line), records)
 
-    def _line(self, line: str, found: list[Record]) -> None:
+    def _line(self, line: str, records: list[Record]) -> None:
         if not self._kind and not self._after_trace and line[:1] not in _BEGINS:
             if line.strip():
-                self._give(line, found)
+                self._give(line, records)
             return
         bare = _RANKED.sub("", line, count=1) if line.startswith("[rank") else line
         if self._kind and self._belongs(bare):
             self._hold(line)
             if self._ends(bare):
-                self._close(found)
+                self._close(records)
             return
-        self._close(found)
+        self._close(records)
         after, self._after_trace = self._after_trace, False
         if bare.startswith(("Traceback (most recent call last)", "  + Exception Group Traceback")):
             self._begin(_TRACE, line)
@@ -141,7 +141,7 @@ class Assembler:
         elif bare.startswith("-----BEGIN ") and "PRIVATE KEY" in bare:
             self._begin(_KEY, line)
         elif bare.strip():
-            self._give(line, found)
+            self._give(line, records)
 
     def _belongs(self, line: str) -> bool:
         if self._kind == _KEY:
@@ -173,29 +173,29 @@ class Assembler:
 
     def _hold(self, line: str) -> None:
         # The innermost frames come last and say most: of what is too long the middle is left out when it is given.
-        self._held.append(line)
+        self._open_lines.append(line)
         self._held_characters += len(line) + 1
         if self._held_characters > 4 * MOST:
-            half = len(self._held) // 2
-            self._held_characters -= sum(len(line) + 1 for line in self._held[1:half])
-            del self._held[1:half]
-            self._held[1:1] = ["  ..."]
+            half = len(self._open_lines) // 2
+            self._held_characters -= sum(len(line) + 1 for line in self._open_lines[1:half])
+            del self._open_lines[1:half]
+            self._open_lines[1:1] = ["  ..."]
 
-    def _close(self, found: list[Record]) -> None:
-        if not self._held:
+    def _close(self, records: list[Record]) -> None:
+        if not self._open_lines:
             return
-        text, kind = "\n".join(self._held).rstrip("\n"), self._kind
-        self._held, self._held_characters, self._kind = [], 0, ""
+        text, kind = "\n".join(self._open_lines).rstrip("\n"), self._kind
+        self._open_lines, self._held_characters, self._kind = [], 0, ""
         self._after_trace = kind in (_TRACE, _FRAMES)
         level: Level = "info" if kind == _KEY else "error"
-        found.append(Record(shortened(text), level, self._held_goes_on))
+        records.append(Record(shortened(text), level, self._held_goes_on))
 
-    def _give(self, line: str, found: list[Record], *, goes_on: bool = False) -> None:
+    def _give(self, line: str, records: list[Record], *, goes_on: bool = False) -> None:
         text = shortened(clean(line))
         if match := _TIME.match(text):
             text = text[match.end() :]  # the record has its own
         if text.strip():
-            found.append(Record(text, level_of(text), goes_on))
+            records.append(Record(text, level_of(text), goes_on))
 
 
 def clean(line: str) -> str:

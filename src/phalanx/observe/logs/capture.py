@@ -1,7 +1,7 @@
 """Catches what this process prints and logs, and writes it into its log: ``sys.stdout`` and ``sys.stderr``, ``logging``, ``warnings``, uncaught errors.
 
 Each line is one ``write`` into the process's own file, with the level, rank, epoch and step that only the process knows. So nothing waits for
-another process, and what was said before a kill is kept. What goes past Python, into descriptors 1 and 2 (native code, programs that it starts,
+another process, and output before a kill is kept. What goes past Python, into descriptors 1 and 2 (native code, programs that it starts,
 ``faulthandler``), the parent reads from a pipe (``child_output``); so does the beginning of a line that is flushed before it has ended, since
 the rest may never come.
 
@@ -30,7 +30,7 @@ from phalanx.observe.logs.recorder import Place, Recorder
 
 _LONG = 4096
 _TALKATIVE = "phalanx"
-"""Loggers below this one tell information too; those of libraries only what Python shows by itself, warnings and errors."""
+"""Loggers below this one log information too; those of libraries only warnings and errors, Python's default."""
 
 
 class Capture:
@@ -88,7 +88,7 @@ class Capture:
                     self._recorder.put(record)
 
     def leaves_out(self, text: str) -> bool:
-        """True if a long text is left out, and counted: the process says more than its log takes in."""
+        """Return True if a long text is left out, and counted: the process writes more than its log takes in."""
         if self._forked or not self._recorder.floods(text):
             return False
         self._recorder.leave_out(text.count("\n"), len(text))
@@ -131,8 +131,8 @@ class Capture:
         def hook(args: threading.ExceptHookArgs) -> None:
             if args.exc_type is SystemExit:
                 return
-            said = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
-            self.put(f"{said.rstrip()}\n(in thread {args.thread.name if args.thread else '?'})", "error")
+            text = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
+            self.put(f"{text.rstrip()}\n(in thread {args.thread.name if args.thread else '?'})", "error")
             if self._tee:
                 shown(args)
 
@@ -225,9 +225,9 @@ class CaughtStream(io.TextIOBase):
                 self._shown.flush()
         with self._capture.lock:
             self._capture.write(self._assembler.release())
-            if self._capture.passes_on and (begun := self._assembler.take_partial()):
+            if self._capture.passes_on and (partial := self._assembler.take_partial()):
                 self._passing_on = True
-                pass_on(self._descriptor, begun)
+                pass_on(self._descriptor, partial)
 
     def _pass_on(self, text: str) -> str:
         """Passes the rest of a line on; returns what comes after it."""
@@ -265,7 +265,7 @@ def capture_output(environment: MutableMapping[str, str]) -> Place:
 
 
 def also_log(order: LogOrder) -> Place:
-    """Writes what this process says into a log too; it is still said where it was. Returns its place."""
+    """Write the output of this process into a log too; it still goes where it went. Returns its place."""
     capture = Capture(order, tee=True)
     capture.install()
     return capture.place
@@ -274,4 +274,4 @@ def also_log(order: LogOrder) -> Place:
 def place_of_process() -> Place:
     """The place that the lines of this process carry; one that nobody reads if its output is not caught."""
     handlers = logging.getLogger().handlers
-    return next((one.place for one in handlers if isinstance(one, RecordHandler)), Place())
+    return next((handler.place for handler in handlers if isinstance(handler, RecordHandler)), Place())

@@ -3,7 +3,7 @@
 The descriptors are a pipe. What a child wrote last is in it when the child is dead, however it died, and is read then. A child that floods
 the pipe is read at full speed and mostly thrown away: its last words are kept. The thread reads on until nobody has the pipe open, also after
 the child's end, so that what the child has started is not killed by writing. If this process is killed, so is the child, by the kernel; what
-the child says in Python goes into its own file all the while (``capture``), and does not wait for anybody.
+the child writes in Python goes into its own file all the while (``capture``), and does not wait for anybody.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ChildOutput:
         Args:
             order: The child's log.
             secrets: Its environment: values of secret variables are masked.
-            on_trouble: Told once, from another thread, if the log cannot be written.
+            on_trouble: Called once, from another thread, if the log cannot be written.
 
         Raises:
             OSError: There is no run directory any more, or there are no descriptors left.
@@ -79,7 +79,7 @@ class ChildOutput:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the child's environment has besides."""
+        """Variables to add to the child's environment."""
         return {VARIABLE: self._order.to_text(self._place_descriptor)}
 
     @property

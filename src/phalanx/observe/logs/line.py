@@ -1,6 +1,6 @@
-"""One line of a log, and the level of a text that does not say its own.
+"""One line of a log, and the level of a text that names none.
 
-A log is a file of JSON objects, one a line, in the order in which one process said them:
+A log is a file of JSON objects, one a line, in the order in which one process wrote them:
 
     {"t": 1732519237.123456, "level": "warning", "node": "node-1", "rank": 3, "epoch": 2, "attempt": 0, "step": 117, "text": "...", "process": "node-1-0"}
 
@@ -64,7 +64,7 @@ _HINTS = (
         "until",
     ),
 )
-"""What the lower case of any line holds that is more, or less, than information; most lines hold none of it."""
+"""Words, in lower case, of every line whose level is not information; most lines hold none of them."""
 _GLOG = re.compile(rf"^{_PREFIX}\[?[EWD]\d")
 _OWN_WARNING = re.compile(
     r"^(?:warning: |unfit: |cannot |refused |no step for |leave epoch \d|first failure: |worker \d+ ended with code -?[1-9]|no coordinator)"
@@ -75,7 +75,7 @@ _DEBUG = re.compile(rf"^{_PREFIX}(?:\[?DEBUG\b|D\d{{4}} )|\bNCCL TRACE\b")
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """What a process said at once: one line, or several that belong together, such as a traceback."""
+    """Text that a process wrote at once: one line, or several that belong together, such as a traceback."""
 
     t: float
     """Unix seconds, by the clock of its machine."""
@@ -92,7 +92,7 @@ class LogLine(msgspec.Struct, frozen=True):
     process: str = ""
     """The process among those of the attempt: ``rank-00003``, ``coordinator``, a node's name, or that and the number of its worker."""
     goes_on: bool | UnsetType = UNSET
-    """True if it goes on with what the process said just before: the next exception of a chain, the rest of a line."""
+    """True if it continues the record before it: the next exception of a chain, the rest of a line."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -120,13 +120,13 @@ def decode(raw: bytes) -> LogLine | None:
 def decode_lines(block: bytes) -> list[LogLine]:
     """The lines of a block, which begins and ends between two lines; others are left out."""
     try:
-        found = _decoder.decode_lines(block)
+        lines = _decoder.decode_lines(block)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return [line for raw in block.split(b"\n") if raw and (line := decode(raw)) is not None]
     return (
-        found
-        if all(0 <= line.t < _LATEST_S for line in found)
-        else [x for x in found if 0 <= x.t < _LATEST_S]
+        lines
+        if all(0 <= line.t < _LATEST_S for line in lines)
+        else [x for x in lines if 0 <= x.t < _LATEST_S]
     )
 
 
@@ -136,7 +136,7 @@ def severity(level: str) -> int:
 
 
 def level_of(text: str) -> Level:
-    """The level of a text by what it says, as far as its first line shows."""
+    """Return the level of a text by the words of its first line."""
     head = text[:_SEEN].partition("\n")[0]
     lowered = head.lower()
     if not any(hint in lowered for hint in _HINTS) and not _GLOG.match(head):
@@ -165,7 +165,7 @@ def level_of(text: str) -> Level:
 _QUIET_S = 60.0
 _INNOCENT = 2
 _ENDED = "its process "
-"""How a launcher begins the line that says how a process ended."""
+"""The beginning of a launcher's line on the end of a process."""
 _BEGUN = re.compile(r"process \d+ begins: ")
 _FAILURE = re.compile(
     r"^(?:\[rank\d+\]:\s?)?(?:Traceback |[Ee]rror: |Fatal |its process |unfit: |(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)(?::|$))"
@@ -192,7 +192,7 @@ class FirstFailure:
 
 
 def who(line: LogLine) -> str:
-    """The process that said a line, in words."""
+    """Return the process that wrote a line, in words."""
     name = f"rank {line.rank}" if line.rank is not None else line.process or "a process"
     return f"{name} on {line.node}" if line.node and not name.startswith(line.node) else name
 
@@ -216,7 +216,7 @@ def what_happened(text: str) -> str:
 
 
 def comes_of_another(text: str) -> bool:
-    """True if an error says by itself that another process failed before."""
+    """Return True if the text of an error shows that another process failed before."""
     return _OF_ANOTHER.search(what_happened(text)[:4000]) is not None
 
 
@@ -276,7 +276,7 @@ def _named(lines: Sequence[LogLine], most: int = 4) -> str:
 
 
 def ended_text(how: str) -> str:
-    """The text of the line by which a launcher says how a process ended; ``how`` begins with "ended with code" or "was killed by"."""
+    """Return the text of a launcher's line on the end of a process; ``how`` begins with "ended with code" or "was killed by"."""
     return f"{_ENDED}{how}"
 
 
@@ -286,10 +286,10 @@ def begun_text(process: int, command: str) -> str:
 
 
 def says_its_beginning(line: LogLine) -> bool:
-    """True if the line only says that a process began; those before it are of another one under the same name."""
+    """Return True for the line that marks the beginning of a process; lines before it are of another one under the same name."""
     return _BEGUN.match(line.text) is not None
 
 
 def says_its_end(line: LogLine) -> bool:
-    """True if the line only says that, and how, a process ended."""
+    """Return True for the line that marks the end of a process."""
     return line.text.startswith(_ENDED)

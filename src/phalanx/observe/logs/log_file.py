@@ -4,7 +4,7 @@ The first has the process's start (versions, addresses, settings), the newest it
 is renamed once and never again (``NAME.jsonl`` becomes ``NAME.r0007.jsonl``), so that whoever follows it by its inode loses nothing.
 
 Nothing is buffered: a line that was written is in the kernel, and survives a kill of the process. Nothing raises: a disk that is full or
-gone costs lines. They are counted, the owner is told once, and the count is written as soon as there is room.
+gone costs lines. They are counted, the owner is notified once, and the count is written as soon as there is room.
 
 Below: the end of a log, and the settings of a log that a parent passes to its child.
 """
@@ -48,12 +48,12 @@ def aside(path: Path, number: int) -> Path:
 def set_aside(path: Path) -> list[tuple[int, Path]]:
     """The files of the log ``path`` that were set aside, oldest first."""
     stem = path.name.removesuffix(".jsonl")
-    found = []
+    paths = []
     with suppress(OSError):
         for name in os.listdir(path.parent):
             if name.startswith(stem) and (match := _SET_ASIDE.fullmatch(name[len(stem) :])):
-                found.append((int(match[1]), path.with_name(name)))
-    return sorted(found)
+                paths.append((int(match[1]), path.with_name(name)))
+    return sorted(paths)
 
 
 class LogFile:
@@ -71,8 +71,8 @@ class LogFile:
         Args:
             path: ``NAME.jsonl``.
             bounds: How much is kept.
-            lost: Makes the line which says that so many lines were lost, and why.
-            on_trouble: Told once, in words, that lines are being lost.
+            lost: Returns the line that reports how many lines were lost, and why.
+            on_trouble: Called once, with a sentence, when lines are being lost.
             clock: Of the pause between two attempts.
         """
         self.path, self._bounds, self._make_lost, self._on_trouble, self._clock = (
@@ -84,7 +84,7 @@ class LogFile:
         )
         self._file: AppendedFile | None = None
         self._number: int | None = None
-        self._missed, self._why, self._again_s, self._told = 0, "", 0.0, False
+        self._missed, self._reason, self._again_s, self._is_reported = 0, "", 0.0, False
 
     def write(self, line: bytes) -> None:
         """Appends a line, which ends in a newline."""
@@ -93,16 +93,16 @@ class LogFile:
             return
         try:
             if self._missed:
-                self._append(self._make_lost(self._missed, self._why))
+                self._append(self._make_lost(self._missed, self._reason))
                 self._missed = 0
             self._append(line)
         except OSError as error:
-            self._missed, self._why = self._missed + 1, error.strerror or str(error)
+            self._missed, self._reason = self._missed + 1, error.strerror or str(error)
             self._again_s = self._clock() + _AGAIN_S
-            if not self._told:
-                self._told = True
+            if not self._is_reported:
+                self._is_reported = True
                 self._on_trouble(
-                    f"{self.path} cannot be written: {self._why}; lines are lost until it can, and the run goes on"
+                    f"{self.path} cannot be written: {self._reason}; lines are lost until it can, and the run goes on"
                 )
 
     def close(self) -> None:
@@ -152,8 +152,8 @@ def raw_of(path: Path) -> Path:
 
 def last_lines(path: Path, most: int) -> list[LogLine]:
     """The last lines of the process whose log is ``path``, at most so many; empty if there are none that can be read."""
-    found = [*_last(path), *_last(raw_of(path))]
-    return sorted(found, key=lambda line: line.t)[-most:]
+    merged = [*_last(path), *_last(raw_of(path))]
+    return sorted(merged, key=lambda line: line.t)[-most:]
 
 
 def _last(path: Path) -> list[LogLine]:
@@ -171,11 +171,11 @@ def _last(path: Path) -> list[LogLine]:
 
 
 def last_text(path: Path, lines: int) -> list[str]:
-    """The last lines of text that the process whose log is ``path`` has said, those of tracebacks too."""
-    said = last_lines(path, lines + 2)
-    begun = max((number for number, line in enumerate(said) if says_its_beginning(line)), default=-1)
-    said = [line for line in said[begun + 1 :] if not says_its_end(line)]
-    return [text for line in said for text in line.text.splitlines()][-lines:]
+    """Return the last lines of text of the process whose log is ``path``, those of tracebacks too."""
+    tail = last_lines(path, lines + 2)
+    beginning = max((number for number, line in enumerate(tail) if says_its_beginning(line)), default=-1)
+    tail = [line for line in tail[beginning + 1 :] if not says_its_end(line)]
+    return [text for line in tail for text in line.text.splitlines()][-lines:]
 
 
 # What a process is told about its log: where it lies, whose it is, how much is kept. A parent gives it to a child in one environment variable.

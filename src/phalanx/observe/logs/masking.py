@@ -1,8 +1,8 @@
 """Keeps secrets out of logs: values that are known to be secret, and what looks like a credential.
 
-Known values are those of environment variables whose names say so (``AWS_SECRET_ACCESS_KEY``, ``HF_TOKEN``, ``PHALANX_RUN_TOKEN``) and the run's
+Known values are those of environment variables whose names mark them (``AWS_SECRET_ACCESS_KEY``, ``HF_TOKEN``, ``PHALANX_RUN_TOKEN``) and the run's
 own tokens; they are masked wherever they stand, also quoted for a URL. Shapes are masked without being known: ``user:password@`` of a URL,
-``password=...``, ``Authorization: Bearer ...``, signatures of presigned URLs, private keys, and the tokens whose prefix tells whose they are.
+``password=...``, ``Authorization: Bearer ...``, signatures of presigned URLs, private keys, and tokens with a vendor's prefix.
 
 A masked line costs a few microseconds. Most lines hold no word that a credential could stand beside, and are let through after one look.
 """
@@ -50,7 +50,7 @@ _HINTS = (
         "private",
     ),
 )
-"""What a text that holds a credential of a known shape holds in lower case."""
+"""Words, in lower case, of every text that holds a credential of a known shape."""
 _VALUE = r"[^\s\"'&,;)\]}<>]"
 _SHAPES: tuple[tuple[re.Pattern[str], str], ...] = (
     (
@@ -126,13 +126,13 @@ class Mask:
     """Replaces secrets in a text."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        self._known: set[str] = set()
+        self._secret_values: set[str] = set()
         self._pattern: re.Pattern[str] | None = None
         self.add(*secrets)
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> Mask:
-        """One that knows the values of the variables whose names say that they are secret."""
+        """Return a mask of the values of variables whose names mark them as secret."""
         return cls(secret_values(environment))
 
     def add(self, *secrets: str) -> None:
@@ -140,9 +140,9 @@ class Mask:
         for secret in secrets:
             for part in {secret, *(line for line in secret.split("\n") if len(line) > 2 * _SHORTEST)}:
                 if len(part) >= _SHORTEST and not _HARMLESS.fullmatch(part):
-                    self._known |= {part, urllib.parse.quote(part, safe=""), repr(part)[1:-1]}
-        if self._known:
-            longest_first = sorted(self._known, key=len, reverse=True)
+                    self._secret_values |= {part, urllib.parse.quote(part, safe=""), repr(part)[1:-1]}
+        if self._secret_values:
+            longest_first = sorted(self._secret_values, key=len, reverse=True)
             self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def __call__(self, text: str) -> str:

@@ -44,13 +44,13 @@ class Stream:
 
     @property
     def rank(self) -> int | None:
-        """The rank that the name of the process tells."""
+        """The rank in the name of the process."""
         match = _RANK.fullmatch(self.process)
         return int(match[1]) if match else None
 
     @property
     def node(self) -> str | None:
-        """The node that the name of an agent or worker tells."""
+        """The node in the name of an agent or worker."""
         if self.rank is not None or self.process.startswith("coordinator"):
             return None
         worker = re.fullmatch(r"(.*\d)-\d+", self.process)
@@ -59,7 +59,7 @@ class Stream:
 
 def streams(directory: RunDirectory, attempt: int | None = None) -> list[Stream]:
     """All writers of a run's logs, or of one attempt at it; none if there is no such folder."""
-    found: dict[tuple[int, str, str], list[tuple[int, Path]]] = defaultdict(list)
+    files_of: dict[tuple[int, str, str], list[tuple[int, Path]]] = defaultdict(list)
     names: list[str] = []
     with suppress(OSError):
         names = [] if leads_out(directory.logs, directory.path) else os.listdir(directory.logs)
@@ -67,12 +67,12 @@ def streams(directory: RunDirectory, attempt: int | None = None) -> list[Stream]
         path = directory.logs / name
         if match := _NAME.fullmatch(name):
             number = int(match[4]) if match[4] else _CURRENT
-            found[int(match[1]), match[2], match[3] or ""].append((number, path))
+            files_of[int(match[1]), match[2], match[3] or ""].append((number, path))
         elif match := _RAW.fullmatch(name):
-            found[int(match[1]), match[2], "raw"].append((0, path))
+            files_of[int(match[1]), match[2], "raw"].append((0, path))
     return [
         Stream(key[0], key[1], tuple(path for _, path in sorted(files)), key[2] == "raw")
-        for key, files in sorted(found.items())
+        for key, files in sorted(files_of.items())
         if attempt is None or key[0] == attempt
     ]
 
@@ -101,7 +101,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Span:
-    """What of the lines is asked for; others may be left out unread."""
+    """The lines that a reader wants; others may be left out unread."""
 
     since: float = 0.0
     until: float = float("inf")
@@ -147,11 +147,11 @@ def backward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[B
 
 def joined(lines: Sequence[LogLine]) -> list[LogLine]:
     """The lines, each with those that go on with it."""
-    found: list[LogLine] = []
+    whole_lines: list[LogLine] = []
     for line in lines:
-        if line.goes_on is True and found:
-            before = found[-1]
-            found[-1] = LogLine(
+        if line.goes_on is True and whole_lines:
+            before = whole_lines[-1]
+            whole_lines[-1] = LogLine(
                 before.t,
                 before.level,
                 before.node,
@@ -163,8 +163,8 @@ def joined(lines: Sequence[LogLine]) -> list[LogLine]:
                 before.process,
             )
         else:
-            found.append(line)
-    return found
+            whole_lines.append(line)
+    return whole_lines
 
 
 def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
@@ -173,12 +173,12 @@ def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
     with open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_RAW))
         text = file.read().decode(errors="backslashreplace")
-    assembler, at, found = Assembler(), 0.0, []
+    assembler, at, records = Assembler(), 0.0, []
     for line in text.split("\n"):
         if match := _CLOCK.match(line):
             at = _on_the_day(written, *map(int, match.groups()))
-        found += [(at, record) for record in assembler.add(line + "\n")]
-    found += [(at, record) for record in assembler.settle()]
+        records += [(at, record) for record in assembler.add(line + "\n")]
+    records += [(at, record) for record in assembler.settle()]
     rank, node = stream.rank, stream.node
     lines = [
         LogLine(
@@ -186,7 +186,7 @@ def raw_lines(stream: Stream, path: Path) -> list[LogLine]:
             process=stream.process,
             goes_on=record.goes_on,
         )
-        for t, record in found
+        for t, record in records
     ]
     return joined(lines)
 
@@ -236,9 +236,9 @@ def _pieces(file: BinaryIO, span: Span, block_bytes: int) -> Iterator[list[LogLi
         if dropping:
             _, newline, piece = piece.partition(b"\n")
             dropping = not newline
-        whole, newline, rest = (rest + piece).rpartition(b"\n")
+        complete, newline, rest = (rest + piece).rpartition(b"\n")
         if newline:
-            yield _decoded(whole, span)
+            yield _decoded(complete, span)
         if len(rest) > _MOST_LINE:
             rest, dropping = b"", True
     if rest:

@@ -1,6 +1,6 @@
 """Log lines of all processes of a run, merged in the order of time, filtered, grouped and followed.
 
-Files are read in blocks, and only as far as asked: the last 500 lines of a run cost one block of each process that said something lately. The
+Files are read in blocks, and only as far as needed: the last 500 lines of a run cost one block of each process that wrote lately. The
 merge takes whole runs of lines from each process, up to the time to which all of them have been read, and sorts those; so a line costs no
 heap operation, and memory is a block for each process.
 
@@ -46,7 +46,7 @@ _VARYING = re.compile(
 
 @dataclass
 class LogGroup:
-    """Lines that say the same."""
+    """Lines of one text."""
 
     example: LogLine
     """The first of them."""
@@ -58,7 +58,7 @@ class LogGroup:
 
     @property
     def place(self) -> str:
-        """Who said it, in words."""
+        """The processes that wrote it, in words."""
         parts = []
         if self.ranks:
             parts.append(f"rank{'s' if len(self.ranks) > 1 else ''} {ranges(self.ranks)}")
@@ -82,7 +82,7 @@ def normalized(text: str) -> str:
 
 
 def grouped(lines: Iterable[LogLine]) -> list[LogGroup]:
-    """The lines in groups that say the same at the same level, in the order in which each was first said."""
+    """Group lines of one text and level, in the order of their first lines."""
     groups: dict[tuple[str, str], LogGroup] = {}
     for line in lines:
         key = (line.level, normalized(line.text))
@@ -95,13 +95,13 @@ def grouped(lines: Iterable[LogLine]) -> list[LogGroup]:
 
 def ranges(numbers: Iterable[int], most: int = 6) -> str:
     """Numbers in words: ``0-7, 9``."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
+        if spans and number == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], number)
         else:
-            found.append((number, number))
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in found]
+            spans.append((number, number))
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
@@ -127,7 +127,7 @@ _RECOVERED_S = 5.0
 
 
 class LogQueryError(ValueError):
-    """A question about logs that cannot be answered; the message says which part of it."""
+    """A question about logs that cannot be answered; the message names the part."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class LogQuery:
 
     @property
     def span(self) -> Span:
-        """What of the files need not be read."""
+        """The bounds within which files have to be read."""
         return Span(self.since or 0.0, self.until if self.until is not None else float("inf"), self.level)
 
     def selects(self, line: LogLine) -> bool:
@@ -227,8 +227,8 @@ class _Buffer:
         lines: Sequence[LogLine] = block.lines
         self.bound = max(self.bound, self._sign * block.bound)
         if not self._query.everything:
-            wanted = [number for number, line in enumerate(lines) if self._query.selects(line)]
-            keys, lines = [keys[number] for number in wanted], [lines[number] for number in wanted]
+            selected = [number for number, line in enumerate(lines) if self._query.selects(line)]
+            keys, lines = [keys[number] for number in selected], [lines[number] for number in selected]
         self._keys, self._lines = [*self._keys[self._at :], *keys], [*self._lines[self._at :], *lines]
         self._at = 0
 
@@ -261,16 +261,16 @@ def _merged(processes: Iterable[Iterator[Block]], query: LogQuery, sign: int) ->
 
 def first_failure(directory: RunDirectory) -> LogLine | None:
     """The line of the process that failed first in the newest burst of failures of the newest attempt; ``None`` if nothing failed."""
-    told = told_failure(directory)
-    return told.line if told is not None else None
+    failure = told_failure(directory)
+    return failure.line if failure is not None else None
 
 
 def told_failure(directory: RunDirectory) -> FirstFailure | None:
     """As ``first_failure``, with the evidence and what failed because of it."""
-    found = streams(directory)
-    newest = max((stream.attempt for stream in found), default=0)
+    logs = streams(directory)
+    newest = max((stream.attempt for stream in logs), default=0)
     errors: list[LogLine] = []
-    for stream in found:
+    for stream in logs:
         if stream.attempt == newest:
             errors += (line for line in _end_of(stream) if line.level == "error")
     return first_failure_of(errors)
@@ -305,24 +305,24 @@ _MOST = 4 << 20
 
 
 class Follower:
-    """What is new in the logs of a run at each look."""
+    """The new lines in the logs of a run at each look."""
 
     def __init__(self, directory: RunDirectory, query: LogQuery) -> None:
-        """What is there now is not new."""
+        """Lines that exist now do not count as new."""
         self._directory, self._query = directory, query
         self._read: dict[tuple[int, int], int] = {}
         for path in self._paths():
             with suppress(OSError), open(path, "rb") as file:
-                found = os.fstat(file.fileno())
-                self._read[found.st_dev, found.st_ino] = found.st_size
+                stat = os.fstat(file.fileno())
+                self._read[stat.st_dev, stat.st_ino] = stat.st_size
 
     def _paths(self) -> list[str]:
-        found = streams(self._directory, self._query.attempt)
-        return [str(path) for stream in found if not stream.raw for path in stream.files]
+        logs = streams(self._directory, self._query.attempt)
+        return [str(path) for stream in logs if not stream.raw for path in stream.files]
 
     def look(self) -> list[LogLine]:
         """The selected lines that have come since the last look."""
-        found: list[LogLine] = []
+        lines: list[LogLine] = []
         for path in self._paths():
             with suppress(OSError), open(path, "rb") as file:
                 there = os.fstat(file.fileno())
@@ -334,10 +334,10 @@ class Follower:
                     continue
                 file.seek(begin)
                 piece = file.read(_MOST)
-                whole, newline, _ = piece.rpartition(b"\n")
+                complete, newline, _ = piece.rpartition(b"\n")
                 if newline:
-                    self._read[key] = begin + len(whole) + 1
-                    found += joined(decode_lines(whole))
+                    self._read[key] = begin + len(complete) + 1
+                    lines += joined(decode_lines(complete))
                 elif len(piece) == _MOST:
                     self._read[key] = begin + len(piece)  # no log of ours
-        return sorted((line for line in found if self._query.selects(line)), key=lambda line: line.t)
+        return sorted((line for line in lines if self._query.selects(line)), key=lambda line: line.t)

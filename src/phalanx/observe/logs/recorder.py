@@ -1,4 +1,4 @@
-"""Writes records into a process's log: with time and place, without secrets, and no more of them than the process may say.
+"""Writes records into a process's log: with time and place, without secrets, and no more of them than a process may write.
 
 Below: the bound on output, and the process's place in its run (rank, epoch, step), in memory that its parent reads too.
 """
@@ -58,7 +58,7 @@ class Recorder:
         return self._bucket.takes(nbytes) or (loud and self._reserve.takes(nbytes))
 
     def floods(self, text: str) -> bool:
-        """True if a text that says nothing of an error is more than may come now."""
+        """Return True if a text that is no error exceeds the rate."""
         return not self._bucket.has(len(text)) and not any(word in text for word in _LOUD)
 
     def write(self, record: Record) -> None:
@@ -69,12 +69,12 @@ class Recorder:
         self._file.write(self._line(self._mask(record.text), record.level, goes_on=record.goes_on))
 
     def leave_out(self, lines: int, nbytes: int) -> None:
-        """Counts lines that are not to be written, which the next line then tells."""
+        """Count lines that are not to be written; the next line reports the count."""
         self._left_out += lines
         self._left_out_bytes += nbytes
 
     def close(self) -> None:
-        """Tells what was left out, and closes the file; it is opened again by a later line."""
+        """Write the count of lines that were left out, and close the file; it is opened again by a later line."""
         if self._left_out:
             self._tell_left_out()
         self._file.close()
@@ -85,8 +85,8 @@ class Recorder:
         text = f"{lines:,} lines ({nbytes:,} bytes) are left out here: this process says more than its log takes in"
         self._file.write(self._line(text, "warning"))
 
-    def _lost(self, lines: int, why: str) -> bytes:
-        return self._line(f"{lines:,} lines are lost here: {why}", "warning")
+    def _lost(self, lines: int, reason: str) -> bytes:
+        return self._line(f"{lines:,} lines are lost here: {reason}", "warning")
 
     def _line(self, text: str, level: Level, *, goes_on: bool = False) -> bytes:
         order, place = self._order, self._place

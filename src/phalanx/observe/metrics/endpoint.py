@@ -1,7 +1,7 @@
 """The endpoint of one process of a fleet: exporter, server and the target's file, started and ended together.
 
-Nothing of it is of consequence for the run. A port that is taken is no reason not to train: the next free one serves, and the target's file says which; where
-none can be had, a line in the process's log says why.
+Nothing of it is of consequence for the run. A port that is taken is no reason not to train: the next free one serves, and the target's file names it; where
+none can be had, a line in the process's log has the reason.
 
 Below: the HTTP server, and the targets' files.
 """
@@ -38,7 +38,7 @@ from phalanx.run.spec import ObserveSpec
 _THREADS = 4
 _WAITING = 128
 _MOST_SILENT = 256
-"""Connections whose clients have said nothing yet; of more, the oldest are closed."""
+"""Most connections without a request yet; of more, the oldest are closed."""
 _LOOK_S = 0.5
 _MOST_REQUEST_BYTES = 16 << 10
 _REQUEST_S, _ANSWER_S = 2.0, 10.0
@@ -46,7 +46,7 @@ _PAUSE_S = 0.02
 
 
 class Answer(NamedTuple):
-    """What a path gives."""
+    """The response of a path."""
 
     body: bytes
     content_type: str = "application/json; charset=utf-8"
@@ -60,7 +60,7 @@ Page = Callable[[Headers], Answer]
 
 
 def metrics_page(exporter: Exporter) -> Page:
-    """``/metrics``: OpenMetrics for who asks for it, else the text format."""
+    """``/metrics``: OpenMetrics for clients that accept it, else the text format."""
 
     def page(headers: Headers) -> Answer:
         open_metrics = "application/openmetrics-text" in headers.get("accept", "")
@@ -72,7 +72,7 @@ def metrics_page(exporter: Exporter) -> Page:
 
 
 def json_page(content: Callable[[], object]) -> Page:
-    """A page of JSON, made when it is asked for."""
+    """A page of JSON, made at each request."""
     return lambda _headers: Answer(json.dumps(content()).encode())
 
 
@@ -111,7 +111,7 @@ class MetricsServer:
         self._socket.close()
 
     def _accept(self) -> None:
-        """Holds connections until their clients say something: who opens a thousand and says nothing keeps nobody else waiting."""
+        """Hold connections until their clients send something: a client with a thousand silent ones keeps no other waiting."""
         silent: dict[socket.socket, float] = {}
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
@@ -126,13 +126,13 @@ class MetricsServer:
                     self._ready.put(key.fileobj)
                 # In the order in which they came: the first of them are the oldest.
                 latest_s = time.monotonic() - self._request_timeout_s
-                late = [one for one, since_s in silent.items() if since_s < latest_s]
-                for one in late or list(silent)[: max(0, len(silent) - _MOST_SILENT)]:
-                    selector.unregister(one)
-                    del silent[one]
-                    one.close()
-            for one in silent:
-                one.close()
+                late = [connection for connection, since_s in silent.items() if since_s < latest_s]
+                for connection in late or list(silent)[: max(0, len(silent) - _MOST_SILENT)]:
+                    selector.unregister(connection)
+                    del silent[connection]
+                    connection.close()
+            for connection in silent:
+                connection.close()
         for _ in range(_THREADS):
             self._ready.put(None)
 
@@ -241,7 +241,7 @@ class Endpoint:
         self._lock, self._closed = threading.Lock(), False
 
     def start(self, sources: Mapping[str, Collect]) -> None:
-        """Begins to serve, if the run file asks for it; on a thread, since the run directory's disk may be slow."""
+        """Begin to serve, if the run file enables it; on a thread, since the run directory's disk may be slow."""
         if self._observe.metrics_port:
             threading.Thread(target=self._start, args=(sources,), name="metrics-start", daemon=True).start()
 
@@ -370,10 +370,10 @@ def targets(directories: Iterable[Path]) -> list[Mapping[str, object]]:
 def _entries(path: Path) -> list[dict[str, object]]:
     """The entries of one file; none of a file that is not one of ours."""
     try:
-        found = plain_json(read_small(path, _MOST_BYTES))
+        entries = plain_json(read_small(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return []
-    return [entry for entry in found if _is_entry(entry)] if isinstance(found, list) else []
+    return [entry for entry in entries if _is_entry(entry)] if isinstance(entries, list) else []
 
 
 def _is_entry(entry: object) -> bool:

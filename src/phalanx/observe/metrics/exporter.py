@@ -1,8 +1,8 @@
 """Gathers the samples of several sources into the text that an endpoint serves, so that neither a source nor a scraper can cost the process much.
 
-* Each source is computed on a thread of its own. One that hangs, as a file system or a driver may, is left out after a moment (``patience_s``) and asked
+* Each source is computed on a thread of its own. One that hangs, as a file system or a driver may, is left out after a moment (``patience_s``) and called
   again only when it has come back; one that raises is left out. Both are counted (``phalanx_exporter_failures_total``).
-* The text is made when somebody asks, and kept: not more than a small share of one core's time (``share``) goes into making it, however often one asks.
+* The text is made at a request, and kept: at most a small share of one core's time (``share``) goes into making it, however many requests come.
   Only the clock, the last line of it, is that of the moment.
 
 The last section gathers the samples of one run directory.
@@ -46,11 +46,11 @@ Collect = Callable[[], Iterable[Sample]]
 
 
 class _Collector:
-    """One source, computed on a thread of its own when it is asked for."""
+    """One source, computed on a thread of its own at a request."""
 
     def __init__(self, name: str, collect: Collect) -> None:
         self.name, self._collect = name, collect
-        self._wanted, self.done = threading.Event(), threading.Event()
+        self._requested, self.done = threading.Event(), threading.Event()
         self.done.set()
         self.samples: list[Sample] = []
         self.error = ""
@@ -61,21 +61,21 @@ class _Collector:
         self._thread.start()
 
     def ask(self) -> bool:
-        """Has the source computed; False if it is still busy with what it was asked for before."""
+        """Start the source's computation; False if the one before is still running."""
         if not self.done.is_set():
             return False
         self.done.clear()
-        self._wanted.set()
+        self._requested.set()
         return True
 
     def close(self) -> None:
         self._closing = True
-        self._wanted.set()
+        self._requested.set()
 
     def _run(self) -> None:
         while True:
-            self._wanted.wait()
-            self._wanted.clear()
+            self._requested.wait()
+            self._requested.clear()
             if self._closing:
                 return
             began_s = time.thread_time()
@@ -138,11 +138,11 @@ class Exporter:
 
     def _gathered(self) -> list[Sample]:
         began_s = time.monotonic()
-        asked = {collector.name: collector.ask() for collector in self._collectors}
+        started = {collector.name: collector.ask() for collector in self._collectors}
         samples: list[Sample] = []
         for collector in self._collectors:
             left_s = began_s + self._patience_s - time.monotonic()
-            if not asked[collector.name]:
+            if not started[collector.name]:
                 self._failed(collector.name, "it has hung since it was asked the last time")
             elif not collector.done.wait(max(0.0, left_s)):
                 self._failed(collector.name, f"it did not answer within {self._patience_s:g} s")
@@ -151,7 +151,7 @@ class Exporter:
             else:
                 self._complaints.pop(collector.name, None)
                 samples += collector.samples
-        self._due_s = time.monotonic() + sum(one.cpu_s for one in self._collectors) / self._share
+        self._due_s = time.monotonic() + sum(collector.cpu_s for collector in self._collectors) / self._share
         samples += [
             Sample(FAILURES, self._labels | {"source": name}, count) for name, count in self._failures.items()
         ]
@@ -159,11 +159,11 @@ class Exporter:
         samples.append(Sample(CPU, self._labels, time.process_time()))
         return samples
 
-    def _failed(self, name: str, why: str) -> None:
+    def _failed(self, name: str, reason: str) -> None:
         self._failures[name] += 1
-        if self._complaints.get(name) != why:
-            self._log(f"metrics of {name} are left out: {why}")
-        self._complaints[name] = why
+        if self._complaints.get(name) != reason:
+            self._log(f"metrics of {name} are left out: {reason}")
+        self._complaints[name] = reason
 
 
 # The samples of a run directory: its event stream is followed from where the last look ended.
@@ -218,7 +218,7 @@ class RunSampler:
             except OSError:
                 return True
             self._over |= batch.restarted
-            if self._over and self._tail.found:
+            if self._over and self._tail.has_file:
                 self.facts, self._over = RunFacts(), False
             for _, line in batch.lines:
                 self.facts.take(line)
@@ -231,5 +231,5 @@ class RunSampler:
 
 
 def run_samples(directory: Path) -> list[Sample]:
-    """All samples of the run in ``directory``. Who asks again and again keeps a ``RunSampler``."""
+    """All samples of the run in ``directory``. For repeated calls keep a ``RunSampler``."""
     return RunSampler(directory).samples(patience_s=60.0)

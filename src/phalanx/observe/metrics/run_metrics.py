@@ -43,17 +43,17 @@ from phalanx.observe.throughput import typical
 
 
 _WINDOW = 64
-"""Newest logged steps that say what is usual."""
+"""Number of newest logged steps that define what is usual."""
 _MOST_LEDGERS = 2048
 _TURNS = (RunStarted, Restored, NonFinite)
 """Kinds of events each of which changes what the steps around it count for."""
 _STEP = b'"kind":"Step"'
 _SEARCHED = 120
-"""In so many first bytes a line of ours says its kind."""
+"""A line of ours names its kind in so many first bytes."""
 
 
 class _Line(msgspec.Struct):
-    """What is decoded of every line about a step."""
+    """The fields that are decoded of every line about a step."""
 
     t: float
     attempt: int
@@ -157,12 +157,12 @@ class RunFacts:
 
     def _take_step(self, line: bytes) -> None:
         try:
-            found = _step_line.decode(line)
+            step = _step_line.decode(line)
         except msgspec.ValidationError:  # a ledger with numbers that JSON lacks
             self._take_event(decode(line))
             return
-        body = Step(found.step, 0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, ledger=found.ledger)
-        self._stepped(Event(found.t, found.attempt, body), body, line)
+        body = Step(step.step, 0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, ledger=step.ledger)
+        self._stepped(Event(step.t, step.attempt, body), body, line)
 
     def _take_event(self, event: Event) -> None:
         body = event.body
@@ -236,7 +236,7 @@ class RunFacts:
 
 
 def _thinned(events: list[Event]) -> list[Event]:
-    """Without every other step of an attempt, and of what else says how far a run has come without all but the last of its kind.
+    """Drop every other step of an attempt, and all but the last of other events on a run's progress.
 
     The sums stay as they are: a ledger counts from the beginning of its attempt.
     """
@@ -267,13 +267,13 @@ def _derived(
     return Derived(Metric(f"phalanx_{name}", kind, text, _EVENTS, labels), compute)
 
 
-def _of(what: str, name: str) -> Computed:
-    """The field ``name`` of the facts' ``what``, if there is one yet."""
+def _of(field: str, name: str) -> Computed:
+    """The field ``name`` of ``facts.FIELD``, once that is known."""
     read = attrgetter(name)
 
     def compute(facts: RunFacts) -> Found:
-        found = getattr(facts, what)
-        value: float | None = None if found is None else read(found)
+        owner = getattr(facts, field)
+        value: float | None = None if owner is None else read(owner)
         return value
 
     return compute
@@ -294,20 +294,20 @@ def _goodput(facts: RunFacts) -> Found:
 def _outcomes(facts: RunFacts) -> Found:
     if not facts.buckets and not facts.ended_buckets:
         return None
-    found = facts.goodput
+    account = facts.goodput
     seconds = {
-        "committed": found.committed_ns,
-        "pending": found.pending_ns,
-        "rollback": found.rollback_ns,
-        "nonfinite": found.nonfinite_ns,
-        "waiting": found.waiting_ns,
+        "committed": account.committed_ns,
+        "pending": account.pending_ns,
+        "rollback": account.rollback_ns,
+        "nonfinite": account.nonfinite_ns,
+        "waiting": account.waiting_ns,
     }
     return _by("outcome", {name: value / 1e9 for name, value in seconds.items()})
 
 
 def _buckets(facts: RunFacts) -> Found:
-    known = dict.fromkeys((bucket.value for bucket in Bucket), 0.0)
-    return _by("bucket", {name: value for name, value in facts.all_buckets.items() if name in known})
+    seconds = dict.fromkeys((bucket.value for bucket in Bucket), 0.0)
+    return _by("bucket", {name: value for name, value in facts.all_buckets.items() if name in seconds})
 
 
 def _memory(facts: RunFacts) -> Found:

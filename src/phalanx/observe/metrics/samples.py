@@ -60,7 +60,7 @@ class Sample(NamedTuple):
 
 Facts = TypeVar("Facts")
 Found = float | None | Iterable[tuple[Mapping[str, str], float]]
-"""What is computed of a metric: one number, or none, or numbers with the labels that tell them apart."""
+"""The values of a metric: one number, or none, or numbers with labels that distinguish them."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,21 @@ def collect(
 ) -> list[Sample]:
     """All samples of ``derived``; a metric that cannot be computed is left out and passed to ``failed``, and costs only itself."""
     samples: list[Sample] = []
-    for one in derived:
+    for metric in derived:
         try:
-            samples += _samples(one, facts, labels)
+            samples += _samples(metric, facts, labels)
         except Exception as error:
-            failed(one.metric, error)
+            failed(metric.metric, error)
     return samples
 
 
 def _samples(derived: Derived[Facts], facts: Facts, labels: Labels) -> list[Sample]:
-    found = derived.compute(facts)
-    if found is None:
+    computed = derived.compute(facts)
+    if computed is None:
         return []
-    if isinstance(found, (int, float)):
-        return [Sample(derived.metric, labels, found)]
-    return [Sample(derived.metric, labels | more, value) for more, value in found]
+    if isinstance(computed, (int, float)):
+        return [Sample(derived.metric, labels, computed)]
+    return [Sample(derived.metric, labels | more, value) for more, value in computed]
 
 
 # Samples as Prometheus' text format 0.0.4, and as OpenMetrics 1.0.0 for those who ask for it.

@@ -1,7 +1,7 @@
 """The machines of a run: hardware, driver and libraries of every node, and in what they differ.
 
 Machines of one run that differ in a library or a driver may round differently, and then the bits depend on who computed what; probes refuse
-the kernels that do (``train.measure.numerics``), and this says what lies behind it, and names the machines whose difference no probe has seen.
+the kernels that do (``train.measure.numerics``), and this module compares what lies behind it, and names the machines whose difference no probe has seen.
 
 Each node leaves a small file in the run directory, ``machines/NODE.json``, when its processes start; nobody gathers anything while a run forms.
 The list of all installed packages is long and nearly always the same: it is kept once for each content, ``code/packages-HASH.txt``.
@@ -56,7 +56,7 @@ class Machine:
     """The hash of the list of all installed packages with their versions."""
 
     def facts(self) -> dict[str, str]:
-        """What should be the same on all machines of a run, by name."""
+        """The facts that should be equal on all machines of a run, by name."""
         return {
             **{f"code.{name}": value for name, value in self.code.items()},
             **self.packages,
@@ -114,34 +114,36 @@ def this_machine(node: str, attempt: int) -> tuple[Machine, str]:
 
 def installed_packages() -> str:
     """All installed distributions, as ``pip install -r`` takes them, a line each, sorted."""
-    found = dict(filter(None, map(_name_and_version, metadata.distributions())))
-    return "".join(f"{name}=={version}\n" for name, version in sorted(found.items()))
+    versions = dict(filter(None, map(_name_and_version, metadata.distributions())))
+    return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
 
 
-def _name_and_version(one: metadata.Distribution) -> tuple[str, str] | None:
+def _name_and_version(distribution: metadata.Distribution) -> tuple[str, str] | None:
     """From the head of its metadata alone: ``importlib.metadata`` parses the whole text, readme and all, for each of the two."""
-    head = (one.read_text("METADATA") or one.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[
+        0
+    ]
     name, version = (re.search(rf"^{key}: *(\S+)", head, re.MULTILINE) for key in ("Name", "Version"))
     return (name[1].lower().replace("_", "-"), version[1]) if name and version else None
 
 
 def nvidia_accelerators(driver: Path = Path("/proc/driver/nvidia")) -> tuple[str, ...]:
     """The names of the GPUs that the kernel's driver knows, without starting CUDA."""
-    found = []
+    names = []
     for place in sorted(driver.glob("gpus/*/information")):
         with suppress(OSError):
             model = re.search(r"^Model:\s*(.+)$", place.read_text(errors="replace"), re.MULTILINE)
-            found.append(model[1].strip() if model else "unknown")
-    return tuple(found)
+            names.append(model[1].strip() if model else "unknown")
+    return tuple(names)
 
 
 def nvidia_driver(version: Path = Path("/proc/driver/nvidia/version")) -> str:
     """The version of the kernel's driver for GPUs; empty if there is none."""
     try:
-        found = _DRIVER.search(version.read_text(errors="replace"))
+        match = _DRIVER.search(version.read_text(errors="replace"))
     except OSError:
         return ""
-    return (found[1] or found[2]) if found else "unknown"
+    return (match[1] or match[2]) if match else "unknown"
 
 
 def leave_machine(directory: RunDirectory, node: str, attempt: int) -> None:
@@ -164,13 +166,13 @@ def place_of(directory: RunDirectory, node: str) -> Path:
 
 def read_machines(directory: RunDirectory, attempt: int | None = None) -> list[Machine]:
     """The machines of a run by node, or those of one start of it; files that cannot be read are left out."""
-    found = []
+    machines = []
     with suppress(OSError):
         for name in sorted(os.listdir(directory.machines)):
             if name.endswith(".json") and not name.startswith("."):
                 with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    found.append(msgspec.json.decode(read_small(directory.machines / name), type=Machine))
-    return [machine for machine in found if attempt is None or machine.attempt == attempt]
+                    machines.append(msgspec.json.decode(read_small(directory.machines / name), type=Machine))
+    return [machine for machine in machines if attempt is None or machine.attempt == attempt]
 
 
 def newest_machines(directory: RunDirectory) -> list[Machine]:
@@ -183,7 +185,7 @@ def newest_machines(directory: RunDirectory) -> list[Machine]:
 def machine_differences(machines: Sequence[Machine]) -> list[MachineDifference]:
     """The facts in which machines differ, each with the nodes that are not like most."""
     tables = {machine.node: machine.facts() for machine in machines}
-    found = []
+    differences = []
     for fact in dict.fromkeys(fact for table in tables.values() for fact in table):
         values = {node: table.get(fact, "") for node, table in tables.items()}
         counted = Counter(values.values())
@@ -195,19 +197,19 @@ def machine_differences(machines: Sequence[Machine]) -> list[MachineDifference]:
             for value in counted
             if value != common
         }
-        found.append(MachineDifference(fact, common, odd))
-    return _without_echo(found)
+        differences.append(MachineDifference(fact, common, odd))
+    return _without_echo(differences)
 
 
-def _without_echo(found: list[MachineDifference]) -> list[MachineDifference]:
+def _without_echo(differences: list[MachineDifference]) -> list[MachineDifference]:
     """Without the hash of all packages where a package that differs is named with the same nodes."""
-    named = [one.odd.values() for one in found if one.fact != "installed packages"]
+    named = [difference.odd.values() for difference in differences if difference.fact != "installed packages"]
     nodes = {frozenset(node for group in groups for node in group) for groups in named}
     return [
-        one
-        for one in found
-        if one.fact != "installed packages"
-        or frozenset(node for group in one.odd.values() for node in group) not in nodes
+        difference
+        for difference in differences
+        if difference.fact != "installed packages"
+        or frozenset(node for group in difference.odd.values() for node in group) not in nodes
     ]
 
 

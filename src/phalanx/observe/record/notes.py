@@ -33,10 +33,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Serving:
-    """What a server says of itself. Counts are since its start."""
+    """The state of a server. Counts are since its start."""
 
     model: str
-    """What clients call it."""
+    """Its name for clients."""
     url: str
     node: str
     since_s: float
@@ -63,7 +63,7 @@ class Serving:
     next_token_s: float | None = None
 
     def silent(self, now: float) -> bool:
-        """True if nothing was heard of the server for too long."""
+        """True if the server has written nothing for too long."""
         return now - self.seen_s > SILENT_S
 
 
@@ -75,7 +75,7 @@ class ServingNote:
         Args:
             directory: Of the run that is served.
             name: Of this server among all that serve the run, such as its machine and port.
-            look: Says what the server does now.
+            look: Returns the state of the server.
         """
         plain = re.sub(r"[^\w.-]", "_", name)
         self._path = directory.serving / f"{plain}.json"
@@ -127,16 +127,16 @@ def _written_ns(path: Path) -> int:
 
 
 def read_serving(directory: RunDirectory) -> list[Serving]:
-    """What the servers of a run have said last, the newest first, and of many the newest; notes that cannot be read are left out."""
-    found = []
+    """Return the last notes of a run's servers, the newest first, at most so many; notes that cannot be read are left out."""
+    servers = []
     with suppress(OSError):
         # Servers that are killed leave their notes: those of years must hide none that serves now.
         for path in heapq.nlargest(MOST_NOTES, directory.serving.glob("*.json"), key=_written_ns):
             with suppress(OSError, msgspec.MsgspecError, RecursionError, UnicodeError):
                 note = msgspec.json.decode(read_small(path, _MOST_BYTES), type=Serving)
                 if all(0 <= t < _LATEST_S for t in (note.since_s, note.seen_s)):
-                    found.append(note)
-    return sorted(found, key=lambda note: note.seen_s, reverse=True)
+                    servers.append(note)
+    return sorted(servers, key=lambda note: note.seen_s, reverse=True)
 
 
 # Nodes whose processors are slowed down while a run trains: each leaves a note in the run directory for as long as it lasts.
@@ -153,7 +153,7 @@ _SUFFIX = ".throttled"
 
 @dataclass(frozen=True)
 class Throttling:
-    """What slows a node down."""
+    """The reasons why a node is slow."""
 
     node: str
     since_s: float
@@ -175,7 +175,7 @@ class ThrottlingWatch:
         look: Callable[[], list[str]],
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``look`` says in sentences what slows this machine down (``phalanx.hardware.local.detect.Throttles.now``)."""
+        """``look`` returns sentences on what slows this machine down (``phalanx.hardware.local.detect.Throttles.now``)."""
         self._look = look
         self._place, self._node, self._clock = place_of(directory, node).with_suffix(_SUFFIX), node, clock
         self._note: Throttling | None = None
@@ -200,13 +200,13 @@ class ThrottlingWatch:
 
     def once(self) -> None:
         """One look. Raises ``OSError`` if the note cannot be written."""
-        what, now = self._look(), self._clock()
+        reasons, now = self._look(), self._clock()
         note = self._note
-        if what:
+        if reasons:
             since_s, looks = (note.since_s, note.looks) if note else (now, 0)
             if note is None:
-                _LOG.warning("this machine is slowed down: %s", "; ".join(what))
-            self._note = Throttling(self._node, since_s, now, looks + 1, tuple(what))
+                _LOG.warning("this machine is slowed down: %s", "; ".join(reasons))
+            self._note = Throttling(self._node, since_s, now, looks + 1, tuple(reasons))
             self._place.parent.mkdir(exist_ok=True)
             write_atomically(self._place, msgspec.json.encode(asdict(self._note)), durable=False)
         elif note is not None and now - note.seen_s > OVER_S:
@@ -216,7 +216,7 @@ class ThrottlingWatch:
 
 def read_throttling(directory: RunDirectory, now: float) -> list[Throttling]:
     """The nodes that are slowed down at ``now``; notes that cannot be read, or are old, are left out."""
-    found = []
+    nodes = []
     with suppress(OSError):
         for path in sorted(Path(directory.machines).glob(f"*{_SUFFIX}")):
             with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -224,5 +224,5 @@ def read_throttling(directory: RunDirectory, now: float) -> list[Throttling]:
                 times = note.since_s, note.seen_s
                 possible = all(0 <= t < _LATEST_S for t in times) and now - note.seen_s <= 2 * OVER_S
                 if possible and note.what:
-                    found.append(note)
-    return found
+                    nodes.append(note)
+    return nodes

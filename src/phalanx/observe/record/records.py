@@ -1,7 +1,7 @@
 """The environment record of a run, for reproducing it: code version, packages, host.
 
 Results that cannot be traced to a commit and to the versions beneath it cannot be reproduced. Each
-attempt records these facts in its first event. Nothing here imports what it asks about: versions come
+attempt records these facts in its first event. Nothing here imports the packages: versions come
 from the metadata of the installed distributions, so that asking costs milliseconds, not a torch import.
 
 Below: the changes of the code against its commit, and the control groups of a process.
@@ -60,7 +60,7 @@ _VARIABLES = re.compile(
 _OF_ONE_PROCESS = frozenset(
     f"PHALANX_{name}" for name in ("COMMAND", "LAUNCHER", "MEETING_POINT", "RANK", "RANKS", "RUN_TOKEN")
 )
-"""What a launcher tells each rank: it says nothing about the run."""
+"""Variables by which a launcher identifies each rank: they are no facts of the run."""
 _LONGEST_VALUE = 500
 _MOST_VARIABLES = 200
 _LONGEST_COMMAND = 4000
@@ -83,8 +83,8 @@ def command_line(words: Sequence[str] | None = None, mask: Mask | None = None) -
     A rank was started by a launcher with words of its own: ``PHALANX_COMMAND`` has those that a person typed.
     """
     mask = mask or Mask.of_environment(os.environ)
-    given = os.environ.get("PHALANX_COMMAND", "") if words is None else ""
-    shown = mask(given or shlex.join(words or sys.orig_argv))
+    recorded = os.environ.get("PHALANX_COMMAND", "") if words is None else ""
+    shown = mask(recorded or shlex.join(words or sys.orig_argv))
     return shown if len(shown) <= _LONGEST_COMMAND else f"{shown[:_LONGEST_COMMAND]} ..."
 
 
@@ -101,7 +101,7 @@ def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @functools.cache
 def own_code() -> Mapping[str, object]:
-    """``code_version`` of the code that this process runs: as it was when first asked, which is what has been imported."""
+    """``code_version`` of the code that this process runs: as it was at the first call, which is what has been imported."""
     return code_version()
 
 
@@ -130,7 +130,7 @@ def is_checkout(package: Path) -> bool:
 
 
 def installed_from(package: Path, name: str = DISTRIBUTION) -> dict[str, object]:
-    """The hash of an installed wheel's list of files, which has a hash of each: it says which build the package is of."""
+    """The hash of an installed wheel's list of files, which has a hash of each: it identifies the build."""
     try:
         wheel = metadata.distribution(name)
     except metadata.PackageNotFoundError:
@@ -168,7 +168,7 @@ def package_versions(names: tuple[str, ...] = PACKAGES) -> dict[str, str]:
 
 @functools.cache
 def _installed(name: str) -> str | None:
-    """A package's version; a process asks once, because PyTorch's description alone takes milliseconds to read."""
+    """A package's version; looked up once, because PyTorch's description alone takes milliseconds to read."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -215,7 +215,7 @@ def _arm_model(fields: Mapping[str, str]) -> str:
 
 
 def process_age_ns() -> int:
-    """Nanoseconds since this process was started, to 10 ms; 0 where the kernel does not tell.
+    """Nanoseconds since this process was started, to 10 ms; 0 where the kernel does not report it.
 
     Linux keeps the start in ``/proc/self/stat`` (field 22, in clock ticks since boot).
     """
@@ -263,7 +263,7 @@ class CodePatch:
     untracked: tuple[str, ...] = ()
     """Files that the commit does not know; their content is not kept."""
     left_out: tuple[str, ...] = ()
-    """Changed files whose names say that they hold secrets."""
+    """Changed files whose names mark them as secret."""
     masked: bool = False
     """True if something that looked like a secret was replaced, so that the patch may not apply."""
     cut: bool = False
@@ -274,7 +274,7 @@ class CodePatch:
         return hashlib.sha256(self.patch).hexdigest() if self.patch else ""
 
     def facts(self) -> dict[str, object]:
-        """What the record of a run says of it: fields that say nothing are left out."""
+        """The fields of it in a run's record; empty ones are left out."""
         table = {
             "patch_sha256": self.sha256,
             "untracked": list(self.untracked),
