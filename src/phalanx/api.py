@@ -55,7 +55,7 @@ IN_PYTHON = Path("<RunSpec>")
 
 
 class RunStoppedError(RuntimeError):
-    """A run was asked to stop (Ctrl-C, SIGTERM), and has saved; ``Run.resume`` goes on from there."""
+    """A run was stopped (Ctrl-C, SIGTERM) and has saved; ``Run.resume`` continues from there."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def spec(self) -> RunSpec:
-        """The resolved run: what was asked for, with nothing left to a default."""
+        """The resolved run: every field with its value."""
         return read_resolved(RunDirectory(self.path))
 
     @property
@@ -232,7 +232,7 @@ def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor
     from phalanx.checkpoint.format.shards import Shard, torch_dtype
 
     tier, step = _checkpoint(place, step)
-    boxes = {held.box.name: held.box for held in tier.boxes(step) if held.box.name.startswith(WEIGHTS)}
+    boxes = {entry.box.name: entry.box for entry in tier.boxes(step) if entry.box.name.startswith(WEIGHTS)}
     shards = [
         Shard(
             whole(name, box.dtype, box.global_shape),
@@ -258,10 +258,10 @@ def _checkpoint(place: Path | str, step: int | None) -> tuple[ReadableTier, int]
         from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier
 
         return FolderTier(Path(place)), step or 0
-    root, wanted = locate_checkpoints(Path(place), step)
+    root, chosen = locate_checkpoints(Path(place), step)
     steps = committed_steps(root) if root.is_dir() else []
     if not steps:
         raise RunDirectoryError(f"there is no committed checkpoint in {place}")
-    if wanted is not None and wanted not in steps:
-        raise RunDirectoryError(f"there is no step {wanted} in {place}; there are {steps}")
-    return DiskTier(root), steps[-1] if wanted is None else wanted
+    if chosen is not None and chosen not in steps:
+        raise RunDirectoryError(f"there is no step {chosen} in {place}; there are {steps}")
+    return DiskTier(root), steps[-1] if chosen is None else chosen

@@ -60,17 +60,19 @@ def spelled_out(
 
 def read_accelerator(values: Values, place: str) -> Accelerator:
     """The accelerator that ``values``, spelled out, describe. Raises ``HardwareError``."""
-    found = read_entry(Accelerator, {name: values[name] for name in values if name not in _ORIGIN}, place)
-    if not found.flops:
+    accelerator = read_entry(
+        Accelerator, {name: values[name] for name in values if name not in _ORIGIN}, place
+    )
+    if not accelerator.flops:
         remedy = "give the dense peak by format, flops = {bf16 = 1e14}"
         raise HardwareError(listing(place, [Problem("flops", "is empty", remedy)]))
-    power_w, idle_w = found.power_w.value, found.idle_power_w.value
+    power_w, idle_w = accelerator.power_w.value, accelerator.idle_power_w.value
     if power_w < idle_w:
         remedy = "give the power under load, and less for idle_power_w"
         raise HardwareError(
             listing(place, [Problem("power_w", f"{power_w:g} is below idle_power_w = {idle_w:g}", remedy)])
         )
-    return found
+    return accelerator
 
 
 def read_system(values: Values, accelerators: Mapping[str, Accelerator], place: str) -> System:
@@ -81,14 +83,14 @@ def read_system(values: Values, accelerators: Mapping[str, Accelerator], place: 
         fields["accelerator"] = accelerators[name]
     elif name is not None:
         raise HardwareError(listing(place, [unknown_value("accelerator", name, accelerators)]))
-    found = read_entry(System, fields, place)
-    if any(lower.reach >= upper.reach for lower, upper in pairwise(found.fabric.levels)):
+    system = read_entry(System, fields, place)
+    if any(lower.reach >= upper.reach for lower, upper in pairwise(system.fabric.levels)):
         remedy = "order the levels by growing reach"
         raise HardwareError(listing(place, [Problem("fabric.levels", "are out of order", remedy)]))
-    if found.pue.value < 1:
+    if system.pue.value < 1:
         remedy = "give the site's power over that of its machines"
-        raise HardwareError(listing(place, [Problem("pue", f"{found.pue.value:g} is below 1", remedy)]))
-    return found
+        raise HardwareError(listing(place, [Problem("pue", f"{system.pue.value:g} is below 1", remedy)]))
+    return system
 
 
 def _origin(values: Values, outer: Values) -> dict[str, object]:
@@ -173,18 +175,18 @@ def cluster(description: str) -> Cluster:
     ``h100:16384`` is so many accelerators; ``gb200-nvl72 x 1389`` so many scale-up domains; a name alone is one domain. In the
     place of the name may stand a TOML file, or ``this``: the file that ``this_machine`` names.
 
-    Raises ``HardwareError`` that says what is wrong and lists what exists.
+    Raises ``HardwareError`` with the mistake and the known names.
     """
-    found = _CLUSTER.fullmatch(description)
-    if found is None:
+    match = _CLUSTER.fullmatch(description)
+    if match is None:
         raise HardwareError(
             f"cannot read the cluster {description!r}: write NAME:ACCELERATORS, as in h100:16384, or NAME x DOMAINS, as in "
             f'"gb200-nvl72 x 1389"; the names are {", ".join(systems())}, or a TOML file'
         )
-    name, sign = found["name"], found["sign"]
+    name, sign = match["name"], match["sign"]
     path = this_machine() if name == "this" else Path(name)
     chosen = load_user(path) if path.suffix == ".toml" else system(name)
-    count = int(re.sub("[_,]", "", found["count"] or "1"))
+    count = int(re.sub("[_,]", "", match["count"] or "1"))
     return chosen.of(count if sign == ":" else count * chosen.domain.size)
 
 
@@ -206,17 +208,17 @@ def load_user(path: Path) -> System:
     unknown = [unknown_field(name, name, _USER_FILE) for name in file if name not in _USER_FILE]
     if unknown:
         raise HardwareError(listing(str(path), unknown))
-    wanted = _stated(System, file, "system", path)
-    known = dict(accelerators())
+    stated = _stated(System, file, "system", path)
+    by_name = dict(accelerators())
     if "accelerator" in file:
         own = _stated(Accelerator, file, "accelerator", path)
-        found = read_accelerator(own, f"{path}, [accelerator]")
-        known[found.key] = found
-        wanted["accelerator"] = found.key
+        accelerator = read_accelerator(own, f"{path}, [accelerator]")
+        by_name[accelerator.key] = accelerator
+        stated["accelerator"] = accelerator.key
     if "profile" in file:
-        key = str(wanted.get("accelerator", ""))
-        known[key] = replace(_named(known, key, "accelerator"), profile=str(path.resolve()))
-    return read_system(wanted, known, f"{path}, [system]")
+        key = str(stated.get("accelerator", ""))
+        by_name[key] = replace(_named(by_name, key, "accelerator"), profile=str(path.resolve()))
+    return read_system(stated, by_name, f"{path}, [system]")
 
 
 def _stated(kind: type, file: Values, name: str, path: Path) -> dict[str, object]:

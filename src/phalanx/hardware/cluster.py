@@ -43,19 +43,19 @@ def read_toml(path: Path) -> Values:
 def read_entry(kind: type[_Entry], values: Values, place: str) -> _Entry:
     """The ``kind`` that ``values`` describe; raises ``HardwareError`` with every mistake, under the name ``place``."""
     problems: list[Problem] = []
-    found = read_section(kind, values, problems)
-    if found is None or problems:
+    entry = read_section(kind, values, problems)
+    if entry is None or problems:
         raise HardwareError(listing(place, problems))
-    return found
+    return entry
 
 
 def table_of(values: Values, name: str, place: str) -> Values:
     """The table ``name`` in ``values``; raises ``HardwareError`` if it is missing or no table."""
-    found = values.get(name)
-    if not isinstance(found, Mapping):
-        wrong = "is missing" if found is None else f"{found!r} is not a table"
+    table = values.get(name)
+    if not isinstance(table, Mapping):
+        wrong = "is missing" if table is None else f"{table!r} is not a table"
         raise HardwareError(listing(place, [Problem(name, wrong, f"add a table [{name}]")]))
-    return found
+    return table
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ _FARTHEST = 100
 
 
 def read_figure(text: str) -> float:
-    """The number of a figure as it is typed. Raises ``HardwareError`` that says how numbers are written."""
+    """The number of a figure as it is typed. Raises ``HardwareError`` that shows how numbers are written."""
     try:
         return float(text)
     except ValueError:
@@ -260,11 +260,11 @@ def with_value(cluster: Cluster, name: str, value: float, source: str = "set by 
 def _replaced(owner: Any, path: list[str], value: float, source: str, name: str) -> Any:
     here, rest = path[0], path[1:]
     if isinstance(owner, dict):
-        known = list(owner)
+        names = list(owner)
     else:
-        known = [field.name for field in fields(owner) if _is_figure(getattr(owner, field.name))]
-    if here not in known:
-        raise HardwareError(f"there is no figure {name!r} to set: {here!r} is not among {', '.join(known)}")
+        names = [field.name for field in fields(owner) if _is_figure(getattr(owner, field.name))]
+    if here not in names:
+        raise HardwareError(f"there is no figure {name!r} to set: {here!r} is not among {', '.join(names)}")
     old = owner[here] if isinstance(owner, dict) else getattr(owner, here)
     if isinstance(old, (Fact, float)) and not rest:
         _check_size(value, old.value if isinstance(old, Fact) else old, name)

@@ -180,9 +180,9 @@ def profile_of(accelerator: Accelerator, name: str | None = None) -> Profile:
     chosen = name or accelerator.profile or accelerator.key
     path = Path(chosen) if chosen.endswith(".toml") else _FOLDER / f"{chosen}.toml"
     if not path.is_file():
-        known = ", ".join(profile_names())
+        names = ", ".join(profile_names())
         raise HardwareError(
-            f"there is no profile {chosen!r}: there are {known}; set [accelerator] profile to one, or to a TOML file of your own"
+            f"there is no profile {chosen!r}: there are {names}; set [accelerator] profile to one, or to a TOML file of your own"
         )
     return Profile(accelerator, _constants_at(path, path.stat().st_mtime_ns))
 
@@ -207,15 +207,15 @@ def _read_constants(file: Values, path: Path) -> Constants:
     energy = values.get("joules_per_flop")
     if isinstance(energy, Mapping):
         values["joules_per_flop"] = {name: energy[name] for name in energy if name not in _PROVENANCE}
-    found = read_entry(Constants, {"name": path.stem, **values}, place)
+    constants = read_entry(Constants, {"name": path.stem, **values}, place)
     missing = [
         Problem(f"collectives.{each}", "is missing", "add it")
         for each in COLLECTIVES
-        if each not in found.collectives
+        if each not in constants.collectives
     ]
     if missing:
         raise HardwareError(listing(place, missing))
-    return found
+    return constants
 
 
 def _with_provenance(fit: object, shared: Values) -> object:

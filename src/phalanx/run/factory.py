@@ -1,7 +1,7 @@
 """A user's own model by name: where its source lies, what identifies it, and how a rank imports it.
 
 A run names its model as ``"package.module:name"``, a string that every rank can import, whichever launcher started it
-(``multiprocessing`` and ``concurrent.futures`` ask the same of functions). The weights depend on the code behind the name,
+(``multiprocessing`` and ``concurrent.futures`` require the same of functions). The weights depend on the code behind the name,
 so a digest of its source is part of the run's identity: that of the module's file and, transitively, of the files that it
 imports from the same folder or package. Installed packages are not followed, and neither is what a module imports by a
 computed name.
@@ -33,7 +33,7 @@ _REMEDY = "write a class or a function def in a module of its own (in a notebook
 
 
 class FactoryError(ValueError):
-    """A model's factory cannot be named, found or imported; the message says why and what to do."""
+    """A model's factory cannot be named, found or imported; the message has the reason and the remedy."""
 
 
 def is_factory_name(name: str) -> bool:
@@ -84,7 +84,7 @@ def source_sha256(factory: str) -> str:
 
 
 def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
-    """Imports a factory.
+    """Import a factory.
 
     Args:
         factory: Its name.
@@ -105,12 +105,12 @@ def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
         imported = importlib.import_module(module)
     except Exception as error:  # whatever the module's own code raises
         raise FactoryError(f"module {module} cannot be imported: {error!r}") from error
-    found: Callable[..., Any] | None = getattr(imported, name, None)
-    if found is None:
+    function: Callable[..., Any] | None = getattr(imported, name, None)
+    if function is None:
         raise FactoryError(f"module {module} has no {name}")
-    if not callable(found):
+    if not callable(function):
         raise FactoryError(f"{factory} is not callable: name a class, or a function that makes the model")
-    return found
+    return function
 
 
 def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:
@@ -179,19 +179,19 @@ def _file_of(root: Path, module: str) -> Path | None:
 def _closure(start: Path, root: Path) -> set[Path]:
     """``start`` and all that it imports, transitively, from below ``root``; of an installed package, from itself."""
     own = start.relative_to(root).parts[0].removesuffix(".py")
-    found: set[Path] = set()
+    files: set[Path] = set()
     waiting = [start]
     while waiting:
         file = waiting.pop()
-        if file in found:
+        if file in files:
             continue
-        found.add(file)
+        files.add(file)
         for module in _imports(file, root):
             if _is_installed(root) and module.partition(".")[0] != own:
                 continue
             if (imported := _file_of(root, module)) is not None:
                 waiting.append(imported)
-    return found
+    return files
 
 
 def _imports(file: Path, root: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Fields of a run file: how they are declared, how a table is read by them, and the mistakes in it.
 
-A section of the run file is a frozen dataclass. A field's type says what may be written there, an
-``Annotated`` bound says in which range, ``FLEET`` says who owns it, and the string under the field is
+A section of the run file is a frozen dataclass. A field's type defines what may be written there, an
+``Annotated`` bound the range, ``FLEET`` the owner, and the string under the field is
 its documentation (read back from the source, so that the reference manual and ``phalanx spec`` cannot
 drift from the code).
 
@@ -64,7 +64,7 @@ class FleetOwned:
 
 @dataclass(frozen=True)
 class LayoutOwned:
-    """Marks a field that reaches the bits, but under another value of which a run may be continued when asked to.
+    """Marks a field that reaches the bits, but under another value of which a run may be continued on request.
 
     Checkpoints load on any layout, so nothing is lost; the weights are then those of this history of layouts.
     """
@@ -135,12 +135,12 @@ def listing(place: str, problems: Sequence[Problem]) -> str:
     return f"{place}: {count}\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
-def divisors_near(number: int, wanted: int) -> str:
+def divisors_near(number: int, target: int) -> str:
     """The divisors of ``number`` closest to ``wanted``, as text."""
     # Of numbers too large to search, those that a small divisor leads to.
     small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
-    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:4])))
+    return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - target))[:4])))
 
 
 # Reading a table of TOML or JSON into a dataclass by its fields' types.
@@ -174,7 +174,7 @@ class FieldType:
     fleet_owned: bool
     layout_owned: bool
     later: bool = False
-    """True if the field says nothing of a run's identity while it is at its default."""
+    """True if the field is no part of a run's identity while it is at its default."""
 
     @property
     def owner(self) -> str:
@@ -231,18 +231,18 @@ def read_section(
     A field that cannot be read takes its default, so that rules which span fields can still be applied to the others.
     Returns ``None`` if a field without a default is missing or wrong.
     """
-    known = field_types(section)
+    types = field_types(section)
     values: dict[str, object] = {}
     for key, raw in table.items():
         where = f"{path}.{key}" if path else key
         if len(problems) >= _MOST_PROBLEMS:
             problems.append(Problem(where, "is not looked at, after so many mistakes", "mend those before"))
             break
-        if key not in known:
-            problems.append(unknown_field(where, key, known))
+        if key not in types:
+            problems.append(unknown_field(where, key, types))
             continue
-        value = _value(known[key].plain, raw, where, problems)
-        bound = known[key].bound
+        value = _value(types[key].plain, raw, where, problems)
+        bound = types[key].bound
         if bound is not None and isinstance(value, int | float) and not bound.holds(value):
             problems.append(Problem(where, f"{value!r} is out of range", f"must be {bound}"))
         elif value is not _INVALID:
@@ -260,10 +260,10 @@ def _without_default(section: type) -> Iterator[str]:
             yield item.name
 
 
-def unknown_field(where: str, key: str, known: Iterable[str]) -> Problem:
+def unknown_field(where: str, key: str, names: Iterable[str]) -> Problem:
     """The mistake that there is no field ``key``, with the nearest of the ``known`` ones."""
-    nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(sorted(known))}"
+    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(sorted(names))}"
     return Problem(where, "there is no such field", hint)
 
 
@@ -314,8 +314,8 @@ def _nested(kind: type, raw: object, where: str, problems: list[Problem]) -> obj
         return raw
     if not isinstance(raw, Mapping):
         return _ill_typed(where, raw, f"a table [{where}]", problems)
-    found = read_section(kind, raw, problems, where)
-    return _INVALID if found is None else found
+    section = read_section(kind, raw, problems, where)
+    return _INVALID if section is None else section
 
 
 def _scalar(kind: Any, raw: object, where: str, problems: list[Problem]) -> object:

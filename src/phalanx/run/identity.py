@@ -73,15 +73,15 @@ def identity(spec: RunSpec) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def layout_changes(one: RunSpec, other: RunSpec) -> list[str]:
-    """Those of the ``differences`` that only change how and where ranks compute what the model is divided into, so that the run can go on."""
-    owners = {path: owner for spec in (one, other) for path, (_, owner) in all_fields(spec)}
-    return [line for line in differences(one, other) if owners.get(line.split(":")[0]) == "layout"]
+def layout_changes(spec: RunSpec, other: RunSpec) -> list[str]:
+    """Return the ``differences`` that only change how and where ranks compute the parts of the model, so that the run can resume."""
+    owners = {path: owner for run in (spec, other) for path, (_, owner) in all_fields(run)}
+    return [line for line in differences(spec, other) if owners.get(line.split(":")[0]) == "layout"]
 
 
-def differences(one: RunSpec, other: RunSpec) -> list[str]:
+def differences(spec: RunSpec, other: RunSpec) -> list[str]:
     """One line for each of the run's own fields in which two runs differ."""
-    left, right = run_owned(one), run_owned(other)
+    left, right = run_owned(spec), run_owned(other)
     return [
         f"{path}: {left.get(path)!r} != {right.get(path)!r}"
         for path in sorted(left.keys() | right.keys())
@@ -100,16 +100,16 @@ class FieldDifference:
     """The owner of the field: "run", "layout" or "fleet"."""
 
 
-def field_differences(one: RunSpec, other: RunSpec) -> list[FieldDifference]:
+def field_differences(spec: RunSpec, other: RunSpec) -> list[FieldDifference]:
     """Every field in which two resolved run files differ, the fleet's too; those of the run first, then the layout's."""
-    left, right = dict(all_fields(one)), dict(all_fields(other))
-    found = []
+    left, right = dict(all_fields(spec)), dict(all_fields(other))
+    listed = []
     for path in left.keys() | right.keys():
         (a, owner), (b, _) = left.get(path) or (None, right[path][1]), right.get(path) or (None, "")
         if a != b:
-            found.append(FieldDifference(path, a, b, owner))
+            listed.append(FieldDifference(path, a, b, owner))
     order = ("run", "layout", "fleet")
-    return sorted(found, key=lambda difference: (order.index(difference.owner), difference.path))
+    return sorted(listed, key=lambda difference: (order.index(difference.owner), difference.path))
 
 
 def all_fields(section: Any, prefix: str = "") -> Iterator[tuple[str, tuple[object, str]]]:

@@ -356,14 +356,14 @@ def _state_blocks(spec: RunSpec) -> Iterator[Problem]:
         if part is None:
             continue
         fewer = (less for less in range(degree - 1, 0, -1) if degree % less == 0)
-        whole = next(
+        full = next(
             less for less in fewer if not cut_by_tensor_ranks(model, optimizer, less, stacked=stacked)
         )
         yield Problem(
             "optimizer.state",
             f"int8 has one scale for {INT8_BLOCK} elements of a row, and each of {degree} ranks would hold "
             f"{part.shape[-1] // degree} of a row of {part.name}",
-            f'set optimizer.state = "bf16", or {axis} = {1 if stacked else whole}',
+            f'set optimizer.state = "bf16", or {axis} = {1 if stacked else full}',
             (axis,),
         )
 

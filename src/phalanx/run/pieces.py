@@ -26,7 +26,7 @@ _REGISTER_BYTES = 64
 """The longest vector register of a processor, AVX-512's: what is left over at the end of a loop over such is computed by other instructions."""
 
 Pieces = Literal["lanes", "context_tiles"]
-"""The field of ``model`` that says how many pieces there are."""
+"""The field of ``model`` with the number of pieces."""
 
 
 def count_problems(spec: RunSpec, pieces: Pieces) -> list[Problem]:

@@ -54,8 +54,10 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
             path, [Problem("", f"{path} is a directory", "give the path of a run file")]
         ) from None
     except OSError as error:
-        found = f"cannot be read: {error.strerror}"
-        raise RunFileError(path, [Problem("", found, "give the path of a file that you may read")]) from None
+        finding = f"cannot be read: {error.strerror}"
+        raise RunFileError(
+            path, [Problem("", finding, "give the path of a file that you may read")]
+        ) from None
     except (
         ValueError,
         RecursionError,
@@ -124,13 +126,13 @@ def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: li
         return _merge(to_table(presets[name]), model)
     if isinstance(name, str) and (file := Path(name) / RUN_FILE).is_file():
         try:
-            found = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
+            table = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
         except (ValueError, OSError) as error:
             problems.append(
                 Problem("model.preset", f"{file} cannot be read: {error}", "give another run directory")
             )
             return {key: value for key, value in model.items() if key != "preset"}
-        return _merge(found, model)
+        return _merge(table, model)
     problem = unknown_value("model.preset", name, presets)
     problems.append(Problem(problem.path, problem.found, f"{problem.remedy}; or the path of a run directory"))
     return {key: value for key, value in model.items() if key != "preset"}
@@ -173,7 +175,7 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
 def _forget_corpus_of_other_data(table: JsonObject, overrides: Sequence[str]) -> None:
     """Drop ``data.corpus`` where only ``data.path`` is overridden: the file's text belongs to the file's own folder.
 
-    Otherwise a folder that is misspelled, or not yet prepared, would be filled with text that was not asked for.
+    Otherwise a folder that is misspelled, or not yet prepared, would be filled with unwanted text.
     """
     overridden = {override.partition("=")[0].strip() for override in overrides}
     data = table.get("data")
@@ -242,11 +244,11 @@ def _explained(text: str, name: str) -> Iterator[str]:
     docs = _docs_of_sections()
     section = ""
     for line in text.splitlines():
-        if found := _SECTION.fullmatch(line.strip()):
-            section = found[1]
-        elif (found := _FIELD.match(line)) and found[1] in docs.get(section, {}):
+        if match := _SECTION.fullmatch(line.strip()):
+            section = match[1]
+        elif (match := _FIELD.match(line)) and match[1] in docs.get(section, {}):
             yield from textwrap.wrap(
-                docs[section][found[1]], 100, initial_indent="# ", subsequent_indent="# "
+                docs[section][match[1]], 100, initial_indent="# ", subsequent_indent="# "
             )
         yield f"name = {json.dumps(name)}" if not section and line.startswith("name = ") else line
 

@@ -19,14 +19,14 @@ Device = Literal["cpu", "cuda"]
 
 
 def device_of(runtime: RuntimeSpec, *, has_gpu: bool) -> Device:
-    """The kind of device that a run computes on: the one that is asked for, else a GPU where there is one."""
+    """The kind of device that a run computes on: the chosen one, else a GPU where there is one."""
     if runtime.device == "auto":
         return "cuda" if has_gpu and runtime.numerics != "portable" else "cpu"
     return runtime.device
 
 
 def compute_format(precision: PrecisionSpec, device: Device) -> Literal["fp32", "bf16"]:
-    """The format of weights and activations in forward and backward: the one that is asked for, else bf16 on a GPU."""
+    """The format of weights and activations in forward and backward: the chosen one, else bf16 on a GPU."""
     if precision.compute == "auto":
         return "bf16" if device == "cuda" else "fp32"
     return precision.compute
@@ -51,12 +51,12 @@ def field_of(name: str) -> str:
 
 
 def record_of(data: DataSpec) -> dict[str, object]:
-    """The fields of ``record.json`` that say where the data of a run were found."""
-    found = {
+    """The fields of ``record.json`` with the places of a run's data."""
+    folders = {
         name: address if "://" in address else str(Path(address).resolve())
         for name, address in addresses(data).items()
     }
-    return {"data_folder": found[ONLY]} if ONLY in found else {"data_folders": found}
+    return {"data_folder": folders[ONLY]} if ONLY in folders else {"data_folders": folders}
 
 
 def found_again(data: DataSpec, record: JsonObject, *, same_end: bool = True) -> DataSpec:
@@ -64,10 +64,10 @@ def found_again(data: DataSpec, record: JsonObject, *, same_end: bool = True) ->
 
     ``same_end``: Only if that path ends as the one in the run file does, so that another folder is not taken for it.
     """
-    known: Mapping[str, str] = record.get("data_folders") or {ONLY: record.get("data_folder", "")}
+    folders: Mapping[str, str] = record.get("data_folders") or {ONLY: record.get("data_folder", "")}
 
     def place(name: str, path: str) -> str:
-        recorded = known.get(name, "")
+        recorded = folders.get(name, "")
         if not recorded or "://" in path or Path(path).exists():
             return path
         parts = Path(path).parts

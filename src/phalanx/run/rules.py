@@ -144,7 +144,7 @@ def _fleet(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _custom_model(spec: RunSpec) -> Iterator[Problem]:
-    """Refuses what a user's own model does not say: Phalanx knows its blocks, but not how they could be divided."""
+    """Refuse divisions of a user's own model: its blocks are known, but not how they could be divided."""
     model, parallel = spec.model, spec.parallel
     if not is_factory_name(model.factory):
         yield Problem("model.factory", f"{model.factory!r} names no factory", 'write "package.module:name"')
@@ -167,8 +167,8 @@ def _custom_model(spec: RunSpec) -> Iterator[Problem]:
     if spec.precision.matmul != "compute":
         refused.append(("precision.matmul", 'set it to "compute"'))
     for path, remedy in refused:
-        found = f"this describes Phalanx's transformer, and {model.factory} is a model of your own"
-        yield Problem(path, found, remedy, ("model.factory",))
+        finding = f"this describes Phalanx's transformer, and {model.factory} is a model of your own"
+        yield Problem(path, finding, remedy, ("model.factory",))
 
 
 def _model(model: ModelSpec) -> Iterator[Problem]:
@@ -282,7 +282,7 @@ def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
     """The fields of ``spec`` with which rows cannot be independent."""
     if spec.precision.rows != "independent":
         return
-    for path, found in (
+    for path, finding in (
         ("runtime.compile", "the compiler chooses kernels by shape" if spec.runtime.compile else ""),
         ("parallel.context", _context(spec)),
         ("parallel.tensor", _divided(spec.parallel.tensor)),
@@ -295,10 +295,10 @@ def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
         ),
         ("model.factory", "what a model of your own computes is not known" if spec.model.factory else ""),
     ):
-        if found:
+        if finding:
             remedy = 'leave it at its default, or set precision.rows = "any"'
             yield Problem(
-                path, found + ", which rows that are independent do not allow", remedy, ("precision.rows",)
+                path, finding + ", which rows that are independent do not allow", remedy, ("precision.rows",)
             )
     if not spec.model.factory:
         yield from _widths(spec)
@@ -373,8 +373,8 @@ def mixture_problems(data: DataSpec) -> Iterator[Problem]:
             "data.corpus", "text is prepared for data.path, not for data.sources", remedy, ("data.sources",)
         )
     if len(data.sources) > MOST_SOURCES:
-        found = f"{len(data.sources)} sources are too many"
-        yield Problem("data.sources", found, f"at most {MOST_SOURCES}; prepare some of them together")
+        finding = f"{len(data.sources)} sources are too many"
+        yield Problem("data.sources", finding, f"at most {MOST_SOURCES}; prepare some of them together")
         return
     stages = stages_of(data)
     if stages[0] != 0 or any(a >= b for a, b in itertools.pairwise(stages)):
@@ -384,13 +384,13 @@ def mixture_problems(data: DataSpec) -> Iterator[Problem]:
     for number, source in enumerate(data.sources):
         yield from _source(source, f"data.sources[{number}]", len(stages))
         if source.name in names[:number]:
-            found = f"two sources are called {source.name!r}"
-            yield Problem(f"data.sources[{number}].name", found, "give each a name of its own")
+            finding = f"two sources are called {source.name!r}"
+            yield Problem(f"data.sources[{number}].name", finding, "give each a name of its own")
     if all(len(source.weights) == len(stages) for source in data.sources):
         for number, step in enumerate(stages):
             if not any(source.weights[number] for source in data.sources):
-                found = f"all weights of the stage that begins after step {step} are 0"
-                yield Problem("data.sources", found, "give a source a weight there")
+                finding = f"all weights of the stage that begins after step {step} are 0"
+                yield Problem("data.sources", finding, "give a source a weight there")
 
 
 def _cache_problems(data: DataSpec) -> Iterator[Problem]:
@@ -399,29 +399,29 @@ def _cache_problems(data: DataSpec) -> Iterator[Problem]:
         return
     for name in ("cache", "cache_gib", "read_ahead_mib", "timeout_s"):
         if getattr(data, name) != getattr(DataSpec(), name):
-            found = "is about datasets in object stores, and the run reads folders"
-            yield Problem(f"data.{name}", found, "leave it out", ("data.path",))
+            finding = "is about datasets in object stores, and the run reads folders"
+            yield Problem(f"data.{name}", finding, "leave it out", ("data.path",))
 
 
 def _source(source: SourceSpec, where: str, stages: int) -> Iterator[Problem]:
     if not _NAME.fullmatch(source.name):
-        found = f"{source.name[:100]!r} is no name of a source"
-        yield Problem(f"{where}.name", found, 'letters, digits, "-" and "_", such as "web"')
+        finding = f"{source.name[:100]!r} is no name of a source"
+        yield Problem(f"{where}.name", finding, 'letters, digits, "-" and "_", such as "web"')
     if not source.path:
         yield Problem(f"{where}.path", "is missing", "the folder of a prepared dataset")
     if len(source.weights) != stages:
         has, are = _count(len(source.weights), "entry", "entries"), _count(stages, "stage", "stages")
-        found = f"weights of {source.name!r} has {has}, and there {'is' if stages == 1 else 'are'} {are}"
-        yield Problem(f"{where}.weights", found, "one for each step of data.stages", ("data.stages",))
+        finding = f"weights of {source.name!r} has {has}, and there {'is' if stages == 1 else 'are'} {are}"
+        yield Problem(f"{where}.weights", finding, "one for each step of data.stages", ("data.stages",))
     elif not all(math.isfinite(weight) and weight >= 0 for weight in source.weights):
         yield Problem(f"{where}.weights", f"{list(source.weights)} are no weights", "numbers of at least 0")
     if len(source.use) != 2 or not 0 <= source.use[0] < source.use[1] <= 1:
-        found = f"{list(source.use)} is no part of a dataset"
-        yield Problem(f"{where}.use", found, "two fractions, such as [0.0, 0.95]")
+        finding = f"{list(source.use)} is no part of a dataset"
+        yield Problem(f"{where}.use", finding, "two fractions, such as [0.0, 0.95]")
 
 
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
+def _count(number: int, singular: str, several: str) -> str:
+    return f"{number} {singular if number == 1 else several}"
 
 
 # The comparison of a finished run's weights with those that its run file expects (``[expect]``).

@@ -2,9 +2,9 @@
 
 A run in lanes has the same bits under every tensor degree (``phalanx.parallel.tensor.lanes``), one in context tiles under every
 context degree (``phalanx.parallel.context.fixed_tiles``), so a fleet that lost half of a node need not wait for a spare: ``fleet.least_tensor``
-and ``fleet.least_context`` say how far the degrees may fall, and ``fleet.halve_first`` which of them falls first. They are halved until the ranks that are
-left suffice, and are those of the run file again once there are enough. Experts that are dealt to the ranks of a slot are dealt to fewer in the same proportion. Every rank and the coordinator
-decide alike, from the run file and the number of ranks.
+and ``fleet.least_context`` are the lowest degrees, and ``fleet.halve_first`` is the one that falls first. Degrees are halved until the remaining ranks
+suffice, and are those of the run file again once there are enough ranks. Experts that are spread over the ranks of a slot go to fewer ranks in the same
+proportion. Every rank and the coordinator decide alike, from the run file and the number of ranks.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def _halved(spec: RunSpec, parallel: ParallelSpec, axis: Axis) -> ParallelSpec |
 def halves(spec: RunSpec) -> dict[Axis, ParallelSpec]:
     """The run's division with half of each degree that may fall: half as many ranks, whichever it is."""
     axes: tuple[Axis, ...] = ("tensor", "context")
-    found = {axis: _halved(spec, spec.parallel, axis) for axis in axes}
-    return {axis: parallel for axis, parallel in found.items() if parallel is not None}
+    by_axis = {axis: _halved(spec, spec.parallel, axis) for axis in axes}
+    return {axis: parallel for axis, parallel in by_axis.items() if parallel is not None}
 
 
 def legal_ranks(spec: RunSpec, parallel: ParallelSpec, most: int) -> tuple[int, ...]:
-    """The legal numbers of ranks up to ``most`` of a run that is divided as ``parallel`` says, ascending."""
+    """The legal numbers of ranks up to ``most`` of a run that is divided by ``parallel``, ascending."""
     divided, unit = replace(spec, parallel=parallel), replica_ranks(parallel)
     return tuple(ranks for ranks in range(unit, most + 1, unit) if not layout_problems(divided, ranks))
 
 
 def divided_over(spec: RunSpec, ranks: int) -> RunSpec:
-    """Returns the run as ``ranks`` ranks divide it: as its file says if that is legal, else with the largest degrees that are."""
+    """Return the run divided over ``ranks`` ranks: by its own degrees if they are legal, else by the largest legal ones."""
     for parallel in divisions(spec):
         divided = replace(spec, parallel=parallel)
         if ranks % replica_ranks(parallel) == 0 and not layout_problems(divided, ranks):

@@ -189,8 +189,8 @@ class BinKernel:
         """
         threads, function = torch.get_num_threads(), self._adding[words.dtype]
 
-        def work(one: tuple[int, SpanRun]) -> None:
-            share, (element, span, spans, size) = one
+        def work(numbered_run: tuple[int, SpanRun]) -> None:
+            share, (element, span, spans, size) = numbered_run
             function(
                 gradient[share].data_ptr() + element * gradient.element_size(),
                 *(words[share, word].data_ptr() + element * words.element_size() for word in (0, 1)),
@@ -235,22 +235,22 @@ def kernels_for(device: torch.device, tensors: Iterable[Tensor]) -> Kernels:
 @functools.cache
 def fused_kernels(device: torch.device) -> Kernels:
     """The kernels of one pass, checked once in a process; the reference, with a warning, where there are none."""
-    found: list[str] = []
+    failures: list[str] = []
     for make in _ways(device):
         try:
             kernels = make()
             differing = differences(kernels, device)
         except Exception as error:  # a compiler that fails in whatever way is as good as none
-            found.append(f"{type(error).__name__}: {error}")
+            failures.append(f"{type(error).__name__}: {error}")
             continue
         if not differing:
             return kernels
-        found.append(f"{' and '.join(differing)} had other bits than PyTorch's operations")
-    if found:
+        failures.append(f"{' and '.join(differing)} had other bits than PyTorch's operations")
+    if failures:
         _log.warning(
             "on %s, the optimizer and the gradient's norm go over memory several times instead of once, with the same bits: %s",
             device,
-            "; ".join(found),
+            "; ".join(failures),
         )
     return REFERENCE
 
@@ -277,15 +277,15 @@ def differences(kernels: Kernels, device: torch.device, reference: Kernels = REF
     weights, grads, means, squares = draw(-60, 10), draw(-100, 10), draw(-140, 10), draw(-148, 20).abs()
     factors = UpdateFactors(0.37, 0.9, 1 - 0.9, 0.95, 1 - 0.95, math.sqrt(1 - 0.95**3), 1e-8, 1e-3, 0.9999)
     updated, summed = [], []
-    for one in (reference, kernels):
-        held = [tensor.clone() for tensor in (weights, grads, means, squares)]
-        one.adamw([held[0]], [held[1]], [held[2]], [held[3]], factors)
-        updated.append(torch.cat(held))
+    for tried in (reference, kernels):
+        copies = [tensor.clone() for tensor in (weights, grads, means, squares)]
+        tried.adamw([copies[0]], [copies[1]], [copies[2]], [copies[3]], factors)
+        updated.append(torch.cat(copies))
         constants = (1.5 * 2.0**34, 1.5 * 2.0**-4)  # squares up to 2^20, fewer than 2^13 of them
-        sums = one.extracted_sums([grads], constants, device)
-        summed.append(torch.cat((one.peak([grads], device).view(1), sums)))
+        sums = tried.extracted_sums([grads], constants, device)
+        summed.append(torch.cat((tried.peak([grads], device).view(1), sums)))
     return [
         name
-        for name, (expected, found) in (("updates", updated), ("sums", summed))
-        if not torch.equal(expected, found)
+        for name, (expected, computed) in (("updates", updated), ("sums", summed))
+        if not torch.equal(expected, computed)
     ]

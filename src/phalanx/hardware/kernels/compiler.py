@@ -30,7 +30,7 @@ from pathlib import Path
 from phalanx.run.directory.files import home, temporary_home
 
 OPTIONS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-"""Each operation rounded by itself; a square root may be an instruction, since nobody asks for ``errno``."""
+"""Each operation rounded by itself; a square root may be an instruction, since nothing reads ``errno``."""
 _COMPILATION_S = 600
 """Time for a compilation, which takes seconds of a processor that others may use too."""
 _ROOM_BYTES = 64 << 20
@@ -54,15 +54,15 @@ def library_name(
 
 def _with_headers(sources: Sequence[Path]) -> list[Path]:
     """``sources`` and all that they include of this project's own, each once, in the order of their first mention."""
-    found: dict[Path, None] = {}
+    mentioned: dict[Path, None] = {}
     waiting = [source.resolve() for source in reversed(sources)]
     while waiting:
         file = waiting.pop()
-        if file not in found:
-            found[file] = None
+        if file not in mentioned:
+            mentioned[file] = None
             names = _INCLUDED.findall(file.read_text())
             waiting += [(file.parent / name).resolve() for name in reversed(names)]
-    return list(found)
+    return list(mentioned)
 
 
 def _compiler() -> str | None:

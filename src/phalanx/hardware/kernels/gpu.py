@@ -1,6 +1,6 @@
 """The same kernels on a GPU, in Triton, which comes with PyTorch's CUDA builds.
 
-``enable_fp_fusion=False`` keeps the compiler from making one rounding of a product and a sum; roots and quotients are asked for in
+``enable_fp_fusion=False`` keeps the compiler from making one rounding of a product and a sum; roots and quotients are computed in
 their IEEE forms, since Triton's ``/`` on fp32 is an approximation. A program takes one block of a tensor. Sums are exact, so how blocks add
 theirs up does not matter.
 """

@@ -2,7 +2,7 @@
 
 PyTorch makes a pass over memory for each operation, and these layers have a dozen of them around little arithmetic. The work is dealt over
 the threads of the OpenMP runtime that PyTorch has loaded, as its own is. They stand for chains of single operations on elements (``REFERENCE``), which round each
-by itself wherever an element lies; that is tried when a process first asks for them, as of the optimizer's (``choose.py``).
+by itself wherever an element lies; that is tried when a process first uses them, as of the optimizer's (``choose.py``).
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class HostLayerKernels(LayerKernels):
     ) -> Tensor:
         out = x.new_empty(x.shape)
         at_once, threads = _shares(x.shape[-1], inverse.numel())
-        tensors = [*(one.contiguous() for one in (x, y, inverse, weight, along)), out]
+        tensors = [*(tensor.contiguous() for tensor in (x, y, inverse, weight, along)), out]
         self._norm(
             kind,
             *(tensor.data_ptr() for tensor in tensors),
@@ -185,7 +185,9 @@ def _shares(width: int, rows: int) -> tuple[int, int]:
 
 def layer_kernels(*tensors: Tensor) -> LayerKernels:
     """The compiled kernels if they take ``tensors``, and have the reference's bits on this machine; else the reference."""
-    if all(type(one) in (Tensor, torch.nn.Parameter) and one.dtype == torch.float32 for one in tensors):
+    if all(
+        type(tensor) in (Tensor, torch.nn.Parameter) and tensor.dtype == torch.float32 for tensor in tensors
+    ):
         return _tried()
     return REFERENCE
 
@@ -220,7 +222,7 @@ def same_bits(kernels: LayerKernels, x: Tensor, cos: Tensor, sin: Tensor) -> boo
         ]
 
     pairs = zip(results(kernels), results(REFERENCE), strict=True)
-    return all(torch.equal(_bits(one), _bits(other)) for one, other in pairs)
+    return all(torch.equal(_bits(first), _bits(other)) for first, other in pairs)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""AdamW's update and exact sums of squares as chains of PyTorch operations: they say what the bits are.
+"""AdamW's update and exact sums of squares as chains of PyTorch operations: they define the bits.
 
 Every line is a single operation (a product, a sum, a root, a quotient), so an element's result depends on that element alone: not on
 its place in a vector loop, whose tail a compiler may round otherwise. IEEE 754 rounds these operations in one way only, and so do devices,

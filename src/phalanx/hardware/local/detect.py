@@ -24,8 +24,8 @@ def system_here(driver: Path = _DRIVER) -> str | None:
         return "this"
     if not gpu_count(driver):
         return "cpu"
-    told = (found.read_text() for found in sorted(driver.glob("*/information")))
-    models = [model[1] for text in told if (model := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))]
+    texts = (path.read_text() for path in sorted(driver.glob("*/information")))
+    models = [model[1] for text in texts if (model := re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE))]
     return system_named(models[0]) if models else None
 
 
@@ -110,7 +110,7 @@ def throttled_gpus() -> list[str]:
         nvml.nvmlInit()
     except Exception:  # its errors have names only where it is installed
         return []
-    found = []
+    reasons = []
     try:
         for number in range(nvml.nvmlDeviceGetCount()):
             with suppress(Exception):  # this GPU does not say
@@ -121,15 +121,15 @@ def throttled_gpus() -> list[str]:
                         nvml.nvmlDeviceGetPciInfo(gpu).busId,
                         nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
                     )
-                    found.append(f"GPU {number} at {bus}: {', '.join(words)}, {clock} MHz")
+                    reasons.append(f"GPU {number} at {bus}: {', '.join(words)}, {clock} MHz")
     finally:
         with suppress(Exception):
             nvml.nvmlShutdown()
-    return found
+    return reasons
 
 
 class Throttles:
-    """What slows this machine down, look after look."""
+    """Throttling of this machine, by counters read at each call."""
 
     def __init__(self, root: Path = CPUS) -> None:
         self._cpus = CpuThrottles(root)
@@ -159,11 +159,11 @@ class CpuThrottles:
 
 
 def _read(places: Iterable[Path]) -> dict[Path, int]:
-    found = {}
+    counters = {}
     for place in places:
         with suppress(OSError, ValueError):
-            found[place] = int(place.read_text())
-    return found
+            counters[place] = int(place.read_text())
+    return counters
 
 
 def _cpu(place: Path) -> int:
@@ -213,7 +213,7 @@ _OLD_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def set_for_rank(environ: MutableMapping[str, str] = os.environ, *, survives: bool = False) -> None:
-    """Sets what this process's CUDA libraries are to read, where ``environ`` does not say it yet.
+    """Set the variables of this process's CUDA libraries that ``environ`` does not set yet.
 
     With ``survives``, for a process that goes on when its process groups break.
     """

@@ -201,7 +201,7 @@ class QueueTimes:
     """Adds up the time of parts of one queue since it was last read.
 
     Args:
-        queue: Tells in which queue the work is put now. What is put in another one than that of the time of making runs beside it, and is not counted.
+        queue: Returns the queue that work is put in now. Work in another queue than at construction runs beside it, and is not counted.
         event: Makes events, which are used again.
     """
 
@@ -241,7 +241,7 @@ class QueueTimes:
 
 
 def queue_times(device: torch.device) -> QueueTimes | None:
-    """The times of the queue that this thread puts its work in; ``None`` for a CPU, where the host's clock says the same."""
+    """The times of the queue that this thread puts its work in; ``None`` for a CPU, where the host's clock measures the same."""
     if not on_gpu(device):
         return None
 

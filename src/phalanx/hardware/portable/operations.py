@@ -61,7 +61,7 @@ def begin() -> None:
 
 
 def begun() -> bool:
-    """Whether this process computes with portable numerics."""
+    """Return True if this process computes with portable numerics."""
     return bool(_ended)
 
 
@@ -111,7 +111,7 @@ DIGESTS = {
 
 
 def computations() -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """What is tried, by name."""
+    """The computations of the check, by name."""
     spread, narrow = _numbers(48, 517, 0) / 2**6, _numbers(48, 517, 0).bfloat16()
     positive, weights = spread.abs() + 2**-12, _numbers(70, 517, 1) / 2**7
     heads = [_numbers(2 * 4 * 70, 24, seed).view(2, 4, 70, 24) / 2**7 for seed in (2, 3, 4)]

@@ -97,10 +97,10 @@ _LONG = 18
 def plain_json(content: bytes, *, exact: bool = False) -> Any:
     """The value that the JSON in ``content`` holds; ``exact`` keeps whole numbers of any size. Raises ``ValueError`` if it is none, or too deep."""
     try:
-        found = (_EXACT if exact else _DECODER).decode(content.decode())
+        value = (_EXACT if exact else _DECODER).decode(content.decode())
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    return _paired(found) if b"\\u" in content and _SURROGATE.search(content) else found
+    return _paired(value) if b"\\u" in content and _SURROGATE.search(content) else value
 
 
 def _whole(digits: str) -> int | float:
@@ -244,9 +244,9 @@ def range_locked(path: Path, start: int, stop: int) -> Iterator[None]:
     Where there are no such locks (another system or file system, a file that was removed) it is as if nobody else held them: for work that may be
     done twice.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with suppress(OSError):
-            file = held.enter_context(path.open("r+b", 0))
+            file = stack.enter_context(path.open("r+b", 0))
             if sys.platform == "linux":
                 lock = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
                 fcntl.fcntl(file, fcntl.F_OFD_SETLKW, lock)

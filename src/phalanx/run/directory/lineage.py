@@ -32,7 +32,7 @@ _FIXED = {
 }
 """Fields, or sections, in which a child run may not differ, and why. ``data.path`` may name a copy of the same data."""
 _OF_OPTIMIZER = ("optimizer.name", "optimizer.state", "optimizer.block_size")
-"""Those that also hold where only weights and optimizer state are taken over; shapes are compared tensor by tensor."""
+"""Fields that are also fixed where only weights and optimizer state are taken over; shapes are compared tensor by tensor."""
 _ANEW = 'start a run of its own from the weights: checkpoint.init_from, with init_with = "weights"'
 
 
@@ -72,22 +72,24 @@ def lineage_table(lineage: list[Origin]) -> list[dict[str, object]]:
 
 def reason_fixed(path: str) -> str | None:
     """Why a child run may not differ from its parent in the field ``path``; ``None`` if it may."""
-    return next((why for fixed, why in _FIXED.items() if path == fixed or path.startswith(f"{fixed}.")), None)
+    return next(
+        (reason for fixed, reason in _FIXED.items() if path == fixed or path.startswith(f"{fixed}.")), None
+    )
 
 
 def taken_over_problems(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
-    """The fields of ``child`` that keep it from taking over what ``checkpoint.init_with`` says from a checkpoint of ``parent``.
+    """The fields of ``child`` that keep it from taking over the parts in ``checkpoint.init_with`` from a checkpoint of ``parent``.
 
     Both runs are resolved.
     """
-    held, wanted = run_owned(parent), run_owned(child)
-    for path in sorted(held.keys() | wanted.keys()):
-        why = reason_fixed(path)
-        if why is None or held.get(path) == wanted.get(path):
+    parents, childs = run_owned(parent), run_owned(child)
+    for path in sorted(parents.keys() | childs.keys()):
+        reason = reason_fixed(path)
+        if reason is None or parents.get(path) == childs.get(path):
             continue
         if child.checkpoint.init_with == "training" or path in _OF_OPTIMIZER:
-            found = f"{wanted.get(path)!r} is not the parent's {held.get(path)!r}: {why}"
-            yield Problem(path, found, f"leave it as it is, or {_ANEW}")
+            finding = f"{childs.get(path)!r} is not the parent's {parents.get(path)!r}: {reason}"
+            yield Problem(path, finding, f"leave it as it is, or {_ANEW}")
     if child.checkpoint.init_with == "training":
         yield from _past_of_data(parent, child)
 
@@ -100,21 +102,21 @@ def _past_of_data(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
     if not parent.data.sources and not child.data.sources:
         return
     if bool(parent.data.sources) != bool(child.data.sources):
-        found = "a dataset alone and a mixture have other orders, in which the place in the data would mean nothing"
-        yield Problem("data.sources", found, f"name the parent's data, or {_ANEW}")
+        finding = "a dataset alone and a mixture have other orders, in which the place in the data would mean nothing"
+        yield Problem("data.sources", finding, f"name the parent's data, or {_ANEW}")
         return
     if parent.train.batch_size != child.train.batch_size:
-        found = f"{child.train.batch_size} is not the parent's {parent.train.batch_size}, by which its samples were drawn from data.sources"
-        yield Problem("train.batch_size", found, f"leave it as it is, or {_ANEW}")
+        finding = f"{child.train.batch_size} is not the parent's {parent.train.batch_size}, by which its samples were drawn from data.sources"
+        yield Problem("train.batch_size", finding, f"leave it as it is, or {_ANEW}")
     step = step_of(Path(child.checkpoint.init_from)) or 0
     if _drawn_by(parent, step) != _drawn_by(child, step):
-        found = f"other samples would have been drawn in the first {step:,} steps, which are the parent's"
+        finding = f"other samples would have been drawn in the first {step:,} steps, which are the parent's"
         remedy = f"change the weights of stages that begin at step {step:,} or later alone, or {_ANEW}"
-        yield Problem("data.sources", found, remedy)
+        yield Problem("data.sources", finding, remedy)
 
 
 def shares_past(parent: RunSpec, child: RunSpec, step: int) -> bool:
-    """True if both runs draw the same samples in their first ``step`` steps, as far as their sources say."""
+    """True if both runs draw the same samples in their first ``step`` steps, by their sources."""
     if not parent.data.sources and not child.data.sources:
         return True
     same_batches = parent.train.batch_size == child.train.batch_size
@@ -127,7 +129,7 @@ def shares_past(parent: RunSpec, child: RunSpec, step: int) -> bool:
 
 def _drawn_by(spec: RunSpec, step: int) -> object:
     """All that decides what is drawn from sources in the first ``step`` steps."""
-    stages = [one for one in stages_of(spec.data) if one < step or one == 0]
+    stages = [stage for stage in stages_of(spec.data) if stage < step or stage == 0]
     used = {
         source.name: (source.weights[: len(stages)], source.use)
         for source in spec.data.sources
@@ -136,20 +138,20 @@ def _drawn_by(spec: RunSpec, step: int) -> object:
     return stages, used
 
 
-def extending_command(run_dir: Path, step: int, wanted: Mapping[str, object]) -> str | None:
-    """The command that goes on from a run's checkpoint of ``step`` with the values ``wanted`` from there on, by field.
+def extending_command(run_dir: Path, step: int, changes: Mapping[str, object]) -> str | None:
+    """The command that goes on from a run's checkpoint of ``step`` with ``changes`` from there on, by field.
 
     ``None`` if one of the fields is fixed, or cannot be written, so that there is no such command.
     """
     if (
-        any(reason_fixed(path) or path.startswith("checkpoint.init_") for path in wanted)
-        or None in wanted.values()
-        or any(path.startswith("data.sources.") and path.endswith(".name") for path in wanted)
+        any(reason_fixed(path) or path.startswith("checkpoint.init_") for path in changes)
+        or None in changes.values()
+        or any(path.startswith("data.sources.") and path.endswith(".name") for path in changes)
     ):
         return None
-    changes = [
+    settings = [
         word
-        for path, value in wanted.items()
+        for path, value in changes.items()
         for word in ("--set", f"{path}={json.dumps(value, ensure_ascii=False)}")
     ]
-    return shlex.join(["phalanx", "train", str(run_dir), "--from", str(step), *changes])
+    return shlex.join(["phalanx", "train", str(run_dir), "--from", str(step), *settings])

@@ -1,7 +1,7 @@
 """Names of the files in a run directory and of the committed checkpoints in it, in one place.
 
     runs/quickstart-1f3a9c04/
-        run.toml          the resolved run file: what was asked for, with nothing left to a default
+        run.toml          the resolved run file: every field with its value
         record.json       the run's identity and its data's fingerprint
         events.jsonl      all that happened; the display and the curve are drawn from it
         steps.bin         the numbers of logged steps again, for fast curves; only a cache (observe/event_log.py)
@@ -12,7 +12,7 @@
         logs/             what each process printed and logged, as lines of JSON, and why it failed
         code/             changes of the code against its commit, and the packages that were installed
         machines/         hardware, driver and libraries of every node
-        serving/          what servers of its weights say of themselves
+        serving/          notes of the servers of its weights
         packs/            weights of single steps in the order of their layers, for serving (checkpoint/pack/)
         labels.json       tags and a note that people gave it
         loss.svg, result.json
@@ -57,7 +57,7 @@ _JOURNAL = re.compile(r"journal-(\d+)\.jsonl")
 
 
 class RunDirectoryError(RuntimeError):
-    """The run directory cannot be used; the message says why and what to do."""
+    """The run directory cannot be used; the message has the reason and the remedy."""
 
 
 class DamagedRecordError(RunDirectoryError):
@@ -91,7 +91,7 @@ def committed_steps(root: Path) -> list[int]:
 def locate_checkpoints(path: Path, step: int | None = None) -> tuple[Path, int | None]:
     """The folder of checkpoints that ``path`` stands for, and the step that is meant: that of ``path``, or ``step``.
 
-    ``path`` is a run directory, a folder of checkpoints, or one committed checkpoint; nothing says that there are any.
+    ``path`` is a run directory, a folder of checkpoints, or one committed checkpoint; there need not be any.
     Raises ``RunDirectoryError`` if ``path`` is a checkpoint of another step than ``step``.
     """
     if is_committed(path):
@@ -180,7 +180,7 @@ class RunDirectory:
 
     @property
     def targets(self) -> Path:
-        """The folder of files that say where a fleet's processes serve their metrics (``observe/metrics/endpoint.py``)."""
+        """The folder of files with the addresses of metrics of a fleet's processes (``observe/metrics/endpoint.py``)."""
         return self.path / "targets"
 
     @property
@@ -210,7 +210,7 @@ class RunDirectory:
 
     @property
     def profiles(self) -> Path:
-        """The folder of profiles: what was recorded of a few steps, each in a folder of its own; it exists once somebody has asked for one."""
+        """The folder of profiles: what was recorded of a few steps, each in a folder of its own; it exists once one was requested."""
         return self.path / "profiles"
 
     @property
@@ -220,7 +220,7 @@ class RunDirectory:
 
     @property
     def serving(self) -> Path:
-        """The folder of what servers of the run's weights say of themselves; it exists once one has served (``observe/record/notes.py``)."""
+        """The folder of notes of servers of the run's weights; it exists once one has served (``observe/record/notes.py``)."""
         return self.path / "serving"
 
     @property
@@ -256,16 +256,16 @@ class RunDirectory:
         started.
         """
         try:
-            found = plain_json(read_small(self.record))
-            if isinstance(found, dict) and isinstance(found.get("attempts"), int):
-                return found
-            why = "it does not say how often the run was started"
+            record = plain_json(read_small(self.record))
+            if isinstance(record, dict) and isinstance(record.get("attempts"), int):
+                return record
+            reason = "it does not say how often the run was started"
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            why = str(error)
+            reason = str(error)
         raise DamagedRecordError(
-            f"{self.record} is damaged ({why}): put a copy back, or remove it, if you are sure that the data are those that the run was "
+            f"{self.record} is damaged ({reason}): put a copy back, or remove it, if you are sure that the data are those that the run was "
             "trained on"
         )
 
@@ -276,8 +276,8 @@ class RunDirectory:
     def next_journal(self) -> int:
         """The lowest attempt without a journal, nor one of a later attempt: a new attempt must not replay an old one."""
         names = os.listdir(self.fleet) if self.fleet.is_dir() else []
-        found = [int(match[1]) for name in names if (match := _JOURNAL.fullmatch(name))]
-        return max(found, default=-1) + 1
+        numbers = [int(match[1]) for name in names if (match := _JOURNAL.fullmatch(name))]
+        return max(numbers, default=-1) + 1
 
     def newest_attempt(self) -> int:
         """The number of the newest start that took this directory. Raises ``RunDirectoryError`` if nobody ever did."""
@@ -298,10 +298,10 @@ class RunDirectory:
 def read_small_json(path: Path) -> JsonObject:
     """A small JSON object; empty if the file is missing or damaged (it can be made anew)."""
     try:
-        found = plain_json(read_small(path))
+        value = plain_json(read_small(path))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_resolved(directory: RunDirectory) -> RunSpec:
@@ -315,14 +315,14 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
         if not table:  # it would be a run with every default
             raise ValueError("it is empty")
     except (OSError, ValueError, RecursionError) as error:
-        why = f"there is no {directory.run_file}" if isinstance(error, FileNotFoundError) else str(error)
+        reason = f"there is no {directory.run_file}" if isinstance(error, FileNotFoundError) else str(error)
         kind = "is not a run directory" if not directory.record.exists() else f"has a damaged {RUN_FILE}"
         remedy = ""
         if directory.record.exists():
             remedy = "; put a copy back, or write the fields that the run had"
         else:
             remedy = import_first(directory.path)
-        raise RunDirectoryError(f"{directory.path} {kind}: {why}{remedy}") from error
+        raise RunDirectoryError(f"{directory.path} {kind}: {reason}{remedy}") from error
     # Runs from before there was a choice of numerics are native.
     if isinstance(runtime := table.get("runtime", {}), dict):
         table["runtime"] = {"numerics": "native", **runtime}
@@ -402,34 +402,34 @@ class DirectoryKeeper:
         self._spec: RunSpec | None = None
 
     def look(self) -> list[str]:
-        """Looks at the files, and writes anew which of them is damaged or gone; returns what to tell.
+        """Check the files, and write again which of them is damaged or removed; returns lines to log.
 
         A file that was damaged before this process first saw it stays as it is. Raises ``OSError`` if one cannot be read or written.
         """
-        return [told for path, check in self._checks.items() if (told := self._look_at(path, check))]
+        return [line for path, check in self._checks.items() if (line := self._look_at(path, check))]
 
     def _require_same_run(self) -> None:
         """Raises ``RunDirectoryError`` if the run file cannot be read, or describes another run: an empty one has every default."""
-        found = read_resolved(self._directory)
-        if self._spec not in (None, found):
+        spec = read_resolved(self._directory)
+        if self._spec not in (None, spec):
             raise RunDirectoryError("another run")
-        self._spec = found
+        self._spec = spec
 
     def _look_at(self, path: Path, check: Callable[[], object]) -> str:
         kept = self._kept.get(path)
         try:
-            found = read_small(path)
-            if found == kept:
+            content = read_small(path)
+            if content == kept:
                 return ""
             check()
         except FileNotFoundError:
-            what = f"{path} was removed"
+            damage = f"{path} was removed"
         except RunDirectoryError:
-            what = f"{path} was damaged or changed"
+            damage = f"{path} was damaged or changed"
         else:
-            self._kept[path] = found
+            self._kept[path] = content
             return ""
         if kept is None:
             return ""
         write_atomically(path, kept)
-        return f"{what}; it has been written anew as it was"
+        return f"{damage}; it has been written anew as it was"

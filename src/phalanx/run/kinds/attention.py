@@ -1,7 +1,7 @@
 """The contract of a kind of attention, and the choice of the kind that a model has.
 
-A kind is a file of this folder with the functions of ``AttentionKind``; ``phalanx.model.transformer`` says which ``nn.Module``
-computes it.
+A kind is a file of this folder with the functions of ``AttentionKind``; ``phalanx.model.transformer`` has the
+``nn.Module`` that computes it.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def attention_kind(model: ModelSpec) -> AttentionKind:
 
 def _factor_problems(scaling: RopeScalingSpec, frequencies: int) -> Iterator[Problem]:
     """Yields the problems of LongRoPE's factors, of which there is one for each frequency, or with other methods none."""
-    wanted = frequencies if scaling.kind == "longrope" else 0
+    expected = frequencies if scaling.kind == "longrope" else 0
     for name, factors in (("short_factors", scaling.short_factors), ("long_factors", scaling.long_factors)):
-        if len(factors) != wanted or not all(factor > 0 for factor in factors):
+        if len(factors) != expected or not all(factor > 0 for factor in factors):
             yield Problem(
                 f"model.rope_scaling.{name}",
                 f"{len(factors)} factors, the smallest {min(factors, default=0):g}, for {frequencies} frequencies",

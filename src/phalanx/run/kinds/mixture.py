@@ -35,7 +35,7 @@ def is_mixture(model: ModelSpec, layer: int) -> bool:
 
 
 def dense_width(model: ModelSpec) -> int:
-    """Width of the dense feed-forward layers of a resolved model; 0 where all layers are mixtures, whatever ``model.ffn_dim`` says."""
+    """Width of the dense feed-forward layers of a resolved model; 0 where all layers are mixtures, for any ``model.ffn_dim``."""
     return 0 if all(is_mixture(model, layer) for layer in range(model.layers)) else model.ffn_dim
 
 

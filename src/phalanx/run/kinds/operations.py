@@ -41,7 +41,7 @@ class MatrixProduct:
 
     @property
     def key_columns(self) -> int:
-        """Those of ``columns`` that are key and value heads, of which several ranks may hold the same."""
+        """The ``columns`` that are key and value heads, of which several ranks may hold the same."""
         return sum(weight.shape[-2] for weight in self.weights if weight.most_parts)
 
     @property
@@ -199,7 +199,7 @@ class Pointwise:
     backward: float
     over: Axis = "none"
     kernels: int = 1
-    """Kernels of forward; the host launches twice as many backward, unless ``backward_kernels`` says how many."""
+    """Kernels of forward; the host launches twice as many backward, unless ``backward_kernels`` is set."""
     backward_kernels: int = 0
     experts: int = 0
     """Experts of the model, where every expert on a rank launches so many kernels for itself."""
@@ -234,7 +234,7 @@ class KeptTensor:
     operand: bool = False
     """True if it is an operand of a product, which may be kept in the format of products."""
     bytes: int = 0
-    """Bytes of an element, where the precision does not say."""
+    """Bytes of an element, where the precision does not set them."""
     beside: bool = False
     """True if it is a second form of a tensor: there is none where products are computed in the format of activations."""
 

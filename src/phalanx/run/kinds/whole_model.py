@@ -39,7 +39,7 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
 
 
 def described_layers(model: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Fields that ask for a kind of layer that only this project's transformer has, with how to take them back."""
+    """Fields that select a kind of layer that only this project's transformer has, with how to take them back."""
     for field in dataclasses.fields(model):
         if field.name != _NO_LAYER and dataclasses.is_dataclass(getattr(model, field.name)):
             remedy = (
