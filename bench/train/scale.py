@@ -74,9 +74,8 @@ from phalanx.parallel.reduction.slot_tree import Leaves
 from phalanx.parallel.reduction.tree import Intake, TreeReducer, exchange
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
-from phalanx.train.optimizers.matrix.holders import Holders, matrices_of
-from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixExchange
-from phalanx.train.step.placement import Placement
+from phalanx.train.optimizers.matrix_optimizer import Holders, MatrixExchange, matrices_of
+from phalanx.train.step.state import Placement
 
 CPU = torch.device("cpu")
 MACHINE_RANKS = 8

@@ -24,7 +24,7 @@ from phalanx.hardware.local.device import answers, device_name, give_back_memory
 from phalanx.hardware.portable.operations import begin, begun
 from phalanx.run.rules import ARITHMETIC, NotPortableError
 from phalanx.run.spec import RunSpec
-from phalanx.train.score.arithmetic import other_arithmetic
+from phalanx.train.score import other_arithmetic
 from phalanx_serve.engine.errors import (
     NOT_EXACT,
     DeviceMemoryError,

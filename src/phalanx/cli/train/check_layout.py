@@ -23,8 +23,8 @@ from phalanx.run.identity import identity
 from phalanx.run.layout import Layout, layout_of
 from phalanx.run.read import override
 from phalanx.run.spec import RunSpec
-from phalanx.train.compare.logged import bits
 from phalanx.train.compare.observation import Compared, Replay, ReplayOrder, compare_replays
+from phalanx.train.compare.runs import bits
 from phalanx.train.start.prepare import resolve_with_data
 
 

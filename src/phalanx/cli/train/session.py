@@ -29,8 +29,7 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, RunResu
 from phalanx.run.rules import compared
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
-from phalanx.train.start.numerics import note_of_fallback
-from phalanx.train.start.open_run import OpenRun, key_of
+from phalanx.train.start.open_run import OpenRun, key_of, note_of_fallback
 from phalanx.train.start.origins import changes_from_parent, notes_of_earlier_data
 
 if TYPE_CHECKING:

@@ -40,9 +40,8 @@ from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.reduction.checksum import Witness, attach
 from phalanx.parallel.reduction.data_parallel import local
-from phalanx.train.step.placement import Built
 from phalanx.train.step.slot import SlotWork
-from phalanx.train.step.state import state_tensors
+from phalanx.train.step.state import Built, state_tensors
 
 _FULL_BYTES = 4096
 _CUT_AGAIN_S = 0.02

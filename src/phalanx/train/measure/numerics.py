@@ -30,7 +30,7 @@ from phalanx.run.directory.files import create_once
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import MlaSpec, RunSpec
-from phalanx.train.assembly.model_facts import compute_dtype
+from phalanx.train.compose import compute_dtype
 
 _MOST_ROWS = 64
 _MOST_OUTPUTS = 256

@@ -42,8 +42,7 @@ from phalanx.parallel.reduction.checksum import Witness
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.guardian import EpochSupersededError, Guardian, Samples
-from phalanx.train.step.placement import Built
-from phalanx.train.step.state import RestoredState, restore_newest
+from phalanx.train.step.state import Built, RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
 # Hooks at the moments of a rank's life at which faults are injected; a worker without faults has ``NoHooks``.

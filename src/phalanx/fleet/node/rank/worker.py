@@ -81,7 +81,7 @@ from phalanx.run.resolve import addresses
 from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
-from phalanx.train.assembly.assemble import EpochInputs, WarmState, make_deterministic, warm_up
+from phalanx.train.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.reporter import leave_own_machine
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch

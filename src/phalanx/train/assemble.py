@@ -40,14 +40,14 @@ from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import CheckpointSpec, RunSpec
 from phalanx.store.open_store import is_url, open_store
-from phalanx.train.assembly.compose import build_model
+from phalanx.train.compose import build_model
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.reporter import Reporter, first_of_node, leave_own_machine
 from phalanx.train.measure.numerics import Numerics, probe, require_equal
 from phalanx.train.start.open_run import check_data
-from phalanx.train.step.placement import Built
 from phalanx.train.step.state import (
+    Built,
     RestoredState,
     fill_initial,
     restore_newest,
