@@ -11,7 +11,7 @@ import pytest
 
 import phalanx
 from phalanx.cli.main import _COMMANDS
-from phalanx.fleet.faults import fault
+from phalanx.fleet import fault
 from phalanx.hardware.catalog import cluster
 from phalanx.run.spec import OptimizerSpec
 

@@ -58,7 +58,7 @@ from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, resto
 from phalanx.fleet.core import decide, succession
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.commands import Bind
-from phalanx.fleet.core.orders import Order, deliveries
+from phalanx.fleet.core.epochs.epoch_plan import Order, deliveries
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.model.facts.optimizer_state import matrix_work, takes_matrix
 from phalanx.model.facts.presets import PRESETS

@@ -118,7 +118,7 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
         _refuse_too_far(folder, node, options.domain)
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.node.agent import AgentError, run_agent
-    from phalanx.fleet.node.agent_args import AgentArgs, own_host
+    from phalanx.fleet.node.launcher import AgentArgs, own_host
     from phalanx.observe.logs.capture import also_log
     from phalanx.observe.logs.log_file import order_for
 

@@ -135,13 +135,11 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
       phalanx fleet serve runs/big --host head --port 29400
     """
     from phalanx.fleet.control.coordinator import run_coordinator
-    from phalanx.fleet.control.coordinator_args import CoordinatorArgs
-    from phalanx.fleet.control.fleet_file import read_fleet_file
+    from phalanx.fleet.control.fleet_file import ClaimError, read_fleet_file
     from phalanx.fleet.control.security import TOKEN_VARIABLES, SecurityError, make_token
-    from phalanx.fleet.control.succession.claims import ClaimError
-    from phalanx.fleet.control.succession.reign import SupersededError
+    from phalanx.fleet.control.succession.reign import CoordinatorArgs, SupersededError
     from phalanx.fleet.control.transport import DescriptorLimitError, TransportError
-    from phalanx.fleet.core.replay import JournalError
+    from phalanx.fleet.core.invariants import JournalError
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     from phalanx.train.start.open_run import take_lock
 

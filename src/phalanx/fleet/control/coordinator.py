@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.fleet.control.coordinator_args import HURRY_SIGNAL, CoordinatorArgs, exit_code_of
 from phalanx.fleet.control.coordinator_link import answers
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
@@ -31,9 +30,12 @@ from phalanx.fleet.control.inquiry import FailureInquiry, Inquiry
 from phalanx.fleet.control.publisher import FleetSampler, Publisher
 from phalanx.fleet.control.succession.journal import RENEW_BYTES, RETRY_S, PatientJournal
 from phalanx.fleet.control.succession.reign import (
+    HURRY_SIGNAL,
+    CoordinatorArgs,
     Leadership,
     Reign,
     SupersededError,
+    exit_code_of,
     forget_candidates,
     only_coordinator,
     reign_again,
@@ -53,9 +55,8 @@ from phalanx.fleet.control.turn import (
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
-from phalanx.fleet.core.invariants import reason, resync
-from phalanx.fleet.core.orders import deliveries
-from phalanx.fleet.core.replay import JournalError, batch_line, first_line
+from phalanx.fleet.core.epochs.epoch_plan import deliveries
+from phalanx.fleet.core.invariants import JournalError, batch_line, first_line, reason, resync
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
 from phalanx.hardware.local.network import join_address, split_address

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.segments import Segment
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-from phalanx.fleet.faults.fault import (
+from phalanx.fleet.fault import (
     Corrupt,
     CutLink,
     DelayLink,
@@ -34,9 +34,9 @@ from phalanx.fleet.faults.fault import (
     Kill,
     NanLoss,
     Slow,
+    fault_marker,
     parse_fault,
 )
-from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.reduction.checksum import Witness, attach
 from phalanx.parallel.reduction.data_parallel import local
