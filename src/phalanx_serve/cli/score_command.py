@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import click
 
-from phalanx.cli.errors import explained
-from phalanx.cli.run_places import weights_place
-from phalanx.cli.shared_options import (
+from phalanx.cli.errors import (
     RUN_FILE_NAMES,
     Bytes,
     DeviceName,
     DtypeName,
     TrustCode,
+    explained,
     require_trusted_code,
 )
+from phalanx.cli.run_places import weights_place
 from phalanx.command import Argument, AsJson, command_options
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from phalanx.cli.errors import explained
-from phalanx.cli.shared_options import HostAndPort, HostName
+from phalanx.cli.errors import HostAndPort, HostName, explained
 from phalanx.command import AsJson, ExistingFolder, Option, Overrides, command_options
 from phalanx.hardware.local.network import family_of, split_address
 

@@ -105,7 +105,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
 
 def _give_back(run_dir: Path, made: Submitted) -> None:
     """Lets the run that has lent nodes to this one have as many again, where the job's own script did not come to it."""
-    from phalanx.cli.fleet.resize_command import grown
+    from phalanx.cli.fleet.fleet_command import grown
     from phalanx.launch.engines.order import FOLDER, EngineError
     from phalanx.launch.engines.slurm_script import RETURNED
     from phalanx.launch.engines.submission import read_record
@@ -131,7 +131,7 @@ def _ask_to_stop(run_dir: Path, made: Submitted, job: SlurmJob | None) -> None:
 
     With the first node of a job its batch shell was lost too; then another node leads. Whichever is asked saves, however often it is asked.
     """
-    from phalanx.cli.fleet.resize_command import ask
+    from phalanx.cli.fleet.fleet_command import ask
     from phalanx.cli.launch.formed_fleet import formed_fleet
     from phalanx.fleet.core.messages import StopRun
     from phalanx.launch.engines import bare

@@ -226,7 +226,7 @@ def _borrowing(order: LaunchOrder, lender: Path) -> LaunchOrder:
 
 def _borrowed(order: LaunchOrder, lender: Path) -> LaunchOrder:
     """The order, once ``lender`` has given back as many nodes as are missing. Raises ``EngineError``."""
-    from phalanx.cli.fleet.resize_command import asked_to_go, wait_until_gone
+    from phalanx.cli.fleet.fleet_command import asked_to_go, wait_until_gone
     from phalanx.launch.engines.slurm_script import RETURNED
 
     order = _borrowing(order, lender)

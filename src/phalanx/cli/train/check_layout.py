@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from phalanx.cli.errors import trouble
-from phalanx.cli.numbers import left_out_lines, number_text
+from phalanx.cli.output import left_out_lines, number_text
 from phalanx.cli.train.session import console_for, progress_on
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import index_of_places
