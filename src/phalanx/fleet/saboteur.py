@@ -96,7 +96,8 @@ class Saboteur:
         self._parts = model.parts
         _before(model, "begin", lambda: self.at("forward"))
         _before(model, "before_backward", lambda: self.at("backward"))
-        _before(saver, "save", lambda: self._soon("commit"))
+        # While the writing goes on in its thread.
+        _before(saver, "save", lambda: threading.Timer(0.002, lambda: self.at("commit")).start())
         built.waits[Bucket.COMM_EXPOSED_DP].entered = lambda: self.at("reduction")
         _between(model, "begin", "end", self._dawdle)
         self._spoil_losses(built)
@@ -119,9 +120,6 @@ class Saboteur:
         for number, fault in self._faults:
             if self._due(fault, phase) and self._concerns_me(fault) and self._first(number):
                 self._commit(fault)
-
-    def _soon(self, phase: FaultPhase) -> None:
-        threading.Timer(0.002, lambda: self.at(phase)).start()  # while the writing goes on in its thread
 
     def _due(self, fault: Fault, phase: FaultPhase | None) -> bool:
         when = fault.when

@@ -437,10 +437,6 @@ def policy(
     if name in ATTENTION or operation.namespace == FUNCTIONAL_COLLECTIVES:
         return CheckpointPolicy.MUST_SAVE
     operands = args[1:3] if name == "addmm" else args[:2] if name in PRODUCTS else ()
-    if operands and not _widens(*operands):
+    if operands and operands[1].shape[-1] <= operands[0].shape[-1]:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _widens(left: Tensor, right: Tensor) -> bool:
-    return right.shape[-1] > left.shape[-1]

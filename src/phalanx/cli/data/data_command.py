@@ -225,7 +225,7 @@ def copy_command(source: str, target: str, as_json: bool) -> None:
     from phalanx.data.stored.copies import copy_dataset
 
     with explained(DataError):
-        copied = copy_dataset(source, target, _nothing if as_json else _told("copied"))
+        copied = copy_dataset(source, target, (lambda _done, _of: None) if as_json else _told("copied"))
     facts = {
         "path": target,
         "was_there": copied.was_there,
@@ -274,10 +274,6 @@ def verify_command(place: str, write_sums: bool) -> None:
     if without:
         shards = "1 shard has" if without == 1 else f"{without:,} shards have"
         click.echo(f"{shards} no block sums, which training checks each read by: --write-sums writes them")
-
-
-def _nothing(_done: int, _of: int) -> None:
-    pass
 
 
 def _told(what: str) -> Callable[[int, int], None]:

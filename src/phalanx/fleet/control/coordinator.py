@@ -242,7 +242,7 @@ class Coordinator:
         self._address = join_address(self._args.host, port)
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._ask_to_stop)
+        loop.add_signal_handler(signal.SIGTERM, self._inbox.add, m.StopRun(never_at_once=True))
         loop.add_signal_handler(HURRY_SIGNAL, self._ask_to_end_at_once)
         await self._publisher.write_now(self._now_s())
         forget_candidates(self._directory)
@@ -284,15 +284,10 @@ class Coordinator:
     def _over(self) -> bool:
         return self._state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
-    def _ask_to_stop(self) -> None:
-        self._inbox.add(m.StopRun(never_at_once=True))
-
     def _ask_to_end_at_once(self) -> None:
         # A second request to stop says so, and the first may not have come yet.
-        self._inbox.add(*([m.StopRun()] if self._is_asked_to_stop() else [m.StopRun(), m.StopRun()]))
-
-    def _is_asked_to_stop(self) -> bool:
-        return self._state.stopping or self._inbox.holds(m.StopRun)
+        is_asked = self._state.stopping or self._inbox.holds(m.StopRun)
+        self._inbox.add(*([m.StopRun()] if is_asked else [m.StopRun(), m.StopRun()]))
 
     # --- a turn ----------------------------------------------------------------------------------
 

@@ -321,7 +321,7 @@ class Orders:
         """Aborts the epoch that the main thread is in whenever it has been parked; runs in a thread for ever."""
         while True:
             with self._changed:
-                self._changed.wait_for(self._must_break_off)
+                self._changed.wait_for(lambda: self._session is not None and self.over(self._session[0]))
             with self._breaking:
                 session = self._session
                 if session is not None and self.over(session[0]):
@@ -330,9 +330,6 @@ class Orders:
                     except Exception:  # the main thread may be making the groups that are to be aborted: the next attempt counts
                         traceback.print_exc()
             time.sleep(_AGAIN_S)
-
-    def _must_break_off(self) -> bool:
-        return self._session is not None and self.over(self._session[0])
 
     # --- the main thread ---
 

@@ -233,14 +233,14 @@ class MatrixOptimizer(Optimizer):
         self.spec, self.rule, self.parameters, self.kinds = spec, rule, parameters, kinds
         shapes = {name: kinds[name].shape for name in parameters}
         held = boxes_of(parameters, boxes)
-        self.exchange = MatrixExchange(shapes, held, gather_holders(shapes, held, group), self._cost, group)
+        holders = gather_holders(shapes, held, group)
+        self.exchange = MatrixExchange(
+            shapes, held, holders, lambda rows, columns: matrix_work(spec, rows, columns).flops, group
+        )
         self._parts: dict[str, list[StatePart]] = {}
         self._state: dict[Matrix, dict[str, Tensor]] = {}
         for run in _runs(self.exchange.owned):
             self._allocate(run)
-
-    def _cost(self, rows: int, columns: int) -> float:
-        return matrix_work(self.spec, rows, columns).flops
 
     @torch.no_grad()
     def step(self, number: int, lr: float, gradient_scale: float) -> None:
