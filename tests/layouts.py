@@ -116,8 +116,8 @@ def steps_on_this_rank(spec: RunSpec, steps: int = 2, piece_bytes: int = 8000) -
     from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import named_parameters
-    from phalanx.train.assembly.assemble import make_deterministic
-    from phalanx.train.assembly.compose import build_model
+    from phalanx.train.assemble import make_deterministic
+    from phalanx.train.compose import build_model
     from phalanx.train.step.state import fill_initial, weight_shards, weights_sha256
     from phalanx.train.step.step import Stepper
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from phalanx.parallel.mesh.local_slice import LocalSlice, intersection
-from phalanx.train.optimizers.matrix.holders import Holders, Matrix
+from phalanx.train.optimizers.matrix_optimizer import Holders, Matrix
 
 
 def holders_of(

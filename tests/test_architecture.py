@@ -195,7 +195,7 @@ def test_processes_that_stay_are_started_by_the_kit_alone() -> None:
     starts = re.compile(r"\bPopen\(|create_subprocess_|posix_spawn|os\.fork\(")
     assert {
         str(file.relative_to(SOURCE)) for file in SOURCE.rglob("*.py") if starts.search(file.read_text())
-    } == {"phalanx/process/child.py", "phalanx/fleet/faults/saboteur.py"}
+    } == {"phalanx/process/child.py", "phalanx/fleet/saboteur.py"}
 
 
 def test_folders_are_walked_only_in_ways_that_bear_their_removal_meanwhile() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import phalanx
 from phalanx.cli.main import _COMMANDS
-from phalanx.fleet.faults import fault
+from phalanx.fleet import fault
 from phalanx.hardware.catalog import cluster
 from phalanx.run.spec import OptimizerSpec
 
@@ -135,7 +135,7 @@ def test_the_walk_of_a_kind_of_layer_names_no_file_that_does_not_know_of_it() ->
 
 def test_every_optimizer_is_in_the_files_that_its_walk_names() -> None:
     for name in get_args(get_type_hints(OptimizerSpec)["name"]):
-        for file in ("model/facts/optimizer_state.py", "train/optimizers/choose.py"):
+        for file in ("model/facts/optimizer_state.py", "train/compose.py"):
             assert f'"{name}"' in (SOURCE / "phalanx" / file).read_text(), (name, file)
         assert name in (ROOT / "docs" / "optimizers.md").read_text().lower()
 

@@ -113,7 +113,7 @@ def test_constants_are_recognized_however_they_are_replaced() -> None:
         "checksum._ROWS_AT_ONCE = {}",
         "offload.__defaults__ = (1,)",
         'Prefetch.__init__.__kwdefaults__["told_first_s"] = 0.5',
-        'FLAW = ("phalanx.train.transforms.offload", "offload_activations.__defaults__", (1,))',
+        'FLAW = ("phalanx.train.activations", "offload_activations.__defaults__", (1,))',
     ):
         assert patched_constants(ast.parse(line)) == [1], line
         assert SUSPECT.search(line), line

@@ -111,7 +111,7 @@ def train_on_this_rank(
     from phalanx.parallel.mesh.mesh import BOOT_ID
     from phalanx.process.stop_signals import StopRequest
     from phalanx.run.directory.paths import RunDirectory
-    from phalanx.train.assembly.assemble import EpochInputs, assemble
+    from phalanx.train.assemble import EpochInputs, assemble
     from phalanx.train.lifecycle.guardian import NoGuardian
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.running import record, run_bench
-from phalanx.fleet.node.agent_args import WORKER_PROGRAM
+from phalanx.fleet.node.launcher import WORKER_PROGRAM
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Event, Step
 from phalanx.observe.logs.read_lines import LogQuery, read_lines

@@ -133,7 +133,7 @@ def be_rank(arguments: argparse.Namespace) -> None:
     from bench.gpu.setting import run_of, sizes_for
     from phalanx.hardware.local.device import make_current
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-    from phalanx.train.assembly.assemble import make_deterministic
+    from phalanx.train.assemble import make_deterministic
 
     rank, ranks, point = int(arguments.place[0]), int(arguments.place[1]), arguments.place[2]
     shared = arguments.device == "cuda" and torch.cuda.device_count() < ranks

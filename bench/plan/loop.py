@@ -24,8 +24,7 @@ from phalanx.hardware.cluster import Cluster
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, TrainSpec
-from phalanx.train.measure.calibrate import usual_clock
-from phalanx.train.measure.calibrate_ranks import measure_step
+from phalanx.train.measure.calibrate import measure_step, usual_clock
 from phalanx_plan.search.layout_text import estimate_written
 
 

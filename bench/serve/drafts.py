@@ -24,7 +24,7 @@ from bench.running import run_bench
 from phalanx.model.transformer import PredictionAhead, Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.train.score.score import restored_model
+from phalanx.train.score import restored_model
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.numerics import Numerics
 from phalanx_serve.prompt import encode_prompt, load_run_tokenizer

@@ -48,8 +48,8 @@ from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, lea
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import ModelSpec, MoeSpec, ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, TrainSpec
-from phalanx.train.assembly.assemble import make_deterministic
-from phalanx.train.assembly.compose import build_model
+from phalanx.train.assemble import make_deterministic
+from phalanx.train.compose import build_model
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
 

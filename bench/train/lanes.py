@@ -58,8 +58,8 @@ def timed(specs: list[RunSpec], steps: int, seconds: float) -> list[list[tuple[f
 
     from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh.mesh import build_mesh
-    from phalanx.train.assembly.assemble import make_deterministic
-    from phalanx.train.assembly.compose import build_model
+    from phalanx.train.assemble import make_deterministic
+    from phalanx.train.compose import build_model
     from phalanx.train.step.state import fill_initial
     from phalanx.train.step.step import Stepper
 

@@ -30,7 +30,7 @@ from phalanx.observe.events import Evaluated, Step
 from phalanx.observe.throughput import smooth
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.choose import make_optimizer
+from phalanx.train.compose import make_optimizer
 from phalanx.train.optimizers.optimizer import Optimizer
 
 SPECS = {

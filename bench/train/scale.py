@@ -58,7 +58,7 @@ from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, resto
 from phalanx.fleet.core import decide, succession
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.commands import Bind
-from phalanx.fleet.core.orders import Order, deliveries
+from phalanx.fleet.core.epochs.epoch_plan import Order, deliveries
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.model.facts.optimizer_state import matrix_work, takes_matrix
 from phalanx.model.facts.presets import PRESETS
@@ -74,9 +74,8 @@ from phalanx.parallel.reduction.slot_tree import Leaves
 from phalanx.parallel.reduction.tree import Intake, TreeReducer, exchange
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
-from phalanx.train.optimizers.matrix.holders import Holders, matrices_of
-from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixExchange
-from phalanx.train.step.placement import Placement
+from phalanx.train.optimizers.matrix_optimizer import Holders, MatrixExchange, matrices_of
+from phalanx.train.step.state import Placement
 
 CPU = torch.device("cpu")
 MACHINE_RANKS = 8

@@ -53,8 +53,8 @@ from phalanx.parallel.reduction import exact_sum
 from phalanx.parallel.reduction.summation import TreeSummation
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec, ScheduleSpec, TrainSpec
-from phalanx.train.assembly.assemble import make_deterministic
-from phalanx.train.assembly.compose import build_model
+from phalanx.train.assemble import make_deterministic
+from phalanx.train.compose import build_model
 from phalanx.train.optimizers.adamw import AdamW
 from phalanx.train.step.slot import LoopRunner
 from phalanx.train.step.state import fill_initial

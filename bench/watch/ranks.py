@@ -147,7 +147,7 @@ def exchange_rank(rank: int, folder: str, pipe: Any) -> None:
 
     from bench.train.step import build_stepper, spec_for
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, join, leave
-    from phalanx.train.assembly.assemble import make_deterministic
+    from phalanx.train.assemble import make_deterministic
     from phalanx.train.step.meters import RankTimes
 
     arguments = argparse.Namespace(preset="toy-4m", batch=8, seq_len=256, compile=False)

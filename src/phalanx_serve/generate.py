@@ -19,7 +19,7 @@ from phalanx.model.custom import Chain
 from phalanx.model.transformer import Transformer, logits
 from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import ModelSpec, SampleSpec
-from phalanx.train.score.score import restored_model
+from phalanx.train.score import restored_model
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.model_runner import require_computable
 from phalanx_serve.engine.sampler import draw, require_sampling

@@ -24,7 +24,6 @@ from phalanx.hardware.local.device import answers, device_name, give_back_memory
 from phalanx.hardware.portable.operations import begin, begun
 from phalanx.run.rules import ARITHMETIC, NotPortableError
 from phalanx.run.spec import RunSpec
-from phalanx.train.score.arithmetic import other_arithmetic
 from phalanx_serve.engine.errors import (
     NOT_EXACT,
     DeviceMemoryError,
@@ -147,6 +146,8 @@ def numerics_id(
 
 def bits_of(numerics: Numerics, run: RunSpec, dtype: str, *, kept: str = "compute") -> Bits:
     """Return the origin of the bits of ``run`` as it is served in ``dtype`` ("float32", "bfloat16")."""
+    from phalanx.train.score import other_arithmetic  # with what trains, which takes seconds to import
+
     if numerics == "fast" or run.model.factory:
         return "unspecified"
     other = other_arithmetic(run, "bf16" if dtype == "bfloat16" else "fp32")

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from bench.fleet.outside import programs
-from phalanx.cli.fleet.resize_command import ask
+from phalanx.cli.fleet.fleet_command import ask
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.cached_dataset import CachedShards, CacheOptions, open_cached

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.cli.numbers import share, utilization
+from phalanx.cli.output import share, utilization
 
 
 def test_a_utilization_above_the_measured_peak_is_marked() -> None:

@@ -17,8 +17,7 @@ from click.testing import CliRunner
 
 import phalanx
 from phalanx.cli.main import exit_code, phalanx_command
-from phalanx.cli.safe_output import SafeStream
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import SafeStream, text_console
 from recorded_runs import RecordedRun
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\r\x9b1A\u202e"
@@ -167,4 +166,4 @@ def test_every_console_is_one_without_markup() -> None:
         for path in sorted(ROOT.rglob("*.py"))
         if MARKED_UP.search(path.read_text(encoding="utf-8"))
     ]
-    assert others == ["cli/text_console.py"]
+    assert others == ["cli/output.py"]

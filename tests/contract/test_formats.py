@@ -18,7 +18,7 @@ from phalanx.checkpoint.format.image import PAGE_BYTES
 from phalanx.checkpoint.pack.layout import MAGIC
 from phalanx.checkpoint.pack.reader import damage, open_pack
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.fleet.core.replay import JOURNAL_VERSION
+from phalanx.fleet.core.invariants import JOURNAL_VERSION
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Finished, Step, Torn, Unknown
 from phalanx.run.identity import identity

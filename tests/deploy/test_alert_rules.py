@@ -25,7 +25,7 @@ from deploy.prometheus_rules import (  # fmt: skip
 )
 from phalanx.cli.main import _COMMANDS
 from phalanx.fleet.control.publisher import FLEET_METRICS, NODE_METRICS
-from phalanx.fleet.health.gpu import FATAL_XIDS
+from phalanx.fleet.health.node_health import FATAL_XIDS
 from phalanx.fleet.node.node_metrics import AGENT_METRICS, GPU_METRICS, MACHINE_METRICS, SOFTWARE, XID
 from phalanx.hardware.local.detect import THROTTLED
 from phalanx.observe.metrics.exporter import EXPORTER_METRICS

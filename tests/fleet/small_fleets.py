@@ -7,7 +7,7 @@ from typing import Any
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
-from phalanx.fleet.core.orders import Order, deliveries
+from phalanx.fleet.core.epochs.epoch_plan import Order, deliveries
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import FleetState
 

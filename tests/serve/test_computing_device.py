@@ -174,7 +174,7 @@ def test_text_and_scores_that_a_gpu_does_not_come_to_the_end_of_are_told_without
             raise type(lost)(f"{lost} for {what}") from None
 
     monkeypatch.setattr("phalanx_serve.numerics.computing_on", on_a_gpu)
-    monkeypatch.setattr("phalanx.train.score.score.Scorer.score", failing)
+    monkeypatch.setattr("phalanx.train.score.Scorer.score", failing)
     scored = CliRunner().invoke(score_command.command, [str(place), str(text)])
     assert f"Error: {lost} for the scores of a text" in flat(scored)
 

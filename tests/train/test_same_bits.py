@@ -26,7 +26,7 @@ from phalanx.parallel.reduction.bins import BinFormat
 from phalanx.parallel.reduction.integer_summation import IntegerSummation
 from phalanx.run.layout import layout_problems
 from phalanx.run.spec import MemorySpec, ModelSpec, ParallelSpec, RunSpec
-from phalanx.train.assembly.compose import build_model
+from phalanx.train.compose import build_model
 from quick_cases import quick
 from ranks import Ranks
 from run.specs import replace_at

@@ -1,17 +1,24 @@
-"""Errors of the command line: messages for the user without a traceback, and a run directory that is missing."""
+"""User input: errors as messages without a traceback, a run directory that is missing, and options that several commands share.
+
+The options are trust in code, number formats, devices, sizes of memory, and addresses. Their types refuse what no command can use.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, Literal
 
 import click
 
+from phalanx.command import Option
 from phalanx.run.factory import FactoryError
 from phalanx.run.fields import RunFileError
+from phalanx.run.peers import AddressError, read_address, read_host
 from phalanx.run.rules import NotPortableError
 
 
@@ -99,3 +106,137 @@ def newest_runs(folder: Path) -> list[Path]:
     except OSError:
         return []
     return [path for _, path in sorted(found, reverse=True)[:_MOST]]
+
+
+# The option ``--trust-code``, and what needs it: a model of one's own (``model.factory``) is code, which computing with it runs.
+
+TrustCode = Annotated[
+    bool,
+    Option(
+        text="Run the code that the run names (model.factory) also where its run file has no digest of it, where it lies in the run directory, "
+        "and where that is another user's."
+    ),
+]
+"""The flag ``--trust-code``."""
+
+
+def require_trusted_code(run_dir: Path, *, trust_code: bool, place: Path | None = None) -> None:
+    """Raise FactoryError if computing with the run in ``run_dir`` runs code that nobody here has plainly chosen; ``place`` is the pack that the run
+    directory was taken from."""
+    from phalanx.run.directory.paths import RunDirectory, read_resolved
+    from phalanx.run.factory import require_trusted
+
+    if not RunDirectory(run_dir).run_file.exists():
+        return  # refused by what reads it
+    model = read_resolved(RunDirectory(run_dir)).model
+    if model.factory and not trust_code:
+        require_trusted(model.factory, model.factory_sha256, place or run_dir)
+
+
+# Number formats on the command line: PyTorch's names, float32 and bfloat16, which help shows; and the run file's, fp32 and bf16, which mean the same.
+
+RUN_FILE_NAMES: Mapping[str, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}
+"""How a run file calls a format, by PyTorch's name (``precision.compute``)."""
+_NAMES: Mapping[str, str] = {short: name for name, short in RUN_FILE_NAMES.items()}
+
+
+class DtypeName(click.Choice[str]):
+    """PyTorch's name of a format that weights are computed with."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple(RUN_FILE_NAMES))
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """PyTorch's name, whichever was given; refuses what is none."""
+        return super().convert(_NAMES.get(str(value), value), param, ctx)
+
+
+# Devices on the command line, by PyTorch's names: ``cpu``, ``cuda``, ``cuda:1``; ``auto`` where there is a rule.
+
+
+class DeviceName(click.ParamType[str]):
+    """The name of a device, which need not be there."""
+
+    name = "device"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name; refuses what is none."""
+        if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d{0,3}))?", str(value)):
+            self.fail(
+                f"{value!r} is no device: write auto, cpu, cuda, or cuda:1 for one of several GPUs",
+                param,
+                ctx,
+            )
+        return str(value)
+
+
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class Bytes(click.ParamType[int]):
+    """A number of bytes, with a unit."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number; refuses what is none."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value))
+        if match is None or match[2] not in _UNITS:
+            self.fail(f"{value!r} is no size: write 2GiB, 500MiB or a number of bytes", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2]])
+
+
+# Addresses on the command line: a host by name or IP address, alone or with a port.
+
+_EVERY_INTERFACE = ("0.0.0.0", "::")
+
+
+class HostName(click.ParamType[str]):
+    """An address of this machine: one to listen at, or the one ``for_others`` to connect to."""
+
+    name = "host"
+
+    def __init__(self, *, for_others: bool = False) -> None:
+        self._for_others = for_others
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the host without brackets; fail for one that has another form, or that this command cannot use."""
+        try:
+            host = read_host(str(value))
+        except AddressError as error:
+            has_port = ctx is not None and any(option.name == "port" for option in ctx.command.params)
+            self.fail(f"{error}{', which --port sets' if has_port else ''}", param, ctx)
+        if self._for_others:
+            # A name that only the others know is right here, an address that each resolves to itself is not.
+            if host in _EVERY_INTERFACE:
+                self.fail(
+                    f"{host} means every interface, and others connect to one: give its address", param, ctx
+                )
+        elif not _is_known(host):
+            self.fail(f"no address is known for {host}: give an address of this machine", param, ctx)
+        return host
+
+
+class HostAndPort(click.ParamType[str]):
+    """An address of another process; empty if none is given."""
+
+    name = "host:port"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return "host:port", with brackets around an IPv6 address; fail for another form."""
+        if not value:
+            return ""
+        from phalanx.hardware.local.network import join_address
+
+        try:
+            return join_address(*read_address(str(value)))
+        except AddressError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _is_known(host: str) -> bool:
+    from phalanx.hardware.local.network import resolved
+
+    return bool(resolved(host))

@@ -20,7 +20,7 @@ from types import FrameType
 
 import click
 
-from phalanx.cli.safe_output import safe_output
+from phalanx.cli.output import safe_output
 from phalanx.plugins import PluginError, load_plugin
 from phalanx.version import __version__
 

@@ -35,8 +35,8 @@ from phalanx.run.read import to_table
 from phalanx.run.resolve import found_again
 from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import RunSpec
-from phalanx.train.compare.logged import Logged
 from phalanx.train.compare.observation import RankReplay, Replay, ReplayOrder, order_file, seen_file
+from phalanx.train.compare.runs import Logged
 from phalanx.train.lifecycle.ending import STOP_WORDS, Ending, last_words, read_failure, remove_failure
 from phalanx.train.lifecycle.worker import EXIT_STOPPED
 from phalanx.train.start.open_run import OpenRun, take_lock

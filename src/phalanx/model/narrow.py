@@ -2,7 +2,7 @@
 
 Elements that share a scale (all, a row's, or 32 neighbors) are divided by it, so that the largest of them comes within the format's range.
 Scales are powers of two: dividing by one rounds nothing, and a quantized number is exact in bf16. Training multiplies in such formats
-(``phalanx.train.transforms.precision``), and weights are stored in them (``phalanx.checkpoint.pack``). The blocks of 32 are those of OCP
+(``phalanx.train.precision``), and weights are stored in them (``phalanx.checkpoint.pack``). The blocks of 32 are those of OCP
 Microscaling (arXiv 2310.10537), whose int8 has a fixed point; here its numbers are whole.
 """
 

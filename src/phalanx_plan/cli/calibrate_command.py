@@ -64,8 +64,14 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Clock | Non
 def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool) -> JsonObject:
     from phalanx.hardware.catalog import accelerator
     from phalanx.hardware.local.device import device_name, device_of_rank, gpus
-    from phalanx.train.measure.calibrate import Settings, cores, host_memory_bytes, operations, usual_clock
-    from phalanx.train.measure.calibrate_ranks import collectives
+    from phalanx.train.measure.calibrate import (
+        Settings,
+        collectives,
+        cores,
+        host_memory_bytes,
+        operations,
+        usual_clock,
+    )
     from phalanx_plan.fit_profile import fit_profile, to_tables
 
     device = device_of_rank(0)
@@ -149,7 +155,7 @@ def _ratios(tables: JsonObject, settings: Settings, ranks: int) -> list[float]:
     import tomli_w
 
     from phalanx.hardware.catalog import cluster
-    from phalanx.train.measure.calibrate_ranks import measure_step
+    from phalanx.train.measure.calibrate import measure_step
     from phalanx_plan.search.layout_text import estimate_written
 
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.errors import explained
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx.hardware.catalog import accelerator, accelerators, systems
 from phalanx.hardware.cluster import Accelerator, Fact, HardwareError, System
 from phalanx.hardware.profile import Provenance, profile_of

@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx.model.facts import presets
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import click
 
 from phalanx.cli.errors import explained, refuse_unused
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx.command import (
     Argument,
     AsJson,

@@ -338,7 +338,7 @@ def _owners_s(
     """
     owned = owned_matrices(optimizer, job.workload.model, candidates, counts)
     known = job.profile.accelerator.flops
-    # Muon's iterations are in bf16 on every GPU, whatever precision.compute says (phalanx.train.optimizers.matrix.rules).
+    # Muon's iterations are in bf16 on every GPU, whatever precision.compute says (phalanx.train.optimizers.matrix_rules).
     narrow = optimizer.name == "muon" and job.cluster.accelerator.vendor != "any"
     formats = ("bf16", "fp32", "tf32") if narrow else ("fp32", "tf32", "bf16")
     rate = kernels.sustained_flops(job.profile, next(name for name in (*formats, *known) if name in known))

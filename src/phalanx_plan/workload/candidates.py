@@ -240,7 +240,7 @@ RECOMPUTE = (
     Recompute("full", frozenset(PARTS)),
 )
 """A candidate's ``recompute`` is an index into them. "attention" is Korthikanti's selective recomputation (arXiv 2205.05198),
-"selective" is that of ``phalanx.train.transforms.recompute``."""
+"selective" is that of ``phalanx.train.activations``."""
 
 
 _SWITCHES = ("offload_activations", "offload_optimizer", "sequence_parallel")

@@ -10,10 +10,9 @@ from typing import Annotated
 
 import click
 
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import Bytes, DeviceName, DtypeName, TrustCode, explained, require_trusted_code
+from phalanx.cli.output import data_output
 from phalanx.cli.run_places import weights_place
-from phalanx.cli.safe_output import data_output
-from phalanx.cli.shared_options import Bytes, DeviceName, DtypeName, TrustCode, require_trusted_code
 from phalanx.command import Argument, AsJson, Option, command_options
 from phalanx.run.directory.paths import is_published
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange

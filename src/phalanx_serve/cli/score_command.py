@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import click
 
-from phalanx.cli.errors import explained
-from phalanx.cli.run_places import weights_place
-from phalanx.cli.shared_options import (
+from phalanx.cli.errors import (
     RUN_FILE_NAMES,
     Bytes,
     DeviceName,
     DtypeName,
     TrustCode,
+    explained,
     require_trusted_code,
 )
+from phalanx.cli.run_places import weights_place
 from phalanx.command import Argument, AsJson, command_options
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizers.tokenizer import Tokenizer
-    from phalanx.train.score.score import Scorer
+    from phalanx.train.score import Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def _scorer(place: Path, step: int | None, options: ScoreOptions) -> Scorer:
     from phalanx.hardware.local.detect import set_for_rank
     from phalanx.hardware.local.device import gpus, on_gpu
     from phalanx.run.directory.paths import RunDirectory, read_resolved
-    from phalanx.train.score.score import Scorer
+    from phalanx.train.score import Scorer
     from phalanx_serve.numerics import computing_on, device_named
     from phalanx_serve.weights.open_model import scorer_of
 

@@ -36,7 +36,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.spec import ModelSpec
-from phalanx.train.score.score import restored_model
+from phalanx.train.score import restored_model
 from phalanx_serve.engine.engine import Engine as PagedEngine
 from phalanx_serve.engine.engine import KeptPages
 from phalanx_serve.engine.errors import DeviceMemoryError, EngineError, PartLostError

@@ -50,7 +50,7 @@ from phalanx.run.kinds import grouped_attention
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.mixture import dense_width
 from phalanx.run.spec import ModelSpec
-from phalanx.train.score.score import restored_model
+from phalanx.train.score import restored_model
 from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.engine.model_runner import fast_products
 

@@ -31,8 +31,8 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_re
 from phalanx.run.kinds import prediction_ahead
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RunSpec
-from phalanx.train.assembly.model_facts import compute_dtype, whole_model
-from phalanx.train.score.score import DTYPES, Compute, Scorer, begin_scoring
+from phalanx.train.compose import compute_dtype, whole_model
+from phalanx.train.score import DTYPES, Compute, Scorer, begin_scoring
 from phalanx_serve.weights.budget import (
     LIBRARIES,
     Computing,

@@ -13,13 +13,13 @@ from phalanx.cli.errors import trouble
 from phalanx.cli.train.session import console_for, progress_on
 from phalanx.observe.event_log import EventLogError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
-from phalanx.train.compare.logged import read_logged
 from phalanx.train.compare.runs import (
     MOST_STEPS_FROM_THE_BEGINNING,
     NothingToCompareError,
     NothingToReplayError,
     compare_runs,
     judge_replays,
+    read_logged,
     steps_to_replay,
 )
 from phalanx_watch.cli.text.diff_text import comparison_lines, verdict_lines

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import demand_folder, explained
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx.observe.profile_request import MOST_STEPS
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import demand_folder, explained
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.rank_stream import RANK_COLUMNS, RankStream, RankStreamError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import click
 
-from phalanx.cli.errors import demand_folder, explained
-from phalanx.cli.shared_options import HostName
+from phalanx.cli.errors import HostName, demand_folder, explained
 from phalanx.command import Argument, Option, command_options
 from phalanx.run.fields import ValueRange
 

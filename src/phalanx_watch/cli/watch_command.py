@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import demand_folder, explained
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow
 from phalanx.run.directory.paths import RunDirectory

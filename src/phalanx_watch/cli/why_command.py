@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import TroubleError, demand_folder
-from phalanx.cli.numbers import moment
+from phalanx.cli.output import moment
 from phalanx.launch.engines.engine import standing_or_end
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.throughput import format_duration

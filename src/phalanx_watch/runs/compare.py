@@ -16,8 +16,7 @@ from phalanx.observe.logs.masking import run_file_mask
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.identity import all_fields, identity
 from phalanx.run.spec import RunSpec
-from phalanx.train.compare.logged import Logged, bits, first_difference, read_logged
-from phalanx.train.compare.runs import flat
+from phalanx.train.compare.runs import Logged, bits, first_difference, flat, read_logged
 from phalanx_watch.runs.index import RunIndex
 from phalanx_watch.runs.row import RunRow
 

@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.engines.bare_runs import PATIENCE_S
-from phalanx.cli.fleet import fleet_command, resize_command, status_command
+from phalanx.cli.fleet import fleet_command, status_command
 from phalanx.cli.launch import cancel_command, submit_command
 from phalanx.fleet.control.fleet_file import write_fleet_file
 from phalanx.fleet.core.messages import StopRun
@@ -56,10 +56,10 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
     monkeypatch.setattr(slurm, "test_submit", lambda _: "")
     monkeypatch.setattr(slurm, "idle_nodes", lambda _: 0)
     monkeypatch.setattr(slurm, "submit", refuse)
-    monkeypatch.setattr(resize_command, "asked_to_go", lambda *_: ["n1", "n2"])
-    monkeypatch.setattr(resize_command, "wait_until_gone", lambda *_: {})
+    monkeypatch.setattr(fleet_command, "asked_to_go", lambda *_: ["n1", "n2"])
+    monkeypatch.setattr(fleet_command, "wait_until_gone", lambda *_: {})
     grown: list[Path] = []
-    monkeypatch.setattr(resize_command, "grown", lambda run, *_: grown.append(run))
+    monkeypatch.setattr(fleet_command, "grown", lambda run, *_: grown.append(run))
 
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again"):
@@ -107,10 +107,10 @@ def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes
     monkeypatch.setattr(slurm, "idle_nodes", lambda _: 0)
     monkeypatch.setattr(slurm, "submit", submit)
     monkeypatch.setattr(slurm, "cancel", cancel)
-    monkeypatch.setattr(resize_command, "asked_to_go", lambda *_: ["n1", "n2"])
+    monkeypatch.setattr(fleet_command, "asked_to_go", lambda *_: ["n1", "n2"])
     # Before the job is queued, or once it is.
     early = full in ("script", "record")
-    monkeypatch.setattr(resize_command, "wait_until_gone", fill if early else lambda *_: {})
+    monkeypatch.setattr(fleet_command, "wait_until_gone", fill if early else lambda *_: {})
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again") as told:
         queue_job(spec, tmp_path, Lender(lender, partial(submit_command._take_nodes, lender)))
@@ -200,7 +200,7 @@ def test_a_dry_run_prints_the_lines_that_give_borrowed_nodes_back(
 
 def test_nodes_of_a_job_are_not_left_in_it_by_who_does_not_wait_for_them(tmp_path: Path) -> None:
     lends(tmp_path, "slurm")
-    told = CliRunner().invoke(resize_command.shrink, [str(tmp_path), "--by", "1", "--no-wait"])
+    told = CliRunner().invoke(fleet_command.shrink, [str(tmp_path), "--by", "1", "--no-wait"])
     assert told.exit_code == 2
     assert "without it they would stay in the job" in " ".join(told.output.split())
 
@@ -247,7 +247,7 @@ def asked_in(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         asked.append(run)
         return "accepted"
 
-    monkeypatch.setattr(resize_command, "ask", answered)
+    monkeypatch.setattr(fleet_command, "ask", answered)
     return asked
 
 
@@ -431,7 +431,7 @@ def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_it
         asked.append(request)
         return "accepted"
 
-    monkeypatch.setattr(resize_command, "ask", accepted)
+    monkeypatch.setattr(fleet_command, "ask", accepted)
     refused = engine == "slurm"
     for command in (fleet_command.command.commands["stop"], cancel_command.command):
         told = CliRunner().invoke(command, [str(run_dir)])

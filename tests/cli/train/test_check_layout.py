@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from phalanx.cli.numbers import left_out_lines
+from phalanx.cli.output import left_out_lines
 from phalanx.cli.train import check_layout
 from phalanx.cli.train.train_command import command
 from phalanx.run.directory.paths import RunDirectory

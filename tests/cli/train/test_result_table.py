@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.train.result_table import page_command
+from phalanx.cli.train.session import page_command
 from phalanx.run.directory.paths import RunDirectory
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from phalanx.cli.train.session import event_display
 from phalanx.cli.train.train_as_rank import train_as_rank
 from phalanx.cli.train.train_fleet import fleet_story, train_fleet
-from phalanx.fleet.faults.fault_list import fault_marker
+from phalanx.fleet.fault import fault_marker
 from phalanx.hardware.catalog import cluster
 from phalanx.hardware.local.detect import system_here
 from phalanx.observe.event_log import EventLog

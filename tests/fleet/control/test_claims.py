@@ -13,17 +13,22 @@ from msgspec.structs import replace as replace_in
 
 from fleet.fleet_processes import FLEET, make_run
 from fleet.small_fleets import running, settings
+from phalanx.fleet.control import fleet_file as claims
 from phalanx.fleet.control.coordinator import Coordinator
-from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
-from phalanx.fleet.control.succession import claims
-from phalanx.fleet.control.succession.claims import KEPT, ClaimError, ClaimRegister
+from phalanx.fleet.control.fleet_file import KEPT, ClaimError, ClaimRegister
 from phalanx.fleet.control.succession.journal import Journal
-from phalanx.fleet.control.succession.reign import SupersededError, journal_path, reign_again, succeed
+from phalanx.fleet.control.succession.reign import (
+    CoordinatorArgs,
+    SupersededError,
+    journal_path,
+    reign_again,
+    succeed,
+)
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
-from phalanx.fleet.core.replay import batch_line, first_line, replay
+from phalanx.fleet.core.invariants import batch_line, first_line, replay
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.core.succession import Claim, first_claim, renewed, succeeding
 from phalanx.run.directory.paths import RunDirectory

@@ -11,15 +11,14 @@ from pathlib import Path
 from fleet.fleet_processes import FLEET, PATIENCE_S, make_run
 from fleet.small_fleets import running
 from phalanx.fleet.control.coordinator import Coordinator
-from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file
 from phalanx.fleet.control.succession.journal import Journal
+from phalanx.fleet.control.succession.reign import CoordinatorArgs
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.invariants import check
-from phalanx.fleet.core.replay import batch_line, first_line, replay
+from phalanx.fleet.core.invariants import batch_line, check, first_line, replay
 from phalanx.fleet.core.state import FleetPhase, FleetState
 from phalanx.observe.event_log import read_events
 from phalanx.run.directory.paths import RunDirectory

@@ -21,11 +21,10 @@ from click.testing import CliRunner
 from fleet.fleet_processes import FLEET, PATIENCE_S, STAND_IN, Fleet, make_run, running_fleet
 from fleet.stand_in_worker import state_after
 from phalanx.cli.fleet.fleet_command import command
-from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START
 from phalanx.fleet.control.fleet_file import FleetFile, read_fleet_file
 from phalanx.fleet.control.succession.journal import Journal
-from phalanx.fleet.control.succession.reign import only_coordinator
-from phalanx.fleet.core.replay import JournalError, replay
+from phalanx.fleet.control.succession.reign import EXIT_CANNOT_START, only_coordinator
+from phalanx.fleet.core.invariants import JournalError, replay
 from phalanx.fleet.node.launcher import LocalFleet
 from phalanx.fleet.node.processes import run_fleet
 from phalanx.observe.event_log import read_events
@@ -40,7 +39,7 @@ STEPS = 60
 LAUNCHER = """
 import os, sys, json
 from pathlib import Path
-from phalanx.fleet.core.replay import JournalError, replay
+from phalanx.fleet.core.invariants import JournalError, replay
 from phalanx.fleet.node.processes import run_fleet
 from phalanx.fleet.node.launcher import LocalFleet
 from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -328,7 +327,7 @@ LEAVING_AGENT = """
 import sys
 from pathlib import Path
 from phalanx.fleet.node.agent import run_agent
-from phalanx.fleet.node.agent_args import AgentArgs
+from phalanx.fleet.node.launcher import AgentArgs
 run_agent(AgentArgs(Path(sys.argv[1]), "guest", at_signal="leave", worker_program=(sys.executable, sys.argv[2])))
 """
 

@@ -13,15 +13,14 @@ import pytest
 from fleet.fleet_processes import FLEET, make_run
 from fleet.small_fleets import Fleet
 from phalanx.fleet.control.coordinator import Coordinator
-from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.succession.journal import RENEW_BYTES, Journal
+from phalanx.fleet.control.succession.reign import CoordinatorArgs
 from phalanx.fleet.control.turn import Inbox
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
-from phalanx.fleet.core.invariants import check, mark
-from phalanx.fleet.core.replay import JournalError, batch_line, first_line
+from phalanx.fleet.core.invariants import JournalError, batch_line, check, first_line, mark
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import Eligibility, FleetPhase
 from phalanx.observe.event_log import read_events

@@ -16,7 +16,6 @@ import pytest
 from fleet.control.wire import CREDENTIALS, Caller, Ear, Wire, opened, until
 from fleet.fleet_processes import FLEET, make_run
 from phalanx.fleet.control.coordinator import Coordinator
-from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import (
     Credentials,
@@ -28,10 +27,11 @@ from phalanx.fleet.control.credentials import (
     credentials_of,
 )
 from phalanx.fleet.control.fleet_file import read_fleet_file
+from phalanx.fleet.control.succession.reign import CoordinatorArgs
 from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.replay import JournalError
+from phalanx.fleet.core.invariants import JournalError
 from phalanx.wire.messages import HELLO_BYTES, WireError
 from phalanx.wire.stream import FrameStream
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.fleet.control.succession.journal import Journal
-from phalanx.fleet.core.replay import JournalError
+from phalanx.fleet.core.invariants import JournalError
 
 LINES = st.lists(st.binary(max_size=60).filter(lambda data: b"\n" not in data), min_size=1, max_size=8)
 
@@ -141,7 +141,7 @@ def test_where_the_disk_is_full_nothing_changes_and_the_same_append_succeeds_lat
 import resource, signal, sys
 from pathlib import Path
 from phalanx.fleet.control.succession.journal import Journal
-from phalanx.fleet.core.replay import JournalError
+from phalanx.fleet.core.invariants import JournalError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Journal(Path(sys.argv[1]))
 journal.append(b"kept")

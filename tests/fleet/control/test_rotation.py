@@ -16,7 +16,6 @@ import pytest
 from fleet.fleet_processes import FLEET, make_run
 from phalanx.fleet.control import turn
 from phalanx.fleet.control.coordinator import Coordinator
-from phalanx.fleet.control.coordinator_args import CoordinatorArgs
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.security import (
     TOKEN_VARIABLES,
@@ -28,10 +27,11 @@ from phalanx.fleet.control.security import (
     rotate_token,
     run_token,
 )
+from phalanx.fleet.control.succession.reign import CoordinatorArgs
 from phalanx.fleet.control.transport import AgentLink, FleetServer
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.node.agent import Agent
-from phalanx.fleet.node.agent_args import AgentArgs
+from phalanx.fleet.node.launcher import AgentArgs
 from phalanx.wire.messages import token_name
 
 PATIENCE_S = 200.0

@@ -16,6 +16,7 @@ from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs.epoch_plan import (
     HOLDERS_NAMED,
     Crowd,
+    bind,
     buddy_ring,
     copies_of,
     holders_for,
@@ -24,7 +25,6 @@ from phalanx.fleet.core.epochs.epoch_plan import (
 )
 from phalanx.fleet.core.epochs.progress import droppable, may_begin
 from phalanx.fleet.core.epochs.seating import common_levels
-from phalanx.fleet.core.orders import bind
 from phalanx.fleet.core.settings import Formation, formation_of
 from phalanx.fleet.core.state import RestorePoint
 from phalanx.run.layout import layout_of, layout_problems

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.epochs.epoch_plan import EpochPlan
+from phalanx.fleet.core.epochs.epoch_plan import EpochPlan, Order
 from phalanx.fleet.core.epochs.faults import last_heard_s, lose, next_deadline_s, phase_deadline_s
 from phalanx.fleet.core.epochs.life_cycle import _begin, can_grow, pause_s
 from phalanx.fleet.core.invariants import check
-from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.settings import Formation
 from phalanx.fleet.core.state import NO_SEAT, Eligibility, FleetPhase
 

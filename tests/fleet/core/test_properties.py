@@ -11,9 +11,8 @@ from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state, step
-from phalanx.fleet.core.invariants import check, mark
-from phalanx.fleet.core.orders import deliveries
-from phalanx.fleet.core.replay import batch_line, first_line, replay
+from phalanx.fleet.core.epochs.epoch_plan import deliveries
+from phalanx.fleet.core.invariants import batch_line, check, first_line, mark, replay
 from phalanx.fleet.core.state import FleetPhase, decode_state, encode_state
 
 NAMES = st.sampled_from(["0", "1", "2", "3"])

@@ -10,9 +10,8 @@ from fleet.core.test_resync import BREAKS
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import decide
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.invariants import check
-from phalanx.fleet.core.orders import Order
-from phalanx.fleet.core.replay import Replayed, batch_line, first_line, replay
+from phalanx.fleet.core.epochs.epoch_plan import Order
+from phalanx.fleet.core.invariants import Replayed, batch_line, check, first_line, replay
 from phalanx.fleet.core.state import FleetPhase, FleetState
 
 TRIGGER = m.Admit("nobody")

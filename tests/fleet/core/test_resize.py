@@ -7,9 +7,8 @@ import pytest
 from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
-from phalanx.fleet.core.invariants import check, mark, resync
-from phalanx.fleet.core.orders import deliveries
-from phalanx.fleet.core.replay import batch_line, first_line, replay
+from phalanx.fleet.core.epochs.epoch_plan import deliveries
+from phalanx.fleet.core.invariants import batch_line, check, first_line, mark, replay, resync
 from phalanx.fleet.core.requests import CannotShrinkError, choose, require_enough
 from phalanx.fleet.core.state import Eligibility, FleetPhase, RestorePoint
 

@@ -15,8 +15,8 @@ from fleet.small_fleets import Fleet, running
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import step
+from phalanx.fleet.core.epochs.epoch_plan import deliveries
 from phalanx.fleet.core.invariants import BrokenInvariant, Mark, check, mark, resync
-from phalanx.fleet.core.orders import deliveries
 from phalanx.fleet.core.state import (
     Eligibility,
     FleetPhase,

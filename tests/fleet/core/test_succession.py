@@ -13,8 +13,7 @@ from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
-from phalanx.fleet.core.invariants import check
-from phalanx.fleet.core.replay import batch_line, first_line
+from phalanx.fleet.core.invariants import batch_line, check, first_line
 from phalanx.fleet.core.state import UNMET, Distrust, Eligibility, FleetPhase, FleetState, RestorePoint
 from phalanx.fleet.core.succession import (
     Barred,

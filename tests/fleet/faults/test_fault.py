@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.fleet.faults.fault import (
+from phalanx.fleet.fault import (
     PHASES,
     Corrupt,
     CutLink,
@@ -16,13 +16,15 @@ from phalanx.fleet.faults.fault import (
     Fault,
     FaultError,
     FillDisk,
+    FleetShape,
     Freeze,
     Kill,
     Slow,
     When,
     parse_fault,
+    random_faults,
+    read_faults,
 )
-from phalanx.fleet.faults.fault_list import FleetShape, random_faults, read_faults
 
 FLEET = FleetShape(nodes=5, workers_per_node=2, ranks=8, steps=40, losable_nodes=2)
 

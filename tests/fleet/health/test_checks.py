@@ -28,7 +28,7 @@ from phalanx.fleet.health.checks import (
     memory,
     probe_link,
 )
-from phalanx.fleet.health.gpu import GpuReading, Xid, gpus, judge_gpu, read_gpu, xids
+from phalanx.fleet.health.node_health import GpuReading, Xid, gpus, judge_gpu, read_gpu, xids
 
 MIB = 1 << 20
 
@@ -204,6 +204,6 @@ def test_the_command_prints_json_and_its_exit_code_is_the_verdict(tmp_path: Path
 
 
 def test_an_agent_can_import_the_checks_without_torch() -> None:
-    modules = "phalanx.fleet.health.checks, phalanx.fleet.health.gpu, phalanx.fleet.health.audit, phalanx.fleet.health.stragglers"
-    code = f"import sys, {modules}, phalanx.fleet.control.inquiry, phalanx.fleet.faults.fault_list; sys.exit('torch' in sys.modules)"
+    modules = "phalanx.fleet.health.checks, phalanx.fleet.health.node_health, phalanx.fleet.health.audit, phalanx.fleet.health.stragglers"
+    code = f"import sys, {modules}, phalanx.fleet.control.inquiry, phalanx.fleet.fault; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

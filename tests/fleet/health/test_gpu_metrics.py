@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.fleet.health.gpu import GpuReading, Xid
+from phalanx.fleet.health.node_health import GpuReading, Xid
 from phalanx.fleet.node.node_metrics import gpu_samples, samples_of
 from phalanx.observe.metrics.samples import Labels
 

@@ -41,8 +41,8 @@ def audited_steps(
     from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.data_parallel import local
-    from phalanx.train.assembly.assemble import make_deterministic
-    from phalanx.train.assembly.compose import build_model
+    from phalanx.train.assemble import make_deterministic
+    from phalanx.train.compose import build_model
     from phalanx.train.step.state import fill_initial, state_tensors, weights_sha256
     from phalanx.train.step.step import Stepper
 

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from forked_python import children
-from phalanx.fleet.control.coordinator_args import EXIT_SUPERSEDED
 from phalanx.fleet.control.fleet_file import FleetFile, Member, fleet_file, write_fleet_file
+from phalanx.fleet.control.succession.reign import EXIT_SUPERSEDED
 from phalanx.fleet.core.decide import initial_state
 from phalanx.fleet.core.settings import CoreSettings, Formation
 from phalanx.fleet.core.state import FleetPhase

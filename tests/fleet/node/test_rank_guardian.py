@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from phalanx.checkpoint.format.errors import StorageFullError
 from phalanx.checkpoint.snapshot.segments import Segment, SnapshotMemory
-from phalanx.fleet.control.succession.claims import ClaimRegister
+from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.core.messages import LEFT_AS_ASKED
 from phalanx.fleet.health.audit import Verdict
 from phalanx.fleet.health.live_audit import CorruptionFoundError
@@ -25,8 +25,7 @@ from phalanx.fleet.node.rank.rank_guardian import (
     _not_too_long,
 )
 from phalanx.fleet.node.rank.worker import outcome_of
-from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
-from phalanx.fleet.node.worker_link import Doubted, EpochBroken, LeaveEpoch
+from phalanx.fleet.node.worker_link import Doubted, EpochBroken, LeaveEpoch, Orders, ParkedError
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import RunSpec

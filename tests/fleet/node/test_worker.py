@@ -15,7 +15,7 @@ import pytest
 
 from driven_workers import PATIENCE_S, PROGRAM, Driver, Node
 from fleet.small_fleets import settings
-from phalanx.fleet.control.succession.claims import ClaimRegister
+from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.core.succession import Claim
 from phalanx.fleet.node.worker_link import (
     CheckpointCommitted,
@@ -361,8 +361,8 @@ def test_only_a_worker_that_was_given_faults_imports_the_saboteur(
         for log in sorted((tmp_path / "run" / "logs").glob("worker-*.log"))
     )
     assert "phalanx.train.lifecycle.loop" in normal
-    assert "phalanx.fleet.faults.saboteur" not in normal
-    assert "phalanx.fleet.faults.saboteur" in faulty
+    assert "phalanx.fleet.saboteur" not in normal
+    assert "phalanx.fleet.saboteur" in faulty
 
 
 def test_a_worker_whose_node_has_another_dataset_says_so_instead_of_being_warm(make_driver: Any) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from phalanx.fleet.node.rank.worker_orders import Orders
-from phalanx.fleet.node.worker_link import LeaveEpoch
+from phalanx.fleet.node.worker_link import LeaveEpoch, Orders
 from phalanx.process.stop_signals import StopRequest
 
 

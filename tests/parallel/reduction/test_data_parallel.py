@@ -25,7 +25,7 @@ def gathers_and_routers() -> list[str]:
     from phalanx.parallel.mesh.comm_clock import CommClock
     from phalanx.parallel.mesh.mesh import build_mesh
     from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
-    from phalanx.train.assembly.compose import build_model
+    from phalanx.train.compose import build_model
     from phalanx.train.step.state import fill_initial
     from phalanx.train.step.step import Stepper
 
@@ -78,7 +78,7 @@ def gathers_and_exchanges(sharding: str, tied: bool) -> tuple[list[str], list[st
     from phalanx.parallel.mesh.torch_compat import group_shapes
     from phalanx.parallel.reduction.data_parallel import _fsdp_modules
     from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
-    from phalanx.train.assembly.compose import build_model
+    from phalanx.train.compose import build_model
     from phalanx.train.step.state import fill_initial
     from phalanx.train.step.step import Stepper
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from phalanx.cli.train.result_table import result_table
+from phalanx.cli.train.session import result_table
 from phalanx.run.directory.paths import RunDirectory, RunResult
 from phalanx.run.identity import run_owned
 from phalanx.run.rules import Comparison, compared, expected_weights_problems

@@ -24,7 +24,7 @@ import phalanx_serve.engine.sampler as sampling_module
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
-from phalanx.train.score.score import Scorer
+from phalanx.train.score import Scorer
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.engine.sampler import BatchedSamplerOutput, LazySamplerOutput, SamplingRequest, sample_rows
@@ -232,7 +232,7 @@ def test_exact_numerics_are_refused_elsewhere_than_on_a_cpu(other: tuple[torch.d
 def test_a_score_is_computed_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     train = TrainSpec(steps=1, batch_size=4, slots=2, seq_len=64, micro_batch_size=2)
     with elsewhere("meta") as (device, seen):
-        monkeypatch.setattr("phalanx.train.score.score.fetched", seen.fetch)
+        monkeypatch.setattr("phalanx.train.score.fetched", seen.fetch)
         scorer = Scorer(RunSpec(model=resolve(DENSE), train=train), model_on(device, DENSE))
         found = scorer.score([prompt(1, 64), prompt(2, 20), prompt(3, 2)])
     assert [len(one) for one in found] == [63, 19, 1]

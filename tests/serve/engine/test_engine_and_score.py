@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from model.initialized import initialized
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, PrecisionSpec, RunSpec, TrainSpec
-from phalanx.train.score.score import Scorer
+from phalanx.train.score import Scorer
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.traffic.requests import EngineOutput, PromptScored, Request, Sampling, Token
 

@@ -21,7 +21,7 @@ from phalanx.model.layers.experts.expert_groups import Groups, grouped_product
 from phalanx.model.layers.experts.moe import Experts
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
-from phalanx.train.score.score import Compute, Scorer
+from phalanx.train.score import Compute, Scorer
 from phalanx_serve.generate import generate, load_model
 from phalanx_serve.weights.budget import TooLargeError, divide_memory
 from phalanx_serve.weights.open_model import empty_model, open_model, packed, scorer_of, stream_weights

@@ -11,7 +11,7 @@ import pytest
 from observe.recorded import step
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.train.compare.logged import read_logged
+from phalanx.train.compare.runs import read_logged
 
 
 def test_a_line_without_an_end_takes_no_memory_and_hides_no_step(tmp_path: Path) -> None:

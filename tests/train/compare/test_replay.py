@@ -22,7 +22,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import MoeSpec, ParallelSpec, RunSpec
 from phalanx.train.compare.observation import Parting, RankReplay, Replay, ReplayOrder, compare_replays
 from phalanx.train.compare.replay import nothing, replay
-from phalanx.train.step.placement import Built
+from phalanx.train.step.state import Built
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import on_layout, tiny_run, train_on_this_rank

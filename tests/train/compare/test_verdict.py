@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.train.compare.logged import Logged, first_difference
 from phalanx.train.compare.observation import Observation, Replay
 from phalanx.train.compare.runs import (
     CheckpointDifference,
+    Logged,
     NothingToReplayError,
     RunComparison,
+    first_difference,
     judge_replays,
     steps_to_replay,
 )

@@ -19,8 +19,16 @@ from phalanx.hardware.catalog import accelerator, load_user
 from phalanx.hardware.profile import Profile, profile_of
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
-from phalanx.train.measure.calibrate import MeasuredPoints, Settings, best_seconds, operations, product_sizes
-from phalanx.train.measure.calibrate_ranks import COLLECTIVES, collectives, measure_step
+from phalanx.train.measure.calibrate import (
+    COLLECTIVES,
+    MeasuredPoints,
+    Settings,
+    best_seconds,
+    collectives,
+    measure_step,
+    operations,
+    product_sizes,
+)
 from phalanx_plan.fit_profile import CalibrationOrigin, fit_profile, to_tables
 from phalanx_plan.step_cost.kernels import matmul_s
 

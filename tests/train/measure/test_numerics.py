@@ -23,7 +23,7 @@ from phalanx.observe.events import Message, RunStarted
 from phalanx.run.directory.files import create_once
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import MlaSpec, RunSpec
-from phalanx.train.assembly import assemble
+from phalanx.train import assemble
 from phalanx.train.lifecycle.ending import read_failure
 from phalanx.train.measure.numerics import (
     MixedMachinesError,

@@ -15,6 +15,7 @@ from phalanx.model.init import random_words, stream_key
 from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import OptimizerSpec
+from phalanx.train.compose import make_optimizer
 from phalanx.train.optimizers.adamw import (
     AdamW,
     Int8Moments,
@@ -23,7 +24,6 @@ from phalanx.train.optimizers.adamw import (
     dynamic_codes,
     stochastic_bf16,
 )
-from phalanx.train.optimizers.choose import make_optimizer
 
 SHAPE = (23, 150)
 KIND = Parameter("w", SHAPE, "matrix")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from phalanx.model.facts.optimizer_state import matrix_state
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixRule
-from phalanx.train.optimizers.matrix.rules import (
+from phalanx.train.optimizers.matrix_optimizer import MatrixRule
+from phalanx.train.optimizers.matrix_rules import (
     Adafactor,
     MatrixBlocks,
     Muon,

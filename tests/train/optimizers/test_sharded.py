@@ -51,7 +51,7 @@ class Model:
         from torch import nn
         from torch.distributed.device_mesh import init_device_mesh
 
-        from phalanx.train.optimizers.choose import make_optimizer
+        from phalanx.train.compose import make_optimizer
 
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.parameters = {k.name: nn.Parameter(self.sharded(k, 0)) for k in KINDS}
@@ -104,7 +104,7 @@ def test_any_number_of_ranks_gives_the_bits_of_one(name: str, ranks: Ranks) -> N
 
 
 def three_steps_in_small_batches(spec: OptimizerSpec) -> tuple[int, dict[str, bytes]]:
-    from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixOptimizer
+    from phalanx.train.optimizers.matrix_optimizer import MatrixOptimizer
 
     model = Model(spec)
     optimizer = model.optimizer.parts[0]  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def three_steps_in_tiles(spec: OptimizerSpec) -> dict[str, bytes]:
     import torch.distributed as dist
     from torch import nn
 
-    from phalanx.train.optimizers.choose import make_optimizer
+    from phalanx.train.compose import make_optimizer
 
     down, across = divmod(dist.get_rank(), 2)
 
@@ -211,7 +211,7 @@ def one_step_on_copies(spec: OptimizerSpec) -> dict[str, bytes]:
     import torch.distributed as dist
     from torch import nn
 
-    from phalanx.train.optimizers.choose import make_optimizer
+    from phalanx.train.compose import make_optimizer
 
     parameters = {k.name: nn.Parameter(values(k.name, k.shape, 0)) for k in KINDS}
     optimizer = make_optimizer(spec, parameters, {k.name: k for k in KINDS}, seed=5, group=dist.group.WORLD)

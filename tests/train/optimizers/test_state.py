@@ -22,8 +22,8 @@ from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, ParallelSpec, RunSpec, TrainSpec
-from phalanx.train.optimizers.choose import make_optimizer
-from phalanx.train.optimizers.matrix.holders import matrices_of, owners_of
+from phalanx.train.compose import make_optimizer
+from phalanx.train.optimizers.matrix_optimizer import matrices_of, owners_of
 from phalanx_plan.step_cost import memory
 from phalanx_plan.workload import stacks
 from phalanx_plan.workload.holdings import holdings

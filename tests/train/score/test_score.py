@@ -23,8 +23,7 @@ from phalanx.run.spec import (
     RuntimeSpec,
     TrainSpec,
 )
-from phalanx.train.score.arithmetic import other_arithmetic
-from phalanx.train.score.score import ScoreError, Scorer
+from phalanx.train.score import ScoreError, Scorer, other_arithmetic
 from phalanx.train.step.loss import IGNORE, summed_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("portable_kernels")

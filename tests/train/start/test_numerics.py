@@ -16,8 +16,7 @@ from phalanx.run.identity import identity
 from phalanx.run.read import to_table
 from phalanx.run.rules import not_portable
 from phalanx.run.spec import CheckpointSpec, OptimizerSpec, RunSpec, RuntimeSpec
-from phalanx.train.start.numerics import note_of_fallback, reason_for_native, with_numerics
-from phalanx.train.start.open_run import choose, open_run
+from phalanx.train.start.open_run import choose, note_of_fallback, open_run, reason_for_native, with_numerics
 
 OPEN = RunSpec(name="open", runtime=RuntimeSpec(device="cpu"))
 FINGERPRINT = "f" * 64

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from phalanx.run.spec import MemorySpec, RunSpec
+from phalanx.train.activations import FileStore, apply_recompute, offload_activations
 from phalanx.train.step.meters import MemoryByKind, MemoryMeter, storage_bytes
-from phalanx.train.transforms.offload import FileStore, offload_activations
-from phalanx.train.transforms.recompute import apply_recompute
 from ranks import Ranks
 from train.blocks import DENSE, build, gradients_of, loss_of
 

@@ -23,7 +23,7 @@ from phalanx.observe.rank_stream import RankFrame
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.run.spec import ObserveSpec, RunSpec
 from phalanx.train.lifecycle.guardian import NoGuardian, Samples
-from phalanx.train.step.placement import Built
+from phalanx.train.step.state import Built
 from phalanx.train.step.step import Audit, Stepper
 from ranks import Ranks
 from tiny_runs import on_layout, tiny_run, train_on_this_rank

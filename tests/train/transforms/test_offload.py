@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 from forked_python import Popen
 from phalanx.run.spec import MemorySpec, RunSpec
-from phalanx.train.optimizers.optimizer import MomentStore
-from phalanx.train.transforms.offload import (
+from phalanx.train.activations import (
     FileStore,
     HostStore,
     Regions,
     apply_activation_offload,
+    apply_recompute,
     offload_activations,
 )
-from phalanx.train.transforms.recompute import apply_recompute
+from phalanx.train.optimizers.optimizer import MomentStore
 from train.blocks import DENSE, MODELS, build, gradients_of, loss_of, same_bits
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def test_a_full_disk_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     program = f"""
 import resource, signal
 from pathlib import Path
-from phalanx.train.transforms.offload import OffloadError, Regions
+from phalanx.train.activations import OffloadError, Regions
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 regions = Regions(Path({str(tmp_path)!r}))
@@ -162,7 +162,7 @@ def test_a_killed_process_leaves_no_file_behind(tmp_path: Path) -> None:
     program = f"""
 import os, signal, torch
 from pathlib import Path
-from phalanx.train.transforms.offload import FileStore
+from phalanx.train.activations import FileStore
 store = FileStore(Path({str(files)!r}), torch.device("cpu"))
 store(torch.zeros(1 << 20, dtype=torch.uint8)).get()
 os.kill(os.getpid(), signal.SIGKILL)

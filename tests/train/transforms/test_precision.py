@@ -18,14 +18,14 @@ from phalanx.model.layers.experts.expert_groups import groups_of_one_slot, group
 from phalanx.model.layers.experts.moe import Experts, MoE
 from phalanx.model.narrow import dequantize, quantize
 from phalanx.run.spec import MemorySpec, PrecisionSpec, RunSpec
-from phalanx.train.transforms.precision import (
+from phalanx.train.activations import apply_recompute
+from phalanx.train.precision import (
     FORMATS,
     NarrowGroupedProduct,
     NarrowProduct,
     apply_precision,
     multiply_narrow,
 )
-from phalanx.train.transforms.recompute import apply_recompute
 from ranks import Ranks
 from train.blocks import DENSE, MIXTURE, MODELS, build, gradients_of, same_bits
 

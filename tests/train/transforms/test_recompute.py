@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.model.layers.attention.attention import Documents
 from phalanx.model.layers.experts.router import routers
 from phalanx.run.spec import MemorySpec, RunSpec
-from phalanx.train.assembly.compose import compile_blocks
-from phalanx.train.transforms.recompute import apply_recompute
+from phalanx.train.activations import apply_recompute
+from phalanx.train.compose import compile_blocks
 from phalanx_process import RUN_FILE, last_json, run
 from ranks import Ranks
 from tiny_runs import make_dataset

@@ -1,6 +1,6 @@
 """Shards: the boxes that a rank holds, with their tensors, and which other ranks hold the same.
 
-A training makes them from its parameters and optimizer state (``train/step/placement.py``).
+A training makes them from its parameters and optimizer state (``train/step/state.py``).
 """
 
 from dataclasses import dataclass

@@ -1,22 +1,208 @@
-"""``phalanx data``: token shards made from text, copied and checked."""
+"""``phalanx data``: token shards made from text, looked into, copied and checked."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
-from phalanx.cli.data.order import mixture_command, order_command, where_command
-from phalanx.cli.data.origin import show_command, trace_command
+from phalanx.cli.data.order import mixture_command, order_command, show_step, where_command
 from phalanx.cli.data.prepare import prepare_command
 from phalanx.cli.data.recipe import plan_command, work_command
 from phalanx.cli.errors import explained
 from phalanx.data.errors import DataError
+from phalanx.data.origin.trace import trace
+from phalanx.data.portions.planning.plan import PLAN_KEY
+from phalanx.data.portions.stages import stages_of
+from phalanx.data.portions.tasks import Stage, Workplace, total
+from phalanx.data.stored.index import HELD_OUT, INDEX_FILE, SPLITS, TRAIN, DatasetIndex, parse_index
 from phalanx.observe.throughput import format_bytes
 from phalanx.store.open_store import is_remote
+from phalanx.store.store import MissingObjectError, StoreError
+
+# ``phalanx data show`` and ``trace``: what a dataset was prepared from, and where one of its records comes from.
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_PLACE = click.argument("place", metavar="FOLDER_OR_URL")
+
+
+@click.command("show", short_help="What a dataset consists of, or what a run trained on in a step.")
+@_PLACE
+@click.option(
+    "--record", type=click.IntRange(min=0), help="Show this record's text, from 0, and what of it is learned."
+)
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), help="With --record: its tokens; packed datasets have their own."
+)
+@click.option("--held-out", is_flag=True, help="With --record: of the held-out split.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=1),
+    help="FOLDER_OR_URL is a run's directory: show the samples of this step, as text.",
+)
+@click.option("--slot", type=click.IntRange(min=0), help="With --step: those of this slot alone.")
+@_JSON
+def show_command(
+    place: str,
+    record: int | None,
+    seq_len: int | None,
+    held_out: bool,
+    step: int | None,
+    slot: int | None,
+    as_json: bool,
+) -> None:
+    """Say what a dataset consists of and, if it was prepared from a recipe, what became of each document; also while it is prepared.
+    Or show what a run trained on in a step: where its loss has jumped, say.
+
+    \b
+      phalanx data show data/web
+      phalanx data show s3://bucket/web --json
+      phalanx data show data/chats --record 17       # what is learned stands between ⟦ and ⟧
+      phalanx data show runs/mix-1f3a9c04 --step 812 --slot 3
+    """
+    if step is not None:
+        if record is not None or seq_len or held_out:
+            raise click.UsageError(
+                "--step shows samples of a run; --record, --seq-len and --held-out are about a dataset"
+            )
+        show_step(Path(place), step, slot, as_json=as_json)
+        return
+    if slot is not None:
+        raise click.UsageError("--slot is a part of a step: add --step N")
+    with explained(DataError, StoreError):
+        if record is not None:
+            _show_record(place, record, seq_len, HELD_OUT if held_out else TRAIN, as_json)
+            return
+        if seq_len or held_out:
+            raise click.UsageError("--seq-len and --held-out are about one record: add --record I")
+        facts = _facts(Workplace(place))
+    if as_json:
+        click.echo(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            click.echo(f"{name}:")
+            for key, inner in value.items():
+                click.echo(f"  {key}: {inner:,}" if isinstance(inner, int) else f"  {key}: {inner}")
+        else:
+            click.echo(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+
+
+def _show_record(place: str, number: int, seq_len: int | None, split: str, as_json: bool) -> None:
+    """Prints one record. Raises ``DatasetError`` if there is none."""
+    from phalanx.data.origin.show import show_record
+    from phalanx.data.reading.sources import open_place
+
+    dataset = open_place(place)
+    length = seq_len or dataset.index.packed_seq_len
+    if not length:
+        raise click.UsageError("the dataset is joined, not packed: give the run's train.seq_len as --seq-len")
+    shown = show_record(dataset, split, number, length)
+    if as_json:
+        click.echo(json.dumps({"record": number, "split": split, **asdict(shown)}))
+        return
+    chats = dataset.index.document_end is not None
+    for piece in shown.pieces:
+        click.echo(
+            click.style(f"⟦{piece.text}⟧", bold=True) if chats and piece.learned else piece.text, nl=False
+        )
+    click.echo(f"\n{shown.tokens:,} tokens, and {shown.padding:,} that fill the record up", err=True)
+
+
+@click.command("trace", short_help="The documents and raw files that a record is made of.")
+@_PLACE
+@click.option(
+    "--record",
+    type=click.IntRange(min=0),
+    required=True,
+    help="Its number, from 0, in the order of the shards.",
+)
+@click.option(
+    "--seq-len", type=click.IntRange(min=1), help="Tokens of a record; packed datasets have their own."
+)
+@click.option("--held-out", is_flag=True, help="Of the held-out split.")
+@_JSON
+def trace_command(place: str, record: int, seq_len: int | None, held_out: bool, as_json: bool) -> None:
+    """Name the documents and raw files that a record of a dataset, prepared from a recipe, comes from.
+
+    \b
+      phalanx data trace data/web-8k --record 4711
+      phalanx data trace data/web --record 4711 --seq-len 2048
+    """
+    with explained(DataError, StoreError):
+        work = Workplace(place)
+        index = _index(work)
+        if index is None:
+            raise DataError(f"{place} holds no {INDEX_FILE}; give the folder or URL of a dataset")
+        length = seq_len or index.packed_seq_len
+        if not length:
+            raise click.UsageError(
+                "the dataset is joined, not packed: give the run's train.seq_len as --seq-len"
+            )
+        found = trace(work, index, HELD_OUT if held_out else TRAIN, record, length)
+    if as_json:
+        click.echo(json.dumps({"documents": [asdict(document) for document in found]}))
+        return
+    for document in found:
+        last = document.first + document.tokens - 1
+        click.echo(f"{document.name}  tokens {document.first:,} to {last:,}  of {document.url}")
+
+
+def _index(place: Workplace) -> DatasetIndex | None:
+    try:
+        return parse_index(
+            place.store.get(INDEX_FILE).decode(errors="replace"), Path(f"{place.url}/{INDEX_FILE}")
+        )
+    except MissingObjectError:
+        return None
+
+
+def _facts(place: Workplace) -> dict[str, object]:
+    index = _index(place)
+    facts: dict[str, Any] = {"path": place.url}
+    if index is not None:
+        facts |= {
+            "fingerprint": index.fingerprint,
+            "vocabulary": index.vocab_size,
+            "packed_seq_len": index.packed_seq_len,
+        }
+        for name in SPLITS:
+            split = index.split(name)
+            facts[name] = {
+                "tokens": split.tokens,
+                "documents": split.documents,
+                "text bytes": split.text_bytes,
+                "shards": len(split.shards),
+            }
+            if index.recipe.chat is not None:
+                facts[name] |= {"learned tokens": split.learned, "left out": split.left_out}
+    try:
+        place.store.info(PLAN_KEY)
+    except MissingObjectError:
+        if index is None:
+            raise DataError(
+                f"{place.url} holds neither a dataset nor the plan of one; correct the path"
+            ) from None
+        return facts
+    plan = place.plan
+    stages = {stage.name: (len(place.done(stage)), stage.tasks) for stage in stages_of(plan)}
+    facts["sources"] = {
+        source.url: sum(f.source == i for f in plan.files) for i, source in enumerate(plan.recipe.source)
+    }
+    facts["raw bytes"] = sum(file.nbytes for file in plan.files)
+    facts["software"] = plan.software
+    if index is None:
+        facts["done"] = {name: f"{done} of {tasks}" for name, (done, tasks) in stages.items()}
+    write = Stage("write", len(plan.portions))
+    done = [manifest for task in sorted(place.done(write)) if (manifest := place.manifest("write", task))]
+    facts["documents"] = dict(sorted(total(done).items()))
+    return facts
+
 
 # ``phalanx data copy`` and ``phalanx data verify``: prepared datasets in folders and object stores.
 
@@ -39,7 +225,7 @@ def copy_command(source: str, target: str, as_json: bool) -> None:
     from phalanx.data.stored.copies import copy_dataset
 
     with explained(DataError):
-        copied = copy_dataset(source, target, _nothing if as_json else _told("copied"))
+        copied = copy_dataset(source, target, (lambda _done, _of: None) if as_json else _told("copied"))
     facts = {
         "path": target,
         "was_there": copied.was_there,
@@ -88,10 +274,6 @@ def verify_command(place: str, write_sums: bool) -> None:
     if without:
         shards = "1 shard has" if without == 1 else f"{without:,} shards have"
         click.echo(f"{shards} no block sums, which training checks each read by: --write-sums writes them")
-
-
-def _nothing(_done: int, _of: int) -> None:
-    pass
 
 
 def _told(what: str) -> Callable[[int, int], None]:

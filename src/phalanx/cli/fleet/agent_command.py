@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import click
 
-from phalanx.cli.errors import explained
-from phalanx.cli.shared_options import HostAndPort, HostName
+from phalanx.cli.errors import HostAndPort, HostName, explained
 from phalanx.command import AsJson, ExistingFolder, Option, Overrides, command_options
 from phalanx.hardware.local.network import family_of, split_address
 
@@ -118,7 +117,7 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
         _refuse_too_far(folder, node, options.domain)
     from phalanx.fleet.control.security import SecurityError
     from phalanx.fleet.node.agent import AgentError, run_agent
-    from phalanx.fleet.node.agent_args import AgentArgs, own_host
+    from phalanx.fleet.node.launcher import AgentArgs, own_host
     from phalanx.observe.logs.capture import also_log
     from phalanx.observe.logs.log_file import order_for
 

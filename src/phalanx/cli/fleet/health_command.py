@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from phalanx.fleet.health import checks as health_checks
-from phalanx.fleet.health import gpu as gpu_health
+from phalanx.fleet.health import node_health
 from phalanx.fleet.health.checks import CheckResult, HealthLimits, fit, guarded
 
 _COLORS = {"good": "green", "bad": "red", "slow": "yellow", "not checked": None}
@@ -70,7 +70,7 @@ def command(
         results.append(guarded(name, check))
         if not as_json:
             _print(results[-1])
-    for found in gpu_health.gpus(limits):
+    for found in node_health.gpus(limits):
         results.append(found)
         if not as_json:
             _print(found)

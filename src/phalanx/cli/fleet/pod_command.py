@@ -9,7 +9,7 @@ from typing import Annotated
 
 import click
 
-from phalanx.cli.shared_options import HostAndPort, HostName
+from phalanx.cli.errors import HostAndPort, HostName
 from phalanx.command import Argument, Option, command_options
 from phalanx.run.fields import NOT_NEGATIVE
 

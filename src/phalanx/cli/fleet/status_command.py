@@ -13,8 +13,7 @@ import msgspec
 
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.cli.errors import demand_folder, explained, full_disk, refuse_unused
-from phalanx.cli.numbers import moment
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import moment, text_console
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step

@@ -95,7 +95,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
 
 def _give_back(run_dir: Path, made: Submitted) -> None:
     """Lets the run that has lent nodes to this one have as many again, where the job's own script did not come to it."""
-    from phalanx.cli.fleet.resize_command import grown
+    from phalanx.cli.fleet.fleet_command import grown
     from phalanx.launch.engines.order import FOLDER, EngineError
     from phalanx.launch.engines.slurm_script import RETURNED
 
@@ -117,7 +117,7 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
 
 def _request_stop(run: SubmittedRun) -> None:
     """Have a run save and end: by its engine, or by the coordinator of its fleet. Each saves, however often it is asked."""
-    from phalanx.cli.fleet.resize_command import ask
+    from phalanx.cli.fleet.fleet_command import ask
     from phalanx.cli.launch.formed_fleet import formed_fleet
     from phalanx.fleet.core.messages import StopRun
 

@@ -165,7 +165,7 @@ def _request(options: SubmitOptions, notify: Callable[[str], None]) -> SubmitReq
 
 def _take_nodes(lender: Path, count: int) -> list[str]:
     """Have a run give back nodes of its choice; returns their names once they have left it."""
-    from phalanx.cli.fleet.resize_command import asked_to_go, wait_until_gone
+    from phalanx.cli.fleet.fleet_command import asked_to_go, wait_until_gone
 
     names = asked_to_go(lender, count, ())
     click.echo(f"{lender} gives back {' '.join(names)}", err=True)

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from phalanx.cli.errors import trouble
-from phalanx.cli.numbers import left_out_lines, number_text
+from phalanx.cli.output import left_out_lines, number_text
 from phalanx.cli.train.session import console_for, progress_on
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import index_of_places
@@ -23,8 +23,8 @@ from phalanx.run.identity import identity
 from phalanx.run.layout import Layout, layout_of
 from phalanx.run.read import override
 from phalanx.run.spec import RunSpec
-from phalanx.train.compare.logged import bits
 from phalanx.train.compare.observation import Compared, Replay, ReplayOrder, compare_replays
+from phalanx.train.compare.runs import bits
 from phalanx.train.start.prepare import resolve_with_data
 
 

@@ -1,6 +1,7 @@
 """The parts of a training session that all ways to train from the command line share.
 
-They are the console, the display of events while ranks run, and the messages with which a run ends.
+They are the console, the display of events while ranks run, and the messages and the closing table with which a run ends. Nothing of rich is
+imported before it is shown.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,21 +21,20 @@ from typing import TYPE_CHECKING, TextIO, cast
 
 import click
 
-from phalanx.cli.safe_output import unfiltered
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console, unfiltered
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.ledger import Recovery
 from phalanx.plugins import load_plugin
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, RunResult, read_resolved, step_of
-from phalanx.run.rules import compared
+from phalanx.run.rules import Comparison, compared
 from phalanx.run.spec import RunSpec, SampleSpec
 from phalanx.train.lifecycle.ending import Ending
-from phalanx.train.start.numerics import note_of_fallback
-from phalanx.train.start.open_run import OpenRun, key_of
+from phalanx.train.start.open_run import OpenRun, key_of, note_of_fallback
 from phalanx.train.start.origins import changes_from_parent, notes_of_earlier_data
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 # The stream that a run is shown on: a full disk or a closed pipe behind it does not end the run.
@@ -245,8 +245,6 @@ def _report(
         console.print(text)
         console.rule()
         table["sample"] = text
-    from phalanx.cli.train.result_table import result_table
-
     comparison = compared(spec, _key_of(directory), result.weights_sha256)
     if comparison is not None:
         table["expected_weights"] = comparison
@@ -275,3 +273,70 @@ def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:
     except Exception as error:  # The run has ended well: its result is printed whatever becomes of a text.
         console.print(f"no sample: {error}", style="yellow")
         return None
+
+
+# The closing table of a run.
+
+
+_ABOVE = " (above the measured peak: other work slowed that measurement when the run began)"
+
+
+_COMPARED = {
+    "equal": (
+        ("equal", "green"),
+        " to the hash in the run file: this machine computes what others have computed",
+    ),
+    "different": (
+        ("different", "red"),
+        " from the hash in the run file: please report it with the file record.json of the run directory",
+    ),
+    "not expected": (("not compared", ""), ": the run file has no hash for this run on this dataset"),
+}
+
+
+def result_table(
+    result: RunResult,
+    directory: RunDirectory,
+    program: Sequence[str] = ("phalanx",),
+    comparison: Comparison | None = None,
+) -> Table:
+    """The figures by which runs are compared, in two columns, and the command that shows them beside other runs'.
+
+    ``program`` are the words by which this program is called, ``comparison`` is that with the weights that the run file expects.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for label, value in _rows(result, directory):
+        table.add_row(label, value)
+    if comparison is not None:
+        run = f" ({directory.path.name})" if comparison == "not expected" else ""
+        table.add_row("expected", Text.assemble(*_COMPARED[comparison], run))
+    table.add_row("see all of it", page_command(directory, program))
+    return table
+
+
+def page_command(directory: RunDirectory, program: Sequence[str]) -> str:
+    """The command that opens the page over the folder in which the run lies; that folder goes without saying where it is the usual one."""
+    folder = directory.path.parent
+    usual = folder.resolve() == (Path.cwd() / "runs").resolve()
+    return shlex.join([*program, "ui", *([] if usual else [str(folder)])])
+
+
+def _rows(result: RunResult, directory: RunDirectory) -> Iterator[tuple[str, str]]:
+    if result.bits_per_byte is not None:
+        text = f"{result.bits_per_byte:.3f} bits per byte"
+        if result.xz_bits_per_byte is not None:
+            text += f" (xz -9 reaches {result.xz_bits_per_byte:.3f} on the same text)"
+        yield "held-out text", text
+    if result.tokens_per_s and result.mfu is not None:
+        yield (
+            "speed",
+            f"{result.tokens_per_s:,.0f} tokens/s, MFU {result.mfu:.1%} of {result.peak_source}{_ABOVE if result.mfu > 1 else ''}",
+        )
+    yield "run directory", str(directory.path)
+    yield "loss curve", str(directory.curve)
+    yield "weights", f"sha256 {result.weights_sha256}"

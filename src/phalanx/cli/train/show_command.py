@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from phalanx.cli.errors import explained
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx.command import Argument, AsJson, Option, Overrides, command_options
 from phalanx.model.facts.holdings import Holding, fullest, state_bytes
 from phalanx.model.facts.presets import PRESETS

@@ -26,8 +26,7 @@ from phalanx.cli.train.session import (
 )
 from phalanx.data.errors import DataError
 from phalanx.fleet.control.security import SecurityError
-from phalanx.fleet.faults.fault import FaultError
-from phalanx.fleet.faults.fault_list import FleetShape, fault_marker, read_faults
+from phalanx.fleet.fault import FaultError, FleetShape, fault_marker, read_faults
 from phalanx.fleet.node.launcher import Lead, LocalFleet
 from phalanx.fleet.node.processes import run_fleet
 from phalanx.hardware.catalog import cluster

@@ -10,9 +10,8 @@ import click
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.cli.errors import explained
+from phalanx.cli.errors import DtypeName, explained
 from phalanx.cli.run_places import checkpoint_place
-from phalanx.cli.shared_options import DtypeName
 from phalanx.command import Argument, Option, command_options
 from phalanx.plugins import load_plugin
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved

@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.fleet.control.coordinator_args import HURRY_SIGNAL, CoordinatorArgs, exit_code_of
 from phalanx.fleet.control.coordinator_link import answers
 from phalanx.fleet.control.credentials import Credentials, credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, fleet_file, read_fleet_file
@@ -31,9 +30,12 @@ from phalanx.fleet.control.inquiry import FailureInquiry, Inquiry
 from phalanx.fleet.control.publisher import FleetSampler, Publisher
 from phalanx.fleet.control.succession.journal import RENEW_BYTES, RETRY_S, PatientJournal
 from phalanx.fleet.control.succession.reign import (
+    HURRY_SIGNAL,
+    CoordinatorArgs,
     Leadership,
     Reign,
     SupersededError,
+    exit_code_of,
     forget_candidates,
     only_coordinator,
     reign_again,
@@ -53,9 +55,8 @@ from phalanx.fleet.control.turn import (
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import initial_state
-from phalanx.fleet.core.invariants import reason, resync
-from phalanx.fleet.core.orders import deliveries
-from phalanx.fleet.core.replay import JournalError, batch_line, first_line
+from phalanx.fleet.core.epochs.epoch_plan import deliveries
+from phalanx.fleet.core.invariants import JournalError, batch_line, first_line, reason, resync
 from phalanx.fleet.core.settings import settings_of
 from phalanx.fleet.core.state import FleetPhase, Incident
 from phalanx.hardware.local.network import join_address, split_address
@@ -241,7 +242,7 @@ class Coordinator:
         self._address = join_address(self._args.host, port)
         # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._ask_to_stop)
+        loop.add_signal_handler(signal.SIGTERM, self._inbox.add, m.StopRun(never_at_once=True))
         loop.add_signal_handler(HURRY_SIGNAL, self._ask_to_end_at_once)
         await self._publisher.write_now(self._now_s())
         forget_candidates(self._directory)
@@ -283,15 +284,10 @@ class Coordinator:
     def _over(self) -> bool:
         return self._state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
-    def _ask_to_stop(self) -> None:
-        self._inbox.add(m.StopRun(never_at_once=True))
-
     def _ask_to_end_at_once(self) -> None:
         # A second request to stop says so, and the first may not have come yet.
-        self._inbox.add(*([m.StopRun()] if self._is_asked_to_stop() else [m.StopRun(), m.StopRun()]))
-
-    def _is_asked_to_stop(self) -> bool:
-        return self._state.stopping or self._inbox.holds(m.StopRun)
+        is_asked = self._state.stopping or self._inbox.holds(m.StopRun)
+        self._inbox.add(*([m.StopRun()] if is_asked else [m.StopRun(), m.StopRun()]))
 
     # --- a turn ----------------------------------------------------------------------------------
 

@@ -25,9 +25,8 @@ from phalanx.fleet.control.transport import FleetServer
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import step
-from phalanx.fleet.core.epochs.epoch_plan import is_needed
+from phalanx.fleet.core.epochs.epoch_plan import deliveries, is_needed
 from phalanx.fleet.core.invariants import Mark, check, mark
-from phalanx.fleet.core.orders import deliveries
 from phalanx.fleet.core.requests import CannotShrinkError, choose, require_enough
 from phalanx.fleet.core.settings import formation_of
 from phalanx.fleet.core.state import FleetState

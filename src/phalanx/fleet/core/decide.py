@@ -16,10 +16,10 @@ from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import requests
 from phalanx.fleet.core.epochs import faults
+from phalanx.fleet.core.epochs.epoch_plan import Order
 from phalanx.fleet.core.epochs.faults import lose, rollcall, strike
 from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH, advance, regroup
 from phalanx.fleet.core.epochs.progress import OVER, end, not_saved, stepped, waits_for_samples
-from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import (
     NO_SEAT,

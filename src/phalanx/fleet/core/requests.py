@@ -13,11 +13,10 @@ from msgspec.structs import replace
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.commands import Fresh, Shutdown
-from phalanx.fleet.core.epochs.epoch_plan import ranks_of_nodes
+from phalanx.fleet.core.epochs.epoch_plan import LIVING, SEATED, Order, ranks_of_nodes
 from phalanx.fleet.core.epochs.faults import check_deadlines, check_leases, strike
 from phalanx.fleet.core.epochs.life_cycle import regroup
 from phalanx.fleet.core.epochs.progress import end, restored_step
-from phalanx.fleet.core.orders import LIVING, SEATED, Order
 from phalanx.fleet.core.state import (
     NO_SEAT,
     Eligibility,

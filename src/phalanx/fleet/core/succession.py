@@ -27,8 +27,8 @@ from msgspec.structs import replace
 
 from phalanx.fleet.core import decide
 from phalanx.fleet.core.epochs.progress import OVER
+from phalanx.fleet.core.invariants import JournalError, replay
 from phalanx.fleet.core.messages import NO_EPOCH
-from phalanx.fleet.core.replay import JournalError, replay
 from phalanx.fleet.core.settings import CoreSettings
 from phalanx.fleet.core.state import (
     UNMET,

@@ -6,7 +6,7 @@ Computers, 1984), memory and disk must give back what was written, a link must d
 and compared with a lowest one where the caller gives it. NVIDIA GPUs also report on themselves: memory errors, temperature,
 throttled clocks (NVML), and Xid errors in the kernel's log.
 
-torch is imported only inside the checks that need it, so that an agent may import this module (``phalanx.fleet.health.quick``
+torch is imported only inside the checks that need it, so that an agent may import this module (``phalanx.fleet.health.node_health``
 says which process of a fleet runs which). Passing is no proof: machines that compute wrongly once in a while pass such tests;
 audits (``phalanx.fleet.health.audit``) find those.
 """

@@ -29,7 +29,7 @@ from phalanx.fleet.control.security import Keyring, SecurityError
 from phalanx.fleet.control.transport import DescriptorLimitError, raise_descriptor_limit
 from phalanx.fleet.core.commands import Command, SaveSnapshots, in_words
 from phalanx.fleet.core.settings import leave_s
-from phalanx.fleet.health.quick import HealthWatch
+from phalanx.fleet.health.node_health import HealthWatch
 from phalanx.fleet.node.agent_actions import (
     AgentAction,
     CheckHealth,
@@ -47,9 +47,9 @@ from phalanx.fleet.node.agent_actions import (
     StreamSnapshot,
     TellWorker,
 )
-from phalanx.fleet.node.agent_args import AgentArgs, TokenHolder, parsed
 from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.copies import SnapshotCourier, StoreCopies
+from phalanx.fleet.node.launcher import AgentArgs, TokenHolder, parsed
 from phalanx.fleet.node.leader import Successor, coordinator_addresses, look_for_leader, other_start
 from phalanx.fleet.node.node_metrics import AgentFacts, Software, agent_samples, gpu_samples, machine_samples
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm

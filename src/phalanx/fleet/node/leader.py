@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START, EXIT_SUPERSEDED
 from phalanx.fleet.control.coordinator_link import CoordinatorLink
 from phalanx.fleet.control.credentials import Credentials
-from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
+from phalanx.fleet.control.fleet_file import ClaimError, ClaimRegister, FleetFileError, read_fleet_file
 from phalanx.fleet.control.succession.candidate import EXIT_NOT_ELECTED, candidate_addresses
-from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
+from phalanx.fleet.control.succession.reign import EXIT_CANNOT_START, EXIT_SUPERSEDED
 from phalanx.fleet.core.succession import Claim, stands_after_s
-from phalanx.fleet.node.agent_args import AgentArgs
+from phalanx.fleet.node.launcher import AgentArgs
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import order_for
 from phalanx.process.child import Child, describe_exit

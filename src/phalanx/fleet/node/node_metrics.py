@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.checkpoint.snapshot.segments import free_memory_bytes
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, RankSnapshot, WorkerPhase
-from phalanx.fleet.health.gpu import GpuReading, Xid, kernel_log, read_gpu, same_bus, xids
+from phalanx.fleet.health.node_health import GpuReading, Xid, kernel_log, read_gpu, same_bus, xids
 from phalanx.fleet.node.agent_actions import WorkerLife
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Labels, Metric, Sample, collect
 from phalanx.observe.record.machines import nvidia_driver

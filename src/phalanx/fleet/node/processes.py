@@ -20,11 +20,11 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from phalanx.checkpoint.tiers.store_standing import store_standing
-from phalanx.fleet.control.coordinator_args import EXIT_CANNOT_START, EXIT_SUPERSEDED, HURRY_SIGNAL
 from phalanx.fleet.control.coordinator_link import operate
 from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.fleet.control.security import TOKEN_VARIABLES, SecurityError, make_token, require_two_tokens
+from phalanx.fleet.control.succession.reign import EXIT_CANNOT_START, EXIT_SUPERSEDED, HURRY_SIGNAL
 from phalanx.fleet.control.transport import TransportError
 from phalanx.fleet.core.messages import StopRun
 from phalanx.fleet.core.requests import GIVEN_BACK

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from phalanx.checkpoint.snapshot.segments import SnapshotMemory
 from phalanx.fleet.control.security import TOKEN_VARIABLES
-from phalanx.fleet.node.agent_args import AgentArgs
+from phalanx.fleet.node.launcher import AgentArgs
 from phalanx.fleet.node.worker_link import TO_AGENT, ToAgent, ToWorker
 from phalanx.observe.logs.child_output import ChildOutput
 from phalanx.observe.logs.log_file import LogOrder, last_text, order_for

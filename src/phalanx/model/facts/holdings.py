@@ -23,7 +23,7 @@ from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
 
 # Owner ranks of whole matrices, for optimizers that cannot work on a shard.
 #
-# The ranks that hold one stage of one replica between them share its matrices out (``phalanx.train.optimizers.matrix.matrix_optimizer`` moves
+# The ranks that hold one stage of one replica between them share its matrices out (``phalanx.train.optimizers.matrix_optimizer`` moves
 # the data). A matrix that a rank holds whole stays where it is: experts, as FSDP divides stacks by whole experts, and what is
 # alike on tensor ranks. The others are dealt, the costliest first, to whoever has least to do (Graham 1969).
 

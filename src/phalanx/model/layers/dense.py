@@ -1,7 +1,7 @@
 """The dense layers of a block: linear with an exchangeable product, RMSNorm, and feed-forward.
 
 ``y = x W^T + b`` as in ``torch.nn.Linear``, but the product is an attribute: a narrower format replaces it from outside
-(``phalanx.train.transforms.precision``), while tensor parallelism wraps its communication around whichever product is there.
+(``phalanx.train.precision``), while tensor parallelism wraps its communication around whichever product is there.
 """
 
 from __future__ import annotations

@@ -32,14 +32,13 @@ from phalanx.parallel.reduction.data_parallel import gradients, local
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.layout import SPLIT_BACKWARD, stages_per_rank
 from phalanx.run.spec import RunSpec
-from phalanx.train.assembly.assemble import take_over
-from phalanx.train.assembly.compose import build_model
+from phalanx.train.assemble import take_over
 from phalanx.train.compare.observation import Moment, Observation, RankReplay, ReplayOrder
+from phalanx.train.compose import build_model
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.start.open_run import check_data
-from phalanx.train.step.placement import Built
 from phalanx.train.step.slot import Losses, MicroBatch, SlotWork
-from phalanx.train.step.state import fill_initial, state_shards, state_tensors
+from phalanx.train.step.state import Built, fill_initial, state_shards, state_tensors
 from phalanx.train.step.step import Stepper
 
 # The witness of a step: checksums of the output of each module, forward and backward, and of weights and their gradients.

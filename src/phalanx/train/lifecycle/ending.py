@@ -81,14 +81,10 @@ def report_failure(error: Exception, log: Path, attempt: int, rank: int | None =
     print(f"error: {error}", file=sys.stderr, flush=True)
     remedy = error.remedy if isinstance(error, RunFailedError) else ""
     mask = Mask.of_environment(os.environ)
-    message, remedy = (mask(_escaped(text)) for text in (str(error), remedy))
+    message, remedy = (mask(text.encode(errors="backslashreplace").decode()) for text in (str(error), remedy))
     failure = Failure(type(error).__name__, message, attempt, rank, remedy)
     with suppress(OSError):
         write_atomically(failure_file(log), msgspec.json.encode(failure))
-
-
-def _escaped(text: str) -> str:
-    return text.encode(errors="backslashreplace").decode()
 
 
 def remove_failure(log: Path) -> None:

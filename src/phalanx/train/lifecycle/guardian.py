@@ -20,7 +20,7 @@ from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.data.reading.dataset import RunData
 from phalanx.observe.rank_stream import RankFrame
-from phalanx.train.step.placement import Built
+from phalanx.train.step.state import Built
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
 Samples = Callable[[int, int], NDArray[np.int64]]

@@ -20,10 +20,12 @@ from phalanx.observe.events import Finished, MemoryMeasured, Step, Stopped
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.run.directory.paths import RunResult
-from phalanx.train.assembly.assemble import Training
+from phalanx.train.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.observers import (
+    EvaluationStoppedError,
     HeldOutEvaluation,
+    HeldOutLoss,
     Observer,
     RankWindows,
     StepEnd,
@@ -33,7 +35,6 @@ from phalanx.train.lifecycle.observers import (
 from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_nonfinite, judge_spike
 from phalanx.train.lifecycle.saving import Saving, save_due
 from phalanx.train.profile.recording import Recording
-from phalanx.train.step.evaluate import EvaluationStoppedError, HeldOutLoss
 from phalanx.train.step.meters import MemoryMeter, RankTimes, extremes
 from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Audit, StepFlags, Stepper, StepReport

@@ -15,7 +15,7 @@ from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import format_duration
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.spec import CheckpointSpec, RunSpec
-from phalanx.train.assembly.assemble import Training
+from phalanx.train.assemble import Training
 from phalanx.train.lifecycle.guardian import EpochSupersededError
 from phalanx.train.lifecycle.progress import TrainProgress, is_due
 

@@ -30,7 +30,7 @@ from phalanx.train.lifecycle.ending import report_failure
 if TYPE_CHECKING:
     from phalanx.run.directory.paths import RunDirectory, RunResult
     from phalanx.run.spec import RunSpec
-    from phalanx.train.assembly.assemble import EpochInputs, Training
+    from phalanx.train.assemble import EpochInputs, Training
     from phalanx.train.lifecycle.reporter import Reporter
 
 EXIT_FAILED = 1
@@ -54,7 +54,7 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
     from phalanx.observe.record.records import process_age_ns
     from phalanx.parallel.process_group.rendezvous import RankEnvironment, device_for, rank_from_environment
     from phalanx.run.directory.paths import RunDirectory, read_resolved
-    from phalanx.train.assembly.assemble import EpochInputs, make_deterministic
+    from phalanx.train.assemble import EpochInputs, make_deterministic
 
     ledger = Ledger(time.monotonic_ns() - process_age_ns(), Bucket.START_PROCESS)
     directory = RunDirectory(run_dir)
@@ -78,7 +78,7 @@ def run_epoch(inputs: EpochInputs) -> RunResult | None:
     from phalanx.observe.rank_writer import RankRecorder
     from phalanx.observe.record.notes import ThrottlingWatch
     from phalanx.observe.sink_registry import open_sinks
-    from phalanx.train.assembly.assemble import assemble
+    from phalanx.train.assemble import assemble
     from phalanx.train.lifecycle.loop import train
     from phalanx.train.lifecycle.reporter import Reporter, first_of_node
 

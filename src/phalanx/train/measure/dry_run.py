@@ -35,7 +35,7 @@ from phalanx.parallel.reduction.data_parallel import local, named_parameters, sp
 from phalanx.run.kinds.whole_model import tiny as tiny_model
 from phalanx.run.layout import SPLIT_BACKWARD, layout_of, micro_batches_per_slot
 from phalanx.run.spec import MemorySpec, OptimizerSpec, PrecisionSpec, RunSpec, RuntimeSpec
-from phalanx.train.assembly.compose import build_model, clocks, divided_parts
+from phalanx.train.compose import build_model, clocks, divided_parts
 from phalanx.train.step.state import fill_initial
 from phalanx.train.step.step import Stepper
 

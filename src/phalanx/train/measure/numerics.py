@@ -12,7 +12,6 @@ import hashlib
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import torch
@@ -30,7 +29,7 @@ from phalanx.run.directory.files import create_once
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import MlaSpec, RunSpec
-from phalanx.train.assembly.model_facts import compute_dtype
+from phalanx.train.compose import compute_dtype
 
 _MOST_ROWS = 64
 _MOST_OUTPUTS = 256
@@ -99,7 +98,8 @@ def require_first(mine: Numerics, directory: RunDirectory, name: str) -> None:
     For a fleet, whose workers come one by one. Raises ``MixedMachinesError``; ``name`` is the node's.
     """
     own = Numerics(f"{name}, {mine.machine}", mine.probes)
-    data = create_once(_reference(directory), msgspec.json.encode(own))
+    reference = directory.named_log(directory.newest_attempt(), "numerics").with_suffix(".json")
+    data = create_once(reference, msgspec.json.encode(own))
     first = msgspec.json.decode(data, type=Numerics)
     probes = differing(first, own)
     if probes:
@@ -108,10 +108,6 @@ def require_first(mine: Numerics, directory: RunDirectory, name: str) -> None:
                 f"this machine ({own.machine}) computes {_listed(probes)} with other bits than the first of this start ({first.machine})"
             )
         )
-
-
-def _reference(directory: RunDirectory) -> Path:
-    return directory.named_log(directory.newest_attempt(), "numerics").with_suffix(".json")
 
 
 def _explained(found: str) -> str:

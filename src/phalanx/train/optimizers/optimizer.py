@@ -23,7 +23,7 @@ from phalanx.parallel.mesh.torch_compat import cuda_stream, local_slice_of
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import MemorySpec, OptimizerSpec
-from phalanx.train.transforms.offload import Regions
+from phalanx.train.activations import Regions
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from phalanx.parallel.pipeline.schedules import StageMessage
     from phalanx.parallel.pipeline.stage_links import StageLinks
-    from phalanx.train.assembly.assemble import Training
+    from phalanx.train.assemble import Training
     from phalanx.train.step.step import Stepper
 
 COLLECTIVES = (

@@ -41,7 +41,7 @@ from phalanx.train.step.meters import storage_bytes
 if TYPE_CHECKING:
     from torch.autograd.profiler import profile
 
-    from phalanx.train.assembly.assemble import Training
+    from phalanx.train.assemble import Training
     from phalanx.train.step.step import Stepper
 
 _BARRIERS = 12

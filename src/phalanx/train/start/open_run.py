@@ -1,8 +1,11 @@
-"""Takes the run directory for one start of a run: chooses it, locks it, and makes sure whose it is.
+"""Takes the run directory for one start of a run: chooses it, locks it, makes sure whose it is, and chooses the run's arithmetic.
 
 Its files are named in ``run/directory/paths.py``. By default the folder is named after the run and its identity, so that two runs can never
 meet in one folder: an unfinished run goes on where it was, a finished one is left alone and the next start gets a fresh folder. A folder
 that is named explicitly is only ever continued by the run that it belongs to.
+
+The arithmetic is part of the identity, so a run file that leaves it open (``runtime.numerics = "auto"``) is completed by what the
+directory of an earlier start recorded.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tomli_w
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.object_tier import ObjectTier, require_conditional_store
+from phalanx.hardware.kernels.compiler import NoHostKernelsError
+from phalanx.hardware.portable.build import library_file, unfit_processor
 from phalanx.observe.event_log import next_attempt
 from phalanx.run.directory.files import remove_temporaries, write_atomically
 from phalanx.run.directory.lineage import extending_command, shares_past
@@ -31,7 +36,7 @@ from phalanx.run.directory.paths import FLEET_NAMES, RunDirectory, RunDirectoryE
 from phalanx.run.identity import differences, identity, layout_changes, run_owned
 from phalanx.run.read import spec_from_table, to_table
 from phalanx.run.resolve import record_of
-from phalanx.run.rules import ARITHMETIC
+from phalanx.run.rules import ARITHMETIC, not_portable
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.store.store import MissingObjectError, StoreError, UnavailableError
@@ -334,3 +339,65 @@ def _take_over_template(source: Path, folder: Path) -> None:
     from phalanx.data.chat.encode import take_over_template
 
     take_over_template(source, folder)
+
+
+# The arithmetic of a run whose file leaves it open.
+#
+# A run that has saved keeps its arithmetic, and a run that goes on from another one as training takes over that one's. Else it is portable wherever
+# it can be: the bits then belong to the run and not to a kind of processor.
+
+
+def with_numerics(spec: RunSpec, fingerprint: str) -> RunSpec:
+    """Return ``spec``, which is resolved otherwise, with its arithmetic; ``fingerprint`` is that of its data."""
+    if spec.runtime.numerics != "auto":
+        return spec
+    portable, native = (
+        replace(spec, runtime=replace(spec.runtime, numerics=name)) for name in ("portable", "native")
+    )
+    for candidate in _earlier(portable, native, fingerprint):
+        return candidate
+    return native if spec.runtime.device == "cuda" or reason_for_native(spec) else portable
+
+
+def _earlier(portable: RunSpec, native: RunSpec, fingerprint: str) -> Iterator[RunSpec]:
+    """The run as it has begun already, or as the run that it goes on from."""
+    if native.run_dir or native.checkpoint.init_with == "training":
+        places = [Path(native.run_dir)] if native.run_dir else []
+        if native.checkpoint.init_with == "training":
+            places.append(Path(native.checkpoint.init_from).parent.parent)
+        for place in places:
+            if not holds_steps(RunDirectory(place)):
+                continue
+            try:
+                recorded = read_resolved(RunDirectory(place)).runtime.numerics
+            except RunDirectoryError:
+                continue  # it has not begun, or whoever opens it says what is wrong
+            yield portable if recorded == "portable" else native
+        return
+    for candidate in (portable, native):
+        if holds_steps(choose(candidate, fingerprint)):
+            yield candidate
+
+
+def reason_for_native(spec: RunSpec) -> str:
+    """Return why a run on CPUs cannot be portable here, as a clause; empty if it can. Compiles the kernels if they are not there yet, in seconds."""
+    for path, reason in not_portable(spec):
+        return f"{path}: {reason}"
+    if reason := unfit_processor():
+        return f"portable ones need an x86-64 processor with AVX2 and FMA, or a 64-bit Arm one, and {reason}"
+    try:
+        library_file()
+    except NoHostKernelsError as error:
+        return f"the kernels of portable ones cannot be compiled (with gcc and g++): {error}"
+    return ""
+
+
+def note_of_fallback(written: RunSpec, resolved: RunSpec) -> str:
+    """A sentence for a run that has fallen back to native numerics on CPUs, and what that costs; empty for any other."""
+    if written.runtime.numerics != "auto" or (resolved.runtime.numerics, resolved.runtime.device) != (
+        "native",
+        "cpu",
+    ):
+        return ""
+    reason = reason_for_native(resolved)
+    return reason and f"numerics are native, so the weights' bits belong to this kind of processor; {reason}"

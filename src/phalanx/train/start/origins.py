@@ -219,7 +219,7 @@ def _notes(spec: RunSpec, fingerprint: str, other: RunDirectory) -> Iterator[str
         return
     recorded = str(record.get("data_fingerprint", fingerprint))
     if recorded != fingerprint:
-        place = ", ".join(_addresses(spec))
+        place = ", ".join([source.path for source in spec.data.sources] or [spec.data.path])
         yield (
             f"{other.path}, at step {step:,}, is of this run file, on what {place} held before ({recorded[:12]}, now {fingerprint[:12]}): the dataset "
             "was prepared anew since, so that this is another run and begins at step 0; to go on with that one, bring its dataset back there"
@@ -230,10 +230,6 @@ def _notes(spec: RunSpec, fingerprint: str, other: RunDirectory) -> Iterator[str
             f"{other.path}, at step {step:,}, is of this run file on the same tokens, before they were packed anew: datasets ask for "
             f"{' and '.join(changed)} since, so that this is another run and begins at step 0; {values} goes on with that one"
         )
-
-
-def _addresses(spec: RunSpec) -> list[str]:
-    return [source.path for source in spec.data.sources] or [spec.data.path]
 
 
 def _value(spec: RunSpec, field: str) -> str:

@@ -44,8 +44,7 @@ from phalanx.run.spec import DataSpec, ModelSpec, RunSpec
 from phalanx.store.open_store import is_remote, is_url
 from phalanx.store.store import StoreError
 from phalanx.train.start.checks import start_problems
-from phalanx.train.start.numerics import with_numerics
-from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run
+from phalanx.train.start.open_run import OpenRun, choose, holds_steps, open_run, with_numerics
 
 
 def documents_of(

@@ -28,9 +28,9 @@ from phalanx.parallel.process_group.typed_gather import gather_typed
 from phalanx.parallel.reduction import exact_sum
 from phalanx.parallel.reduction.data_parallel import gradients
 from phalanx.run.layout import micro_batches_per_slot
-from phalanx.train.step.placement import Built
 from phalanx.train.step.rules import multiplier
 from phalanx.train.step.slot import MicroBatch, SlotWork
+from phalanx.train.step.state import Built
 
 
 class Audit(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx_plan.scaling.answer import BudgetAnswer
 from phalanx_plan.scaling.fit import FittedLaw
 from phalanx_plan.scaling.words import changes, comparison, count, sentence, tables

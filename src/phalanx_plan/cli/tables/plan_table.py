@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx_plan.report.elements import (
     BETWEEN,
     CO2,

@@ -10,7 +10,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx.hardware.cluster import Cluster
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import RunSpec

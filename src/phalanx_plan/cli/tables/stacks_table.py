@@ -9,7 +9,7 @@ from dataclasses import asdict
 import click
 from rich.table import Table
 
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import text_console
 from phalanx_plan.evidence.learned import learned
 from phalanx_plan.search.query import OWN
 from phalanx_plan.workload.software import SOFTWARE, STACKS

@@ -19,10 +19,9 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import succession
 from phalanx.fleet.core.decide import CoreStep
+from phalanx.fleet.core.epochs.epoch_plan import Order, deliveries
 from phalanx.fleet.core.epochs.faults import next_deadline_s
-from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
-from phalanx.fleet.core.orders import Order, deliveries
-from phalanx.fleet.core.replay import batch_line, first_line, replay
+from phalanx.fleet.core.invariants import BrokenInvariant, batch_line, check, first_line, mark, replay
 from phalanx.fleet.core.simulated_clock import SimulatedClock
 from phalanx.fleet.core.state import FleetPhase, FleetState, NonFiniteDoubt, encode_state
 from phalanx.fleet.core.succession import Candidacy, Claim

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import click
 
-from phalanx.cli.shared_options import Bytes, DeviceName, DtypeName, HostName, TrustCode
+from phalanx.cli.errors import Bytes, DeviceName, DtypeName, HostName, TrustCode
 from phalanx.command import Argument, AsJson, ExistingFile, Option, given_options
 from phalanx.run.directory.paths import is_published
 from phalanx.run.fields import FRACTION, NOT_NEGATIVE, POSITIVE, ValueRange

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import click
 from msgspec import structs
 
-from phalanx.cli.errors import demand_folder, explained
-from phalanx.cli.shared_options import require_trusted_code
+from phalanx.cli.errors import demand_folder, explained, require_trusted_code
 from phalanx.run.directory.paths import is_published
 from phalanx_serve.cli.service.options import ServeOptions
 from phalanx_serve.served.served_run import ServedRun

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from phalanx.cli.errors import demand_folder, explained
-from phalanx.cli.numbers import ABOVE_PEAK, number_text, share, utilization
+from phalanx.cli.output import ABOVE_PEAK, number_text, share, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_watch.runs.compare import Comparison, compare
 

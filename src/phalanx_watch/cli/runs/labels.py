@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import demand_folder, explained
-from phalanx.cli.numbers import size
+from phalanx.cli.output import size
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_watch.runs.index import is_run
 from phalanx_watch.runs.remove import Removal, removal, remove

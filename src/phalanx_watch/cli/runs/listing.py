@@ -12,8 +12,7 @@ import click
 import msgspec
 
 from phalanx.cli.errors import demand_folder, explained, refuse_unused
-from phalanx.cli.numbers import ABOVE_PEAK, age, share, utilization
-from phalanx.cli.text_console import text_console
+from phalanx.cli.output import ABOVE_PEAK, age, share, text_console, utilization
 from phalanx.command import Argument, AsJson, Option, PluginName, command_options, written_options
 from phalanx.run.fields import POSITIVE
 from phalanx_watch.runs.index import RunIndex

@@ -110,7 +110,7 @@ def _differences(found: Recorded, spec: RunSpec) -> list[Changed]:
 def _probes(spec: RunSpec) -> dict[str, str]:
     """The bits of this machine's kernels, on the device of the run; none where it has no such device."""
     from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for
-    from phalanx.train.assembly.assemble import make_deterministic
+    from phalanx.train.assemble import make_deterministic
     from phalanx.train.measure.numerics import probe
 
     try:

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from phalanx.cli.errors import demand_folder, explained
-from phalanx.cli.numbers import ABOVE_PEAK, age, moment, share, size, utilization
+from phalanx.cli.output import ABOVE_PEAK, age, moment, share, size, utilization
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_watch.runs.recorded import Recorded, read_recorded
 

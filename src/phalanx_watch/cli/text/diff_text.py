@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.cli.numbers import MOST, left_out_lines, number_text
+from phalanx.cli.output import MOST, left_out_lines, number_text
 from phalanx.train.compare.runs import RunComparison, Verdict
 
 

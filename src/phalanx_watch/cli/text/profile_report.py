@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.numbers import moment
+from phalanx.cli.output import moment
 from phalanx.observe.throughput import format_bytes
 from phalanx_watch.profile.partition import duration
 

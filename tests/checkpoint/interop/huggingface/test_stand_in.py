@@ -27,7 +27,7 @@ from phalanx.checkpoint.pack.writer import pack
 from phalanx.model.transformer import Transformer
 from phalanx.run.directory.files import files_below
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.train.score.score import restored_model
+from phalanx.train.score import restored_model
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import succession
 from phalanx.fleet.core.epochs import epoch_plan
+from phalanx.fleet.core.epochs.epoch_plan import Order
 from phalanx.fleet.core.epochs.seating import deal
 from phalanx.fleet.core.invariants import BrokenInvariant
-from phalanx.fleet.core.orders import Order
 from phalanx.fleet.core.state import FleetPhase, FleetState, NonFiniteDoubt, RestorePoint
 from phalanx.fleet.core.succession import Claim
 from phalanx_plan.simulate.hostile.run import run_seed

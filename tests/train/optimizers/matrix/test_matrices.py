@@ -15,7 +15,7 @@ from phalanx.parallel.mesh.mesh import piece
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.matrix.holders import matrices_of, owners_of
+from phalanx.train.optimizers.matrix_optimizer import matrices_of, owners_of
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=30)
 

@@ -21,13 +21,13 @@ from pathlib import Path
 import msgspec
 
 from phalanx.fleet.control.coordinator import Coordinator, Elected, run_coordinator
-from phalanx.fleet.control.coordinator_args import CoordinatorArgs, exit_code_of
 from phalanx.fleet.control.credentials import Credentials, credentials_of
-from phalanx.fleet.control.fleet_file import path_in
-from phalanx.fleet.control.succession.claims import ClaimRegister
+from phalanx.fleet.control.fleet_file import ClaimRegister, path_in
 from phalanx.fleet.control.succession.reign import (
     FIRST_REIGN,
+    CoordinatorArgs,
     candidates_in,
+    exit_code_of,
     nonce,
     only_coordinator,
     succeed,

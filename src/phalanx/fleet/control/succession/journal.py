@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from phalanx.fleet.core.replay import JournalError
+from phalanx.fleet.core.invariants import JournalError
 from phalanx.run.directory.files import sync, write_atomically
 
 _DIGITS = 16

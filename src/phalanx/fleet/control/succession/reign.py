@@ -1,8 +1,10 @@
-"""The reign of a coordinator: its claim, its lock, the journal and state from which it leads, and its watch for a successor.
+"""The reign of a coordinator: its claim, its lock, the journal and state from which it leads, its watch for a successor, and its end.
 
 The first coordinator of a start of a run leads in reign 1, and so does each that its launcher starts in its place. A coordinator on another
 machine that succeeds it leads in reign 2, with a journal of its own: the machine of the one before may only be cut off, and write on. Where
 the journal of a reign does not reach its newest claim, the claim counts (``phalanx.fleet.core.succession``).
+
+A coordinator's process is started with ``CoordinatorArgs``. Its exit code is the reason for which its reign ended.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import signal
 import socket
 import time
 import traceback
@@ -19,21 +22,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from phalanx.fleet.control.succession.claims import ClaimError, ClaimRegister
+from phalanx.fleet.control.fleet_file import ClaimError, ClaimRegister
+from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.control.succession.journal import Journal, PatientJournal, read_journal
-from phalanx.fleet.core.invariants import mark, resync
-from phalanx.fleet.core.replay import (
+from phalanx.fleet.control.transport import DescriptorLimitError, TransportError
+from phalanx.fleet.core.invariants import (
     RESTARTED,
     UNTOLD,
     JournalError,
     batch_line,
     first_line,
+    mark,
     replay,
     replay_batch,
+    resync,
 )
 from phalanx.fleet.core.state import FleetState, note
 from phalanx.fleet.core.succession import Claim, first_claim, inherited, is_behind, is_due, is_untold, renewed
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+from phalanx.train.lifecycle.ending import report_failure
 
 FIRST_REIGN = 1
 
@@ -372,3 +379,58 @@ class Leadership:
             return False
         self._say_due_s = now_s + self._patience_s / _LEADS_PER_PATIENCE
         return True
+
+
+# The interface of a coordinator's process: arguments, exit codes, and the signal that ends it at once.
+
+
+HURRY_SIGNAL = signal.SIGUSR1
+"""The launcher's request to end at once. To save and stop is SIGTERM, however often it comes: Slurm sends it to all processes of a job."""
+EXIT_CANNOT_START = 78
+"""The exit code of a coordinator that another start would not help: no token, no layout, too few open files (``EX_CONFIG``)."""
+EXIT_SUPERSEDED = 79
+"""The exit code of a coordinator that found that another one leads the run now."""
+
+
+@dataclass(frozen=True)
+class CoordinatorArgs:
+    """The arguments with which a coordinator is started."""
+
+    run_dir: Path
+    attempt: int
+    host: str
+    """The host on which it listens and agents find it."""
+    port: int
+    node: str = ""
+    """The node on whose machine it runs: it is never given back."""
+    listen: str = ""
+    """The address that it binds, if that is not ``host``: another name of the machine, or its address behind a translator."""
+    reign: int = FIRST_REIGN
+    """The number of the reign in which it led before, or is to be the first."""
+
+    @property
+    def listening_on(self) -> str:
+        """The address that it binds."""
+        return self.listen or self.host
+
+
+def exit_code_of(coordinate: Callable[[], int], args: CoordinatorArgs, name: str) -> int:
+    """Runs a coordinator's process; returns its exit code, once what went wrong is in the log ``name``."""
+    try:
+        return coordinate()
+    except SupersededError as error:
+        print(time.strftime("%H:%M:%S"), f"ends: {error}", flush=True)
+        return EXIT_SUPERSEDED
+    except (
+        ClaimError,
+        DescriptorLimitError,
+        JournalError,
+        RunDirectoryError,
+        SecurityError,
+        TransportError,
+        ValueError,
+    ) as error:
+        log = RunDirectory(args.run_dir).named_log(args.attempt, name)
+        report_failure(error, log, args.attempt)
+        hopeless = isinstance(error, (DescriptorLimitError, SecurityError, ValueError))
+        return EXIT_CANNOT_START if hopeless else 1

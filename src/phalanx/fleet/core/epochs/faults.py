@@ -11,11 +11,10 @@ from itertools import filterfalse
 
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.commands import Diagnose
-from phalanx.fleet.core.epochs.epoch_plan import can_do_without
+from phalanx.fleet.core.epochs.epoch_plan import SEATED, Order, can_do_without
 from phalanx.fleet.core.epochs.life_cycle import IN_EPOCH, can_grow, pause_s, regroup
 from phalanx.fleet.core.epochs.progress import dialing_until_s, end, stepped
 from phalanx.fleet.core.messages import Rollcall
-from phalanx.fleet.core.orders import SEATED, Order
 from phalanx.fleet.core.state import (
     Accusation,
     Census,

@@ -12,7 +12,9 @@ from operator import is_not
 
 from phalanx.fleet.core.commands import Park, Stop
 from phalanx.fleet.core.epochs.epoch_plan import (
+    SEATED,
     EpochPlan,
+    Order,
     is_complete,
     plan_epoch,
     possible_ranks,
@@ -29,7 +31,6 @@ from phalanx.fleet.core.epochs.progress import (
     withdraw_doubt,
 )
 from phalanx.fleet.core.messages import NO_EPOCH
-from phalanx.fleet.core.orders import SEATED, Order
 from phalanx.fleet.core.state import (
     NO_SEAT,
     Eligibility,

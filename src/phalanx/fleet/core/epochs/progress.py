@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from phalanx.fleet.core.commands import Fresh, Shutdown
-from phalanx.fleet.core.epochs.epoch_plan import copies_of, newest_in_memory, restore_source
+from phalanx.fleet.core.epochs.epoch_plan import LIVING, Order, copies_of, newest_in_memory, restore_source
 from phalanx.fleet.core.messages import NO_EPOCH, NO_STEP, NotSaved, RankSnapshot
-from phalanx.fleet.core.orders import LIVING, Order
 from phalanx.fleet.core.state import (
     Eligibility,
     FleetPhase,

@@ -25,13 +25,13 @@ from phalanx.checkpoint.snapshot.tier import SnapshotHolder, SnapshotTier, descr
 from phalanx.checkpoint.snapshot.writer import SnapshotWriter, TakenSnapshot
 from phalanx.checkpoint.tiers.tier import KeepingTier
 from phalanx.data.reading.dataset import RunData
-from phalanx.fleet.control.succession.claims import ClaimRegister
+from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.core.epochs.progress import may_begin
 from phalanx.fleet.core.succession import is_superseded
 from phalanx.fleet.health.live_audit import LiveAudit
 from phalanx.fleet.health.stragglers import StragglerWatch
 from phalanx.fleet.node import worker_link as link
-from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
+from phalanx.fleet.node.worker_link import Orders, ParkedError
 from phalanx.hardware.local.device import on_gpu
 from phalanx.observe.rank_stream import RankFrame
 from phalanx.parallel.mesh.mesh import Mesh
@@ -42,8 +42,7 @@ from phalanx.parallel.reduction.checksum import Witness
 from phalanx.run.identity import identity
 from phalanx.run.spec import RunSpec
 from phalanx.train.lifecycle.guardian import EpochSupersededError, Guardian, Samples
-from phalanx.train.step.placement import Built
-from phalanx.train.step.state import RestoredState, restore_newest
+from phalanx.train.step.state import Built, RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
 # Hooks at the moments of a rank's life at which faults are injected; a worker without faults has ``NoHooks``.

@@ -30,14 +30,13 @@ from torch._C._distributed_c10d import Store
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.snapshot.segments import segments_from
 from phalanx.data.reading.dataset import RunData
+from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.control.inquiry import shortened
 from phalanx.fleet.control.security import read_certificates, run_token
-from phalanx.fleet.control.succession.claims import ClaimRegister
 from phalanx.fleet.core.messages import LEFT_AS_ASKED, NO_EPOCH, NO_STEP
 from phalanx.fleet.health.live_audit import CorruptionFoundError
-from phalanx.fleet.health.quick import complaints, of_device
+from phalanx.fleet.health.node_health import complaints, of_device
 from phalanx.fleet.node.rank.rank_guardian import OVERTIME_S, Hooks, NoHooks, NonFiniteStepError, RankGuardian
-from phalanx.fleet.node.rank.worker_orders import Orders, ParkedError
 from phalanx.fleet.node.worker_link import (
     Alive,
     Doubted,
@@ -45,6 +44,8 @@ from phalanx.fleet.node.worker_link import (
     FlightRecordSent,
     JoinEpoch,
     LeftEpoch,
+    Orders,
+    ParkedError,
     RunFailed,
     SendFlightRecord,
     ToAgent,
@@ -81,7 +82,7 @@ from phalanx.run.resolve import addresses
 from phalanx.run.smaller_degrees import divided_over
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
-from phalanx.train.assembly.assemble import EpochInputs, WarmState, make_deterministic, warm_up
+from phalanx.train.assemble import EpochInputs, WarmState, make_deterministic, warm_up
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.reporter import leave_own_machine
 from phalanx.train.lifecycle.worker import EXIT_FAILED, freeze_gc, known_errors, run_epoch
@@ -90,7 +91,7 @@ from phalanx.train.start.open_run import check_data
 from phalanx.wire.messages import WireError
 
 if TYPE_CHECKING:
-    from phalanx.fleet.faults.saboteur import Saboteur
+    from phalanx.fleet.saboteur import Saboteur
 
 _MEET_TIMEOUT_S = 60.0
 """Time limit for the ranks of an epoch to connect: a gloo connect cannot be aborted, nor does it notice that a peer has gone."""
@@ -309,7 +310,7 @@ class Worker:
         """The saboteur, once this worker has been given faults: without any it is not even imported."""
         faults = self._orders.faults()
         if faults and self._saboteur is None:
-            from phalanx.fleet.faults.saboteur import Saboteur, Whereabouts
+            from phalanx.fleet.saboteur import Saboteur, Whereabouts
 
             node = int(re.sub(r".*?(\d*)$", r"\1", self._args.node) or 0)
             worker = node * self._spec.fleet.workers_per_node + self._args.local_rank

@@ -1,18 +1,25 @@
-"""Builds this rank's model: the one place where axes, formats and memory are put together.
+"""Builds this rank's model and its optimizer: the one place where axes, formats and memory are put together.
 
 The order matters. First the axes that make modules smaller (pipeline, tensor, experts) or let them see more than they hold
 (context); then what changes how they compute (formats, compilation, recomputation); FSDP last, which divides whatever
 parameters it finds. Which combinations are legal is decided in ``phalanx.run.layout``.
+
+Before a rank builds its own part, it needs facts of the whole model (``ModelFacts``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from phalanx.model.custom import Chain, blocks_of
+from phalanx.model.custom import Chain, blocks_of, custom_facts
+from phalanx.model.facts.optimizer_state import takes_matrix
+from phalanx.model.facts.shape import buffers, count, parameters, stage_layers
 from phalanx.model.layers.experts.moe import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.observe.ledger import Bucket
@@ -20,22 +27,69 @@ from phalanx.parallel.context.apply import apply_context
 from phalanx.parallel.context.rank_tiles import rank_tiles
 from phalanx.parallel.expert import apply_experts
 from phalanx.parallel.mesh.comm_clock import CommClock
+from phalanx.parallel.mesh.local_slice import LocalSlice
 from phalanx.parallel.mesh.mesh import Mesh, Partition
 from phalanx.parallel.mesh.slots import rounds_of
 from phalanx.parallel.pipeline.runner import Pipeline
 from phalanx.parallel.pipeline.schedules import Schedule, stages_of_rank
 from phalanx.parallel.reduction.data_parallel import DataParallel, named_parameters, spread
 from phalanx.parallel.tensor.apply import apply_tensor, vocabulary_piece
+from phalanx.run.kinds.operations import Parameter
 from phalanx.run.layout import stages_per_rank
-from phalanx.run.spec import RunSpec
-from phalanx.train.assembly.model_facts import compute_dtype, model_facts, whole_model
-from phalanx.train.optimizers.choose import make_optimizer
-from phalanx.train.optimizers.optimizer import MomentStore
-from phalanx.train.step.placement import Built, Placement
+from phalanx.run.spec import ModelSpec, OptimizerSpec, RunSpec
+from phalanx.train.activations import SMALLEST_BYTES, apply_activation_offload, apply_recompute
+from phalanx.train.optimizers.adamw import AdamW, NarrowAdamW
+from phalanx.train.optimizers.matrix_optimizer import MatrixOptimizer, MatrixRule
+from phalanx.train.optimizers.matrix_rules import Adafactor, Muon, Shampoo, Soap
+from phalanx.train.optimizers.optimizer import MomentStore, Optimizer, Several
+from phalanx.train.precision import apply_precision
 from phalanx.train.step.slot import LoopRunner, Losses, PipelineRunner, SlotRunner
-from phalanx.train.transforms.offload import SMALLEST_BYTES, apply_activation_offload
-from phalanx.train.transforms.precision import apply_precision
-from phalanx.train.transforms.recompute import apply_recompute
+from phalanx.train.step.state import Built, Placement
+
+# The facts of the whole model: names, shapes, stages, FLOP.
+#
+# For the transformer they are derived from the run file alone (``phalanx.model.facts``). For a user's own model they come from
+# building it once on the meta device (``phalanx.model.custom``). Every rank derives the same facts.
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The facts of the whole model of a resolved run."""
+
+    parameters: Mapping[str, Parameter]
+    """Every parameter and balance bias by name, in the canonical order."""
+    stages: tuple[range, ...]
+    """The layers of each pipeline stage, first stage first."""
+    flops_per_token: int
+    """Training FLOP per token, attention counted in full."""
+
+
+def model_facts(spec: RunSpec) -> ModelFacts:
+    """The facts of the model of a resolved run. Raises as ``phalanx.model.custom.custom_facts`` does."""
+    if spec.model.factory:
+        custom = custom_facts(spec.model, spec.train.seq_len, compute_dtype(spec))
+        return ModelFacts(
+            {parameter.name: parameter for parameter in custom.parameters},
+            tuple(stage_layers(spec, custom.layer_costs)),
+            custom.flops_per_token,
+        )
+    kinds = (*parameters(spec.model), *buffers(spec.model))
+    return ModelFacts(
+        {kind.name: kind for kind in kinds},
+        tuple(stage_layers(spec)),
+        count(spec.model, spec.train.seq_len).flops_per_token,
+    )
+
+
+def whole_model(spec: ModelSpec, seq_len: int) -> Transformer | Chain:
+    """The module that a resolved description stands for, for sequences of ``seq_len`` tokens, on the current default device."""
+    return Chain(spec) if spec.factory else Transformer(spec, seq_len)
+
+
+def compute_dtype(spec: RunSpec) -> torch.dtype:
+    """The format of weights and hidden states in forward and backward of a resolved run."""
+    return torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
+
 
 _AXES = (Bucket.COMM_EXPOSED_DP, Bucket.COMM_EXPOSED_TP, Bucket.COMM_EXPOSED_CP, Bucket.COMM_EXPOSED_EP)
 
@@ -147,3 +201,53 @@ def compile_blocks(module: nn.Module) -> None:
     """Compiles the forward and backward pass of the blocks of ``module``, which are not recomputed, offloaded or sharded yet."""
     for block in blocks_of(module):
         block.forward = torch.compile(block.forward, dynamic=False)  # shapes are the run's, never the fleet's
+
+
+# The optimizer that a run file names, with parameters assigned to it or to AdamW.
+
+
+_RULES: dict[str, Callable[[OptimizerSpec], MatrixRule]] = {
+    "adafactor": Adafactor,
+    "muon": Muon,
+    "shampoo": Shampoo,
+    "soap": Soap,
+}
+
+
+def make_optimizer(
+    spec: OptimizerSpec,
+    parameters: Mapping[str, nn.Parameter],
+    kinds: Mapping[str, Parameter],
+    *,
+    seed: int = 0,
+    boxes: Mapping[str, LocalSlice] | None = None,
+    group: dist.ProcessGroup | None = None,
+    store: MomentStore | None = None,
+) -> Optimizer:
+    """The optimizer of ``parameters``, on every rank together.
+
+    Args:
+        kinds: What each parameter is, with the shape of the whole.
+        seed: Seeds stochastic rounding.
+        boxes: This rank's part of each parameter, by name; ``None`` if parameters are whole
+            or DTensors that know.
+        group: The ranks that hold each of ``parameters`` between them (``Mesh.stage_group``). A larger group divides the work
+            further. ``None`` if this rank holds everything.
+        store: Where AdamW's fp32 moments live; ``None`` is the device.
+    """
+
+    def part(names: list[str]) -> dict[str, nn.Parameter]:
+        return {name: parameters[name] for name in names}
+
+    if spec.name == "adamw":
+        narrow = [n for n in parameters if spec.state != "fp32" and len(kinds[n].shape) > 1]
+        plain = [n for n in parameters if n not in narrow]
+        wide = AdamW(spec, part(plain), kinds, boxes, store)
+        return Several([NarrowAdamW(spec, part(narrow), kinds, seed, boxes), wide]) if narrow else wide
+    rule = _RULES[spec.name](spec)
+    matrices = [n for n in parameters if takes_matrix(spec, kinds[n])]
+    rest = [n for n in parameters if n not in matrices]
+    optimizers: list[Optimizer] = [AdamW(dataclasses.replace(spec, name="adamw"), part(rest), kinds, boxes)]
+    if matrices:
+        optimizers.insert(0, MatrixOptimizer(spec, rule, part(matrices), kinds, boxes, group))
+    return Several(optimizers)

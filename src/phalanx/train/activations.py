@@ -1,12 +1,14 @@
-"""Activation offload: activations wait for their backward pass in host memory, or in a file on a local disk.
+"""Memory of activations: offload to the host until the backward pass, or recomputation in it. Neither changes a bit.
 
-A block's activations lie idle from its forward to its backward pass (as an optimizer's moments do from step to step; these
-are in ``offload_moments``; ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). PyTorch's saved-tensor hooks
+*Offload*: a block's activations lie idle from its forward to its backward pass (as an optimizer's moments do from step to step,
+which ``MomentStore`` offloads; ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857). PyTorch's saved-tensor hooks
 hand them over; they are copied out while the next blocks compute, and prefetched one block ahead of the backward pass. Copies
 are exact, and strides are kept, so no bit changes.
 
-Files have no name, so the operating system frees them when the process ends, however it ends. Space in them is
-reserved before it is used, so that a full disk is an error with a remedy and not a bus error.
+They wait in host memory, or in a file on a local disk. Files have no name, so the operating system frees them when the process ends,
+however it ends. Space in them is reserved before it is used, so that a full disk is an error with a remedy and not a bus error.
+
+*Recomputation* (activation checkpointing) keeps a block's input and computes the block again (Chen et al., arXiv 1604.06174).
 """
 
 from __future__ import annotations
@@ -19,21 +21,38 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from phalanx.hardware.local.device import on_gpu
 from phalanx.model.autograd import uncompiled
 from phalanx.model.custom import blocks_of
-from phalanx.parallel.mesh.torch_compat import cuda_stream
+from phalanx.parallel.mesh.torch_compat import (
+    cuda_stream,
+    keep_activations_within,
+    keep_selected_tensors_from_hooks,
+    leave_profiler_out_of_selective_checkpoints,
+)
 from phalanx.parallel.reduction.data_parallel import local
-from phalanx.run.spec import MemorySpec
+from phalanx.run.spec import MemorySpec, RunSpec
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
 
 SMALLEST_BYTES = 1 << 16
 """Smaller tensors are not offloaded: they would save nothing."""
@@ -92,9 +111,6 @@ def _rounded(length: int) -> int:
     """Rounds up to eighths of powers of two, so that tensors of nearly the same size can reuse one region."""
     unit = max(_PAGE, 1 << max(0, length.bit_length() - 4))
     return -(-length // unit) * unit
-
-
-# --- activations ----------------------------------------------------------------------------------
 
 
 class Waiting(Protocol):
@@ -348,3 +364,79 @@ def offload_activations(module: nn.Module, store: Store, smallest: int = SMALLES
     offloading = _Offloading(store, smallest)
     for number, block in enumerate(blocks_of(module)):
         block.forward = offloading.wrap(block, first=number == 0)
+
+
+# Recomputation of activations in the backward pass.
+#
+# Without it a block keeps some dozen tensors for backward, each as wide as the model or wider. ``full`` keeps a block's
+# input alone and computes the block twice. ``selective`` keeps the results that cost much time per byte, and recomputes only the
+# cheap rest (Korthikanti et al., arXiv 2205.05198); ``budget`` leaves the choice to the compiler, which solves a knapsack
+# problem for each block.
+#
+# Recomputation does the same operations on the same numbers, so no bit changes: that includes the choices of a router, and
+# collectives, which all ranks of a group run again in the same order. PyTorch's non-reentrant checkpoint is put around a
+# block's ``forward`` rather than around the block, so that parameters keep their names, and so that whatever hooks the block
+# has (FSDP's gathering of weights) run once and stay outside. A compiled ``forward`` is recomputed as it is: one program, with or
+# without. ``selective`` cannot look into it, so ``phalanx.run.layout`` refuses the two together; ``budget`` is for compiled blocks.
+
+
+ATTENTION = frozenset(
+    {
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+"""Attention in one kernel: quadratic time, a result as wide as its queries."""
+PRODUCTS = frozenset(
+    {"mm", "bmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
+)
+"""Matrix products whose first argument is the left operand ``(..., m, k)`` and whose second is the right, ``(..., k, n)``."""
+FUNCTIONAL_COLLECTIVES = "_c10d_functional"
+
+
+def apply_recompute(module: nn.Module, spec: RunSpec) -> None:
+    """Applies ``spec.memory.recompute`` to the blocks of ``module``: compiled ones if they are to be, not sharded yet."""
+    how = spec.memory.recompute
+    if how == "none":
+        return
+    if how == "budget":
+        keep_activations_within(spec.memory.recompute_budget)
+        return
+    if how == "selective":
+        leave_profiler_out_of_selective_checkpoints()
+    contexts = noop_context_fn if how == "full" else partial(create_selective_checkpoint_contexts, policy)
+    for block in blocks_of(module):
+        # A block draws no random numbers, so no generator's state need be kept.
+        block.forward = partial(
+            checkpoint,
+            block.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=contexts,
+            **keep_selected_tensors_from_hooks(),
+        )
+
+
+def policy(
+    context: SelectiveCheckpointContext,  # noqa: ARG001  PyTorch's signature
+    operation: OpOverload[..., object],
+    *args: Tensor,
+    **kwargs: object,  # noqa: ARG001
+) -> CheckpointPolicy:
+    """The selective policy: keeps the results of attention, of collectives, and of products that do not widen.
+
+    A product's time per byte of its result is proportional to its inner dimension, which is the same for all products that read
+    the residual stream; but the two that widen it to a feed-forward layer's inner width make up two thirds or more of the bytes
+    that could be kept. Recomputing just these costs about as much time as recomputing every second product, and keeps a good
+    deal less.
+    """
+    name = operation.overloadpacket.__name__
+    if name in ATTENTION or operation.namespace == FUNCTIONAL_COLLECTIVES:
+        return CheckpointPolicy.MUST_SAVE
+    operands = args[1:3] if name == "addmm" else args[:2] if name in PRODUCTS else ()
+    if operands and operands[1].shape[-1] <= operands[0].shape[-1]:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.snapshot.segments import Segment
 from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
-from phalanx.fleet.faults.fault import (
+from phalanx.fleet.fault import (
     Corrupt,
     CutLink,
     DelayLink,
@@ -34,15 +34,14 @@ from phalanx.fleet.faults.fault import (
     Kill,
     NanLoss,
     Slow,
+    fault_marker,
     parse_fault,
 )
-from phalanx.fleet.faults.fault_list import fault_marker
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.reduction.checksum import Witness, attach
 from phalanx.parallel.reduction.data_parallel import local
-from phalanx.train.step.placement import Built
 from phalanx.train.step.slot import SlotWork
-from phalanx.train.step.state import state_tensors
+from phalanx.train.step.state import Built, state_tensors
 
 _FULL_BYTES = 4096
 _CUT_AGAIN_S = 0.02
@@ -97,7 +96,8 @@ class Saboteur:
         self._parts = model.parts
         _before(model, "begin", lambda: self.at("forward"))
         _before(model, "before_backward", lambda: self.at("backward"))
-        _before(saver, "save", lambda: self._soon("commit"))
+        # While the writing goes on in its thread.
+        _before(saver, "save", lambda: threading.Timer(0.002, lambda: self.at("commit")).start())
         built.waits[Bucket.COMM_EXPOSED_DP].entered = lambda: self.at("reduction")
         _between(model, "begin", "end", self._dawdle)
         self._spoil_losses(built)
@@ -120,9 +120,6 @@ class Saboteur:
         for number, fault in self._faults:
             if self._due(fault, phase) and self._concerns_me(fault) and self._first(number):
                 self._commit(fault)
-
-    def _soon(self, phase: FaultPhase) -> None:
-        threading.Timer(0.002, lambda: self.at(phase)).start()  # while the writing goes on in its thread
 
     def _due(self, fault: Fault, phase: FaultPhase | None) -> bool:
         when = fault.when

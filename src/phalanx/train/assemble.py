@@ -6,7 +6,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,14 @@ from phalanx.run.directory.lineage import Origin, lineage_table, read_lineage
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.spec import CheckpointSpec, RunSpec
 from phalanx.store.open_store import is_url, open_store
-from phalanx.train.assembly.compose import build_model
+from phalanx.train.compose import build_model
 from phalanx.train.lifecycle.guardian import Guardian, NoGuardian
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.lifecycle.reporter import Reporter, first_of_node, leave_own_machine
 from phalanx.train.measure.numerics import Numerics, probe, require_equal
 from phalanx.train.start.open_run import check_data
-from phalanx.train.step.placement import Built
 from phalanx.train.step.state import (
+    Built,
     RestoredState,
     fill_initial,
     restore_newest,
@@ -294,7 +294,7 @@ def take_over(
         )
     parts, placement = built.model.parts, built.placement
     wanted = weight_shards(parts, placement) if checkpoint.init_with == "weights" else shards
-    with _shared_by_ranks(tier, alone):
+    with tier.shared_on_this_machine() if isinstance(tier, ObjectTier) and not alone else nullcontext():
         extra = restore(tier, step, wanted, rank=placement.mesh.rank)
         dist.barrier()
     weights = tier.record(step).weights_sha256 or weights_sha256(parts, placement)
@@ -308,10 +308,6 @@ def take_over(
     progress = TrainProgress.from_extra(extra)
     seconds = time.monotonic() - began_s
     return RestoredState(progress.step, extra, (), start, seconds, taken_over=True)
-
-
-def _shared_by_ranks(tier: DiskTier | ObjectTier, alone: bool) -> AbstractContextManager[None]:
-    return tier.shared_on_this_machine() if isinstance(tier, ObjectTier) and not alone else nullcontext()
 
 
 def _record(directory: RunDirectory, start: str, step: int, weights: str, init_with: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.model.facts.optimizer_state import BlockGrid
 from phalanx.parallel.mesh.mesh import piece
-from phalanx.train.optimizers.matrix.matrix_optimizer import MatrixRule
+from phalanx.train.optimizers.matrix_optimizer import MatrixRule
 
 
 @dataclass(frozen=True)

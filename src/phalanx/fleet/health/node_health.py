@@ -1,19 +1,38 @@
-"""Health reports of NVIDIA GPUs: memory errors, temperature, throttled clocks, Xid errors.
+"""The health of a node in a fleet: reports of its NVIDIA GPUs, and the quick checks before it is offered and after a worker died.
 
-Readings are taken through NVML (package ``nvidia-ml-py``, optional) and from the kernel's log, and judged as values. Meanings of
-the Xid numbers: NVIDIA, "Xid Errors" (docs.nvidia.com/deploy/xid-errors); of the throttle reasons: ``hardware/local/detect.py``.
+*GPU reports* are memory errors, temperature, throttled clocks and Xid errors. They are read through NVML (package ``nvidia-ml-py``,
+optional) and from the kernel's log, and judged as values. Meanings of the Xid numbers: NVIDIA, "Xid Errors"
+(docs.nvidia.com/deploy/xid-errors); of the throttle reasons: ``hardware/local/detect.py``.
+
+*Quick checks* take well under a second in all. The worker, which has PyTorch and the accelerator's context loaded, checks matrix products
+and device memory. The agent, which has neither, checks the disk, the network stack and the GPU reports, in a thread while its workers
+start. The checks themselves are those of ``phalanx health`` (``phalanx.fleet.health.checks``).
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import importlib
 import os
 import re
+import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from phalanx.fleet.health.checks import ANY_RATE, CheckResult, HealthLimits
+from phalanx.fleet.health.checks import (
+    ANY_RATE,
+    CheckResult,
+    HealthLimits,
+    disk,
+    exact_products,
+    guarded,
+    loopback,
+    memory,
+)
 from phalanx.hardware.local.detect import reasons_in_words
 
 FATAL_XIDS = {
@@ -165,3 +184,84 @@ def kernel_log() -> str:
         return b"\n".join(lines).decode(errors="replace")
     finally:
         os.close(log)
+
+
+# The quick checks of a fleet.
+
+_DISK_BYTES, _LINK_BYTES, _MEMORY_BYTES, _PRODUCTS = 4 << 20, 1 << 20, 32 << 20, 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def of_node() -> list[CheckResult]:
+    """Checks what the workers of a node share. Needs no PyTorch."""
+    return [
+        guarded("disk", _disk),
+        guarded("link", lambda: loopback(_LINK_BYTES)),
+        *gpus(),
+    ]
+
+
+def of_device(device: str) -> list[CheckResult]:
+    """Checks one worker's accelerator, in that worker."""
+    return [
+        guarded("matrix product", lambda: exact_products(device, _PRODUCTS)),
+        guarded("memory", lambda: memory(device, _MEMORY_BYTES)),
+    ]
+
+
+def complaints(results: Sequence[CheckResult]) -> str:
+    """The failed checks as text; empty if the machine is fit."""
+    return "; ".join(f"{one.check}: {one.text}" for one in results if one.status in ("bad", "slow"))
+
+
+def _disk() -> CheckResult:
+    try:
+        return disk(Path(tempfile.gettempdir()), _DISK_BYTES)
+    except OSError as error:
+        if error.errno in _FULL:  # a run goes on with a full disk
+            return CheckResult("disk", "not checked", f"no space in {tempfile.gettempdir()}")
+        raise
+
+
+# Watch over a node's health: runs the checks on demand, and on an unfit node again and again, since it may be repaired.
+
+_EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
+
+
+class HealthWatch:
+    """Checks what the workers of one node share: disk, network stack, GPUs."""
+
+    def __init__(self, on_checked: Callable[[str], None], log: Callable[[str], None]) -> None:
+        """``on_checked`` is called with the complaints of each check, empty if there are none; ``log`` takes lines for people."""
+        self._on_checked, self._log = on_checked, log
+        self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
+
+    def suspect(self) -> None:
+        """Asks for a check."""
+        self._suspicion.set()
+
+    async def run(self) -> None:
+        """Runs the checks that are asked for, until cancelled."""
+        while True:
+            await self._suspicion.wait()
+            self._suspicion.clear()
+            found = await self._complaints()
+            if self._suspicion.is_set():
+                continue  # asked for again: the new reason may have come after the check
+            if found:
+                self._log(f"unfit: {found}")
+            self._on_checked(found)
+            if found:
+                await asyncio.sleep(_EXAMINE_AGAIN_S)
+                self._suspicion.set()
+
+    async def _complaints(self) -> str:
+        checks = asyncio.get_running_loop().run_in_executor(self._doctor, of_node)
+        try:
+            return complaints(await asyncio.wait_for(checks, _EXAMINE_S))
+        except TimeoutError:
+            return f"its checks did not end within {_EXAMINE_S:g} s"
+
+    def close(self) -> None:
+        """Ends the thread, without waiting for a check that hangs."""
+        self._doctor.shutdown(wait=False, cancel_futures=True)

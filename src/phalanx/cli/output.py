@@ -1,0 +1,174 @@
+"""Output of commands: text streams and consoles without control sequences of strangers, and numbers as text for people.
+
+Names of runs, files, nodes and metrics, and texts of logs and errors, may hold sequences that command a terminal. Every command prints through the
+streams here, which write a control character as its escape. What passes is what commands print themselves: line breaks, tabs, a carriage return
+before a line of progress, and the colors of ``click.style``. Consoles of rich have a filter of their own, since they move the cursor; rich is
+imported with the first console.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+    from phalanx.train.compare.observation import Compared
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but tab and line feed, those that turn the direction of writing, and bytes that are no text."""
+_STYLE = re.compile("(\x1b\\[(?:[012]|3[1-6])m)")
+"""A color, bold, dim, and their end, as ``click.style`` writes them."""
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with its control characters as escapes, such as ``\\x1b``."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class SafeStream:
+    """A text stream that writes control characters as escapes."""
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw = raw
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+    def write(self, text: str) -> int:
+        """Write ``text``; return its length."""
+        start, rest = ("\r", text[1:]) if text.startswith("\r") else ("", text)
+        # Every second part is a style.
+        parts = _STYLE.split(rest)
+        parts[::2] = map(printable, parts[::2])
+        self.raw.write(start + "".join(parts))
+        return len(text)
+
+
+@contextmanager
+def safe_output() -> Iterator[None]:
+    """Within, standard output and standard error are safe streams."""
+    before = sys.stdout, sys.stderr
+    if isinstance(sys.stdout, SafeStream):
+        yield
+        return
+    safe = SafeStream(before[0]), SafeStream(before[1])
+    sys.stdout, sys.stderr = (cast("TextIO", stream) for stream in safe)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """Return the stream that ``stream`` writes to, past its filter."""
+    return stream.raw if isinstance(stream, SafeStream) else stream
+
+
+def data_output() -> TextIO:
+    """Return the stream for text that is data: standard output as it is, unless that is a terminal."""
+    return sys.stdout if sys.stdout.isatty() else unfiltered(sys.stdout)
+
+
+# The console of all commands. It prints text as it is: brackets in a run's name or a library's error are no markup.
+#
+# Styles are given beside the text: ``console.print(line, style="dim")`` or ``Text.assemble(("stopped", "yellow"), reason)``.
+
+
+def text_console(
+    *, stderr: bool = False, file: TextIO | None = None, soft_wrap: bool = False, highlight: bool = False
+) -> Console:
+    """Return a console without markup and without emoji codes; ``file`` instead of stdout or stderr."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        """Writes control characters in texts as escapes; the console's own control codes pass."""
+
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            """Yield the segments of ``renderable``."""
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+        @property
+        def file(self) -> IO[str]:
+            """The stream to write to, which lets control codes pass."""
+            return unfiltered(cast("TextIO", super().file))
+
+        @file.setter
+        def file(self, stream: IO[str]) -> None:
+            self._file = stream
+
+    return SafeConsole(
+        stderr=stderr, file=file, soft_wrap=soft_wrap, highlight=highlight, markup=False, emoji=False
+    )
+
+
+# Numbers, sizes, ages and the differences of two replays, as text for people.
+
+
+def share(value: float) -> str:
+    """A fraction in percent."""
+    return f"{value:.1%}"
+
+
+def utilization(value: float) -> str:
+    """MFU in percent, marked where it is above the peak that it is a share of: that was measured when the run began, and the machine
+    was busier then."""
+    return share(value) + ("!" if value > 1 else "")
+
+
+ABOVE_PEAK = "mfu!: above the measured peak, so other work slowed that measurement when the run began"
+
+
+def age(seconds: float) -> str:
+    """A span of time back from now, to its largest unit."""
+    for length, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
+def moment(unix_s: float) -> str:
+    """A point in time by the clock of this machine, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+def size(count: int) -> str:
+    """A number of bytes in the unit in which it has one to three digits before the point."""
+    value = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:,.0f} {unit}" if unit == "bytes" else f"{value:,.1f} {unit}"
+
+
+# Differences of two replays as lines of text.
+
+MOST = 8
+"""Tensors and modules that are listed; the rest are counted."""
+
+
+def number_text(value: float | None) -> str:
+    """A number with all of its bits, in decimals and in hexadecimal."""
+    return "none" if value is None else f"{value!r} ({float(value).hex()})"
+
+
+def left_out_lines(compared: Compared) -> Iterator[str]:
+    """Yield a line for the modules that two replays could not be compared in, if any."""
+    # A module in lanes is called once for each, and may have several results; a reader wants to know which module.
+    names = list(
+        dict.fromkeys(re.sub(r"( \(call \d+\))?(\[\d+\])?$", "", name) for name in compared.left_out)
+    )
+    if names:
+        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+        yield f"not compared, because the layouts cut it differently: {', '.join(names[:MOST])}{more}"

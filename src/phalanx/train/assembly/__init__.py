@@ -1,1 +1,0 @@
-"""A run put together on one rank: model, optimizer, state and data."""

@@ -1,1 +1,0 @@
-"""Scores: log-probabilities of given tokens, by the arithmetic that a run was trained with."""

@@ -1,1 +1,0 @@
-"""Transforms of a plain model, applied from outside: 8-bit formats, recomputation and offload."""
