@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 PURE = (
     "phalanx/fleet/core",
     "phalanx/launch/placing.py",
-    *(f"phalanx_plan/placing/{name}.py" for name in ("price", "choose", "verify")),
+    "phalanx_plan/placing.py",
     "phalanx/data/order",
     "phalanx/model/facts",
     "phalanx_plan/workload",

@@ -16,7 +16,8 @@ import numpy as np
 
 from phalanx.parallel.pipeline.schedules import Schedule
 from phalanx.run.kinds.mixture import is_mixture
-from phalanx_plan.evidence.learned import Band
+from phalanx_plan.evidence import Band
+from phalanx_plan.report.analyses import CHANGE, TraceEvent, days_changes, step_changes, step_timeline
 from phalanx_plan.report.elements import (
     BETWEEN,
     CO2,
@@ -38,9 +39,7 @@ from phalanx_plan.report.elements import (
     unit_for,
     written,
 )
-from phalanx_plan.report.trace import TraceEvent, step_timeline
 from phalanx_plan.search.plan import Plan
-from phalanx_plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx_plan.step_cost.estimate import Estimate, Evaluation, prepare
 from phalanx_plan.step_cost.memory import PlaceCounts, memory_at
 from phalanx_plan.whole_run.estimate import LEVELS, Percentiles, goodput_plan

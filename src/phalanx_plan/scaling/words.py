@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from html import escape
 
+from phalanx_plan.api import plan_json
 from phalanx_plan.report.elements import DAYS, DOLLARS, ENERGY, html_table, written
 from phalanx_plan.scaling.answer import BudgetAnswer, Recommended
 from phalanx_plan.scaling.fit import FittedLaw
 from phalanx_plan.scaling.optimum import OverTrained
-from phalanx_plan.search.as_json import plan_json
 
 _HARDLY = 0.01
 """Loss that half of a budget is hardly worth: less than the laws' own standard error."""

@@ -15,7 +15,7 @@ from phalanx.run.kinds.whole_model import undivided
 from phalanx.run.resolve import addresses
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
-from phalanx_plan.evidence.learned import (
+from phalanx_plan.evidence import (
     UNKNOWN_MACHINE,
     Band,
     BestRun,
@@ -24,7 +24,7 @@ from phalanx_plan.evidence.learned import (
     makers_with_runs,
     normal_band,
 )
-from phalanx_plan.fewer_ranks import lost_node_notes
+from phalanx_plan.planner import lost_node_notes
 from phalanx_plan.run_fields import notes_of
 from phalanx_plan.search.alternatives import (
     PLACED,
