@@ -26,8 +26,6 @@ PURE = (
     "phalanx_plan/report",
     *(f"phalanx_plan/scaling/{name}.py" for name in ("laws", "optimum", "fit")),
     "phalanx_plan/simulate/hostile",
-    "phalanx_serve/simulate/worker.py",
-    "phalanx_serve/simulate/world.py",
     "phalanx_serve/traffic",
     "phalanx/checkpoint/format/boxes.py",
     "phalanx/checkpoint/format/image.py",

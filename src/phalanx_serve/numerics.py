@@ -25,14 +25,14 @@ from phalanx.hardware.portable.operations import begin, begun
 from phalanx.run.rules import ARITHMETIC, NotPortableError
 from phalanx.run.spec import RunSpec
 from phalanx.train.score.arithmetic import other_arithmetic
-from phalanx_serve.engine.errors import (
+from phalanx_serve.traffic.events import (
     NOT_EXACT,
+    Bits,
     DeviceMemoryError,
     EngineError,
     NotExactError,
     PartLostError,
 )
-from phalanx_serve.traffic.events import Bits
 
 # Devices, and what becomes of their errors.
 

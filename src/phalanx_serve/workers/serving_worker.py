@@ -18,11 +18,16 @@ from dataclasses import dataclass, replace
 from phalanx.wire.connection import SealedConnection
 from phalanx.wire.messages import WireError
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import DeviceMemoryError, PartLostError
 from phalanx_serve.http.worker import Streaming, explained
 from phalanx_serve.traffic.block_table import page_names
-from phalanx_serve.traffic.events import Identity
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Request
+from phalanx_serve.traffic.events import (
+    DeviceMemoryError,
+    Ended,
+    EngineOutput,
+    Identity,
+    PartLostError,
+    Request,
+)
 from phalanx_serve.workers import messages as m
 from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx_serve.workers.page_client import PageWay, Pulled, Way, pull
