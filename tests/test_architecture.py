@@ -45,7 +45,7 @@ PURE = (
     ),
     *(
         f"phalanx_watch/profile/{name}.py"
-        for name in ("partition", "waits", "operations", "memory", "summary", "chrome")
+        for name in ("partition", "waits", "operations", "summary", "chrome")
     ),
     "phalanx_watch/series/table.py",
 )
