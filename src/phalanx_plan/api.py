@@ -11,10 +11,8 @@ from phalanx.hardware.catalog import cluster as cluster_named
 from phalanx.hardware.cluster import Cluster
 from phalanx.run.spec import RunSpec
 from phalanx_plan.evidence import LEVELS
-from phalanx_plan.search.options import Point
 from phalanx_plan.search.plan import Plan, make_plan
 from phalanx_plan.search.query import Aim
-from phalanx_plan.search.search import RunnerUp
 from phalanx_plan.step_cost.estimate import Estimate
 
 
@@ -109,8 +107,14 @@ def plan_json(plan: Plan) -> dict[str, object]:
                 {"title": one.title, "gives_up": one.gives_up, **estimate_json(plan, one.found)}
                 for one in plan.ideas
             ],
-            "front": [_point_json(point) for point in found.front],
-            "runners_up": [_runner_up_json(one) for one in found.runners_up],
+            "front": [
+                asdict(point) | {"layout": str(point.layout), "fields": asdict(point.layout)}
+                for point in found.front
+            ],
+            "runners_up": [
+                {"family": one.family, "layout": str(one.layout), "reason": one.reason, "slower": one.slower}
+                for one in found.runners_up
+            ],
             "looked_at": found.looked_at,
             "valid": found.valid,
             "excluded": dict(found.excluded),
@@ -139,11 +143,3 @@ def _finite(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _point_json(point: Point) -> dict[str, object]:
-    return asdict(point) | {"layout": str(point.layout), "fields": asdict(point.layout)}
-
-
-def _runner_up_json(one: RunnerUp) -> dict[str, object]:
-    return {"family": one.family, "layout": str(one.layout), "reason": one.reason, "slower": one.slower}

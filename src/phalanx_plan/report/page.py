@@ -224,7 +224,7 @@ def report_page(plan: Plan, before: Sequence[tuple[str, str]] = ()) -> str:
         ("Answer", first_page(plan)),
         *([("The best by the exact schedule", _best(plan))] if plan.found else []),
         ("Memory of each pipeline rank", _memory(plan)),
-        ("Where the step goes", _time(plan)),
+        ("Where the step goes", stacked_bars(_time_bars(plan), "s")),
         ("A step, as the schedule has it", _timeline(plan)),
         *([("Pareto front", _front(plan)), ("What the others lose", _losers(plan))] if plan.found else []),
         ("What moves the answer", _sensitivity(plan)),
@@ -295,10 +295,6 @@ def _every_rank(evaluation: Evaluation, found: Estimate) -> PlaceCounts:
         layer += size
     counts[2, placed.rank_of(0)] = counts[3, placed.rank_of(placed.stages - 1)] = 1
     return PlaceCounts((counts[0], counts[1], counts[2], counts[3]), np.arange(ranks))
-
-
-def _time(plan: Plan) -> str:
-    return stacked_bars(_time_bars(plan), "s")
 
 
 def _time_bars(plan: Plan) -> list[Bar]:

@@ -234,14 +234,12 @@ class ServingWorker:
                 continue
             if isinstance(output, Ended):
                 if order.offer and output.outcome == "length":
-                    self.offered.offer(job, self._read_pages(self._names(order.request)))
+                    names = page_names(order.request.prompt + order.request.told, self._engine.root)
+                    self.offered.offer(job, self._read_pages(names))
                 del self._orders[job]
             messages.append(m.encode_output(job, output))
         if messages:
             self._link.send_message(m.Speech(tuple(messages)))
-
-    def _names(self, request: Request) -> list[bytes]:
-        return page_names(request.prompt + request.told, self._engine.root)
 
     def _read_pages(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the pages of ``names`` that are here, from the first one up to a gap."""

@@ -176,7 +176,12 @@ def merged(
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The merged trace as one JSON object; times in microseconds since the earliest event."""
-    starts = {trace.rank: _starts(trace, clocks[trace.rank]) for trace in traces}
+    starts = {
+        trace.rank: clocks[trace.rank].to_common(
+            trace.events["begin_ns"] + int(trace.meta.get("base_unix_ns", 0))
+        )
+        for trace in traces
+    }
     origin = min((int(start.min()) for start in starts.values() if len(start)), default=0)
     share = MOST_EVENTS // max(len(traces), 1)
     events: list[dict[str, Any]] = []
@@ -203,10 +208,6 @@ def merged(
 def packed(trace: Mapping[str, Any]) -> bytes:
     """The trace as a gzip file, the same bytes for the same trace."""
     return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), 6, mtime=0)
-
-
-def _starts(trace: RankTrace, clock: ClockFit) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return clock.to_common(trace.events["begin_ns"] + int(trace.meta.get("base_unix_ns", 0)))
 
 
 def _first_step(trace: RankTrace, starts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
@@ -305,7 +306,9 @@ def _range(trace: RankTrace, place: int, start_ns: int, length_ns: int) -> dict[
 def _arrows(traces: Sequence[RankTrace], waits: Waits, origin: int) -> Iterator[dict[str, Any]]:
     """Arrows from whoever came last to those who waited, the longest waits if there are too many."""
     thread = {
-        (trace.rank, place): _track(trace.events[place])[0] for trace in traces for place in _marked(trace)
+        (trace.rank, place): _track(trace.events[place])[0]
+        for trace in traces
+        for place in np.flatnonzero(trace.events["mark"] >= 0).tolist()
     }
     found = [
         (meeting.waited_ns(passage), meeting, passage)
@@ -321,10 +324,6 @@ def _arrows(traces: Sequence[RankTrace], waits: Waits, origin: int) -> Iterator[
         for ph, one, track, time_ns in zip("sf", (source, passage), tracks, times, strict=True):
             end = {"bp": "e"} if ph == "f" else {}
             yield {"ph": ph, **same, **end, "pid": one.rank, "tid": track, "ts": (time_ns - origin) / 1e3}
-
-
-def _marked(trace: RankTrace) -> list[int]:
-    return list(np.flatnonzero(trace.events["mark"] >= 0).tolist())
 
 
 def _counters(line: MemoryLine, start_ns: int) -> Iterator[dict[str, Any]]:

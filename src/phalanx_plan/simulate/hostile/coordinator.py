@@ -21,7 +21,7 @@ from phalanx.fleet.core import succession
 from phalanx.fleet.core.decide import CoreStep
 from phalanx.fleet.core.epochs.faults import next_deadline_s
 from phalanx.fleet.core.invariants import BrokenInvariant, check, mark
-from phalanx.fleet.core.orders import Order, deliveries
+from phalanx.fleet.core.orders import deliveries
 from phalanx.fleet.core.replay import batch_line, first_line, replay
 from phalanx.fleet.core.simulated_clock import SimulatedClock
 from phalanx.fleet.core.state import FleetPhase, FleetState, NonFiniteDoubt, encode_state
@@ -190,7 +190,8 @@ class SimulatedCoordinator:
         if succession.is_due(self.claim, self.state) and not self._claims():
             return
         self.disk.delete(self.state.condemned)
-        self._send(orders)
+        for name, command in deliveries(self.state, orders):
+            self.world.to_node(self, name, command)
 
     def _claims(self) -> bool:
         """Claims anew; False if it must send nothing: it was superseded, or fell."""
@@ -217,10 +218,6 @@ class SimulatedCoordinator:
         self.register.begins(self)
         if self.state.phase is FleetPhase.BINDING:
             self.world.check_source(self.state)
-
-    def _send(self, orders: list[Order]) -> None:
-        for name, command in deliveries(self.state, orders):
-            self.world.to_node(self, name, command)
 
     def _tick(self, life: int) -> None:
         if self.life != life:

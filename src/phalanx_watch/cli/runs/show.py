@@ -209,7 +209,7 @@ def compare_command(run_dirs: tuple[Path, ...], as_json: bool) -> None:
 
 
 def _comparison_lines(found: Comparison) -> Iterator[str]:
-    names = [_letter(place) for place in range(len(found.runs))]
+    names = [chr(ord("A") + place) if place < 26 else f"run {place + 1}" for place in range(len(found.runs))]
     for name, row in zip(names, found.runs, strict=True):
         yield f"{name}  {row.path}"
     yield from _comparison_table(
@@ -283,7 +283,3 @@ def _result(name: str, value: object) -> object:
 def _text(value: object) -> str:
     text = "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-def _letter(place: int) -> str:
-    return chr(ord("A") + place) if place < 26 else f"run {place + 1}"
