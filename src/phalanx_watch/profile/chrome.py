@@ -162,6 +162,8 @@ def _live(
     return sorted(live, key=lambda one: -one.bytes)[:_MOST_LIVE]
 
 
+# The merged trace.
+
 MOST_EVENTS = 250_000
 """Most ranges of a merged trace, of all ranks together: some 30 MB of text, which Perfetto opens in seconds."""
 _MOST_ARROWS = 20_000
