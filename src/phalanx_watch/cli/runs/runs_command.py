@@ -19,18 +19,19 @@ from phalanx.command import Argument, AsJson, Option, command_options, written_o
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.fields import POSITIVE
 from phalanx_watch.cli.runs.show import compare_command, show_command
-from phalanx_watch.runs.index import RunIndex, is_run
-from phalanx_watch.runs.remove import Removal, removal, remove
-from phalanx_watch.runs.row import LabelError, Labels, RunRow, read_labels, write_labels
-from phalanx_watch.runs.select import (
+from phalanx_watch.runs.index import (
     HEADINGS,
+    RunIndex,
     SelectionError,
     checked_name,
+    is_run,
     ordered,
     read_condition,
     selected,
     value_of,
 )
+from phalanx_watch.runs.remove import Removal, removal, remove
+from phalanx_watch.runs.row import LabelError, Labels, RunRow, read_labels, write_labels
 
 
 class _ListsByDefault(click.Group):
