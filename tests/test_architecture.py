@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 PURE = (
     "phalanx/fleet/core",
     "phalanx/launch/placing.py",
-    *(f"phalanx_plan/placing/{name}.py" for name in ("price", "choose", "verify")),
+    "phalanx_plan/placing.py",
     "phalanx/data/order",
     "phalanx/model/facts",
     "phalanx_plan/workload",
@@ -26,8 +26,6 @@ PURE = (
     "phalanx_plan/report",
     *(f"phalanx_plan/scaling/{name}.py" for name in ("laws", "optimum", "fit")),
     "phalanx_plan/simulate/hostile",
-    "phalanx_serve/simulate/worker.py",
-    "phalanx_serve/simulate/world.py",
     "phalanx_serve/traffic",
     "phalanx/checkpoint/format/boxes.py",
     "phalanx/checkpoint/format/image.py",
@@ -47,7 +45,7 @@ PURE = (
     ),
     *(
         f"phalanx_watch/profile/{name}.py"
-        for name in ("partition", "waits", "operations", "memory", "summary", "chrome")
+        for name in ("partition", "waits", "operations", "summary", "chrome")
     ),
     "phalanx_watch/series/table.py",
 )

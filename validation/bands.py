@@ -1,6 +1,6 @@
 """Bands of the planner's predictions, learned from what was left over of published runs by software that was left out.
 
-Every row is judged three times, as three users of ``phalanx plan`` would meet it (the kinds of ``phalanx_plan.evidence.learned``):
+Every row is judged three times, as three users of ``phalanx plan`` would meet it (the kinds of ``phalanx_plan.evidence``):
 
 * ``here``: with the factor of the same software on the same generation, from other models, where one of them ran on this accelerator;
 * ``elsewhere``: with the factor of the same software from other accelerators alone;
@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
-from phalanx_plan.evidence.learned import (
+from phalanx_plan.evidence import (
     LEVELS,
     Band,
     BestRun,

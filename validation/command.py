@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from phalanx_plan.evidence.learned import TABLE as LEARNED
+from phalanx_plan.evidence import TABLE as LEARNED
 from validation.bands import learn, left_out, with_coverage
 from validation.compare import Outcome, Validation, errors, unseen_outcome_of, validate
 from validation.document import document

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from phalanx_plan.evidence.learned import generation_of
+from phalanx_plan.evidence import generation_of
 
 Scope = Literal["stack and generation", "stack", "other configurations of the model", "none"]
 PRIOR = 2

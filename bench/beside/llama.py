@@ -123,7 +123,7 @@ def main() -> None:
     from bench.beside.load import ROWS, add_load_options, models_of
     from bench.running import require_catalog_peer
     from bench.serve.engine import GREEDY, engine
-    from phalanx_serve.traffic.requests import Request, Token
+    from phalanx_serve.traffic.events import Request, Token
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--llama-python", default="", help="a Python that has llama.cpp")

@@ -66,7 +66,7 @@ def main() -> None:
     from bench.beside.load import ROWS, add_load_options, models_of
     from bench.running import require_catalog_peer
     from bench.serve.engine import GREEDY, engine, finish
-    from phalanx_serve.traffic.requests import Request
+    from phalanx_serve.traffic.events import Request
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm-python", default="", help="a Python that has vLLM")

@@ -1,4 +1,4 @@
-"""What each phase of a start costs for one node or rank, measured here, and what follows for thousands (``phalanx_plan.whole_run.start``).
+"""What each phase of a start costs for one node or rank, measured here, and what follows for thousands (``phalanx_plan.whole_run.recovery``).
 
     python -m bench.fleet.start                                  # about a minute on two cores
     python -m bench.fleet.start --only attach --agents 500 1000 2000 --tls
@@ -39,7 +39,7 @@ from phalanx.fleet.control.credentials import credentials_of
 from phalanx.fleet.control.fleet_file import read_fleet_file
 from phalanx.parallel.process_group.meeting import challenge_of, proof_of
 from phalanx.run.spec import RunSpec
-from phalanx_plan.whole_run.start import start
+from phalanx_plan.whole_run.recovery import start
 
 HEARTBEAT_S, PATIENCE_S = 5.0, 300.0
 AT_ONCE, PAUSE_S = 50, 0.1

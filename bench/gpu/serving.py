@@ -25,7 +25,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.traffic.events import EngineError
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from bench.running import run_bench
 from launch.placing.small_trees import small_case
 from phalanx.launch.placing import Level, Shape, Topology, place_units
 from phalanx.run.layout import Layout
-from phalanx_plan.placing.choose import choices
-from phalanx_plan.placing.price import price
+from phalanx_plan.placing import choices, price
 from phalanx_plan.step_cost.traffic import Flow
 
 _TIMES, _SMALL = 21, 100

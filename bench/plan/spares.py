@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from bench.running import run_bench
 from phalanx.hardware.catalog import cluster
 from phalanx.launch.placing import Level, Topology
-from phalanx_plan.placing.price import price
+from phalanx_plan.placing import price
 from phalanx_plan.search.query import job_of, run_of_model
 from phalanx_plan.simulate.large import Scenario, simulate
 from phalanx_plan.simulate.spares import NetworkUse

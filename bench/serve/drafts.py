@@ -28,7 +28,7 @@ from phalanx.train.score import restored_model
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.numerics import Numerics
 from phalanx_serve.prompt import encode_prompt, load_run_tokenizer
-from phalanx_serve.traffic.requests import Request, Sampling, Token
+from phalanx_serve.traffic.events import Request, Sampling, Token
 
 PROMPT = "def "
 COUNT = 256

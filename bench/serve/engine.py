@@ -24,7 +24,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.traffic.requests import Request, Sampling
+from phalanx_serve.traffic.events import Request, Sampling
 
 GREEDY = Sampling(temperature=0)
 

@@ -22,7 +22,7 @@ from bench.running import run_bench
 from phalanx.checkpoint.pack.layout import PackFormat
 from phalanx.checkpoint.pack.writer import pack
 from phalanx.train.score import Compute
-from phalanx_serve.cli.verify_export import held_out_prompts
+from phalanx_serve.verify import held_out_prompts
 from phalanx_serve.weights.open_model import scorer_of
 from tiny_runs import make_dataset
 

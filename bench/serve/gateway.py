@@ -36,7 +36,7 @@ def gateway() -> ASGIApp:
     from phalanx_serve.http.app import Gateway, application
     from phalanx_serve.http.worker import EngineWorker, Identity
     from phalanx_serve.prompt import ModelText
-    from phalanx_serve.traffic.requests import Ended, EngineOutput, Request, Token
+    from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Token
 
     class Free:
         def __init__(self) -> None:

@@ -23,7 +23,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.numerics import Numerics
-from phalanx_serve.traffic.requests import Request, Sampling
+from phalanx_serve.traffic.events import Request, Sampling
 
 MLA = MlaSpec(query_rank=0, kv_rank=256, nope_head_dim=64, rope_head_dim=32, value_head_dim=64)
 SPEC = ModelSpec(layers=4, dim=512, heads=8, vocab_size=4096, mla=MLA)

@@ -28,7 +28,7 @@ from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.requests import Request, Sampling, Token
+from phalanx_serve.traffic.events import Request, Sampling, Token
 
 _PROMPT = 64
 

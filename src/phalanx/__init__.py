@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from phalanx.run.spec import ModelSpec, RunSpec
     from phalanx.train.lifecycle.ending import RunFailedError
     from phalanx_plan.api import plan_run
-    from phalanx_serve.api import generate_text
+    from phalanx_serve.generate import generate_text
 
 _HOMES = {
     "CheckpointError": "phalanx.checkpoint.format.errors",
@@ -51,7 +51,7 @@ _HOMES = {
     "RunResult": "phalanx.run.directory.paths",
     "RunSpec": "phalanx.run.spec",
     "RunStoppedError": "phalanx.api",
-    "generate_text": "phalanx_serve.api",
+    "generate_text": "phalanx_serve.generate",
     "load_weights": "phalanx.api",
     "open_run": "phalanx.api",
     "plan_run": "phalanx_plan.api",

@@ -18,7 +18,7 @@ from typing import Any
 _OWN: Mapping[str, Mapping[str, str]] = {
     "phalanx.planners": {"phalanx": "phalanx_plan.planner:PLANNER"},
     "phalanx.samplers": {"phalanx": "phalanx_serve.generate:sample_text"},
-    "phalanx.export_checks": {"phalanx": "phalanx_serve.cli.verify_export:export_check"},
+    "phalanx.export_checks": {"phalanx": "phalanx_serve.verify:export_check"},
     "phalanx.simulations": {"traffic": "phalanx_serve.cli.simulate_traffic:command"},
     "phalanx.engines": {
         "slurm": "phalanx.launch.engines.slurm_engine:ENGINE",

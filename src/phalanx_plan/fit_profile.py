@@ -83,7 +83,8 @@ def fit_profile(points: MeasuredPoints, base: Accelerator, origin: CalibrationOr
             **start.collectives,
             **{
                 name: _fit_collective(points, name, start, (latency_s, rate), origin)
-                for name in _measured(points)
+                for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
+                if points.get(name)
             },
         },
     )
@@ -182,14 +183,6 @@ def _fit_attention(
         half_tokens=0.0,
         provenance=provenance,
     )
-
-
-def _measured(points: MeasuredPoints) -> list[str]:
-    return [
-        name
-        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
-        if points.get(name)
-    ]
 
 
 def _link(points: MeasuredPoints) -> tuple[float, float]:

@@ -1,21 +1,42 @@
-"""This package's planner behind the interface that the core needs (``phalanx.launch.planner``)."""
+"""This package's planner behind the interface that the core needs (``phalanx.launch.planner``): runs on given nodes, and fleets with fewer ranks.
+
+A network's nodes are priced by the traffic of the run file's own layout, with the rates of its nodes (``phalanx_plan.placing``).
+
+A run in lanes and context tiles may go on with a smaller tensor degree or with a smaller context degree, and has the same bits with either
+(``phalanx.run.smaller_degrees``). Which of them gives the shorter step depends on the model, its sequences and the network: tensor ranks gather and add
+hidden states in every layer, context ranks exchange keys and values and every weight's gradient.
+
+Slots are whole: what is added up inside one has an order, so its micro-batches are computed by one rank, one after the other, and
+idle ranks cannot take some of them without changing bits. On ``d`` data-parallel ranks a rank computes up to ``ceil(slots / d)`` of
+them, and if ``l`` ranks leave, the step takes ``ceil(slots / (d - l)) / ceil(slots / d)`` times as long: twice with as many slots as
+ranks, whatever their number. More slots come closer to ``d / (d - l)``; each costs an exchange of gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from phalanx.hardware.catalog import cluster as cluster_named
 from phalanx.hardware.cluster import Cluster
-from phalanx.launch.placing import Topology
+from phalanx.launch.placing import Order, Shape, Topology, TopologyError
 from phalanx.launch.planner import FirstHalved, Planner, PricedNodes
+from phalanx.parallel.mesh.slots import Deal
+from phalanx.run.fields import listing
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.layout import Layout, layout_of, layout_problems, replica_ranks
+from phalanx.run.smaller_degrees import halves
 from phalanx.run.spec import RunSpec
-from phalanx_plan.fewer_ranks import first_halved
-from phalanx_plan.placing.choose import choices
-from phalanx_plan.placing.given_nodes import verdict_on, with_rates_of
-from phalanx_plan.placing.run_traffic import traffic_of
-from phalanx_plan.search.layout_text import written_layout
-from phalanx_plan.search.query import job_of
+from phalanx_plan.placing import Verdict, choices, verify
+from phalanx_plan.search.alternatives import NetworkCost, Placer
+from phalanx_plan.search.layout_text import estimate_written, written_layout
+from phalanx_plan.search.query import OWN, RequestError, job_of
 from phalanx_plan.step_cost.estimate import estimate
+from phalanx_plan.step_cost.traffic import Flow, flows
+from phalanx_plan.workload.candidates import PlannedLayout, divisors
+from phalanx_plan.workload.stacks import Job
 
 
 class OwnPlanner:
@@ -56,3 +77,222 @@ class OwnPlanner:
 
 
 PLANNER: Planner = OwnPlanner()
+
+
+# Given nodes: their rates, and the verdict on them. They come from a scheduler, a list of hosts, or as they join later.
+
+
+def fractions(shares: Iterable[str]) -> dict[str, float]:
+    """The part of its nodes' rate that may leave a domain, by level, from texts as leaf=0.5. Raises ``TopologyError``."""
+    found: dict[str, float] = {}
+    for text in shares:
+        level, sign, value = text.partition("=")
+        try:
+            found[level] = float(value)
+        except ValueError as error:
+            raise TopologyError(f"{text!r} is not LEVEL=FRACTION, as in leaf=0.5 (launch.shares)") from error
+        if not sign or not 0 < found[level] <= 1:
+            raise TopologyError(f"{text!r}: a fraction is above 0 and at most 1 (launch.shares)")
+    return found
+
+
+def with_rates_of(topology: Topology, spec: RunSpec, traffic: RunTraffic) -> Topology:
+    """The network with the rates of its nodes and uplinks: its own where it says them, else those of the run file. Raises ``TopologyError``."""
+    rate = topology.node_bytes_per_s or traffic.node_bytes_per_s
+    return topology.with_rates(rate, fractions(spec.launch.shares))
+
+
+def verdict_on(spec: RunSpec, topology: Topology, given: Sequence[str]) -> Verdict:
+    """What ``given`` nodes are worth to a run of ``fleet.nodes`` nodes; those beyond are spares.
+
+    ``launch.order`` counts only with a ``launch.unit``, since it has a default.
+
+    Raises:
+        TopologyError: They are too few, or one is not in the network.
+        RequestError, HardwareError: The run has no price.
+    """
+    traffic, unit = traffic_of(spec, spec.launch.cluster), spec.launch.unit
+    order: Order | None = spec.launch.order if unit else None
+    return verify(
+        with_rates_of(topology, spec, traffic), given, traffic.shape, traffic.flows, unit=unit, order=order
+    )
+
+
+# Traffic of a run file's own layout, for placing its nodes and for verifying them.
+
+
+@dataclass(frozen=True)
+class RunTraffic:
+    """Who sends how much to whom in one step of a run."""
+
+    shape: Shape
+    flows: tuple[Flow, ...]
+    node_bytes_per_s: float
+    """Network rate of one node of the cluster that it was computed for, in one direction."""
+    step_s: float
+    """The planner's estimate of a step where no uplink is too slow."""
+
+
+def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
+    """The traffic of ``spec`` on its fleet (``fleet.nodes`` x ``fleet.workers_per_node``, else ``parallel.ranks``) of nodes of a known kind.
+
+    Raises:
+        RequestError: The run cannot be laid out so.
+        HardwareError: There is no such cluster.
+    """
+    kind = cluster_named(cluster_name)
+    per_node = spec.fleet.workers_per_node if spec.fleet.nodes else kind.per_node
+    ranks = spec.fleet.nodes * per_node or spec.parallel.ranks
+    if not ranks:
+        raise RequestError("the run file does not say on how many nodes it runs: --nodes N, or fleet.nodes")
+    if not re.search(r"[:x ]\s*[\d_,]+$", cluster_name):
+        kind = cluster_named(f"{cluster_name}:{ranks}")
+    spec = dataclasses.replace(spec, model=resolve(spec.model, spec.data.vocab_size))
+    problems = layout_problems(spec, ranks)
+    if problems:
+        raise RequestError(listing(f"{spec.name} cannot be laid out on {ranks} ranks", problems))
+    job = job_of(spec, kind)
+    layout = written_layout(spec, job, ranks)
+    try:
+        step_s = estimate(job, layout).step_s
+    except (
+        ValueError
+    ) as error:  # the trainer can do with uneven shares of slots; the planner has no price for them
+        raise RequestError(f"{spec.name} on {ranks} ranks has no price: {error}") from error
+    return RunTraffic(
+        Shape(layout_of(spec.parallel, ranks), per_node),
+        flows(job, layout, spread_sums=spec.train.reduction == "reproducible"),
+        kind.fabric.bytes_per_s.value * per_node,
+        step_s,
+    )
+
+
+# Placement of any layout on one network, so that the search ranks layouts by what they cost where they would really run.
+
+
+def placer_on(topology: Topology, spec: RunSpec) -> Placer:
+    """The placer of a network.
+
+    Spares, unit and order are as the run file says them; ``launch.order`` counts only with a ``launch.unit``, since it has a default.
+    A topology that does not say the rate of its nodes gets that of the planned cluster.
+    """
+    unit = spec.launch.unit
+    order: Order | None = spec.launch.order if unit else None
+
+    def place(job: Job, layout: PlannedLayout) -> NetworkCost:
+        per_node = job.cluster.per_node
+        if layout.ranks > per_node and layout.ranks % per_node:
+            raise TopologyError(
+                f"{layout.ranks:,} accelerators are not whole nodes of {per_node}: take a multiple, with --cluster NAME:N"
+            )
+        shape = Shape(layout.mesh, min(per_node, layout.ranks))
+        if shape.seats + spec.fleet.spares > len(topology.free):
+            raise TopologyError(
+                f"{layout.ranks:,} accelerators and fleet.spares = {spec.fleet.spares} are {shape.seats + spec.fleet.spares:,} nodes of {per_node}, "
+                f"and {len(topology.free):,} of the {len(topology.nodes):,} nodes of {topology.source or 'the topology'} are free: take fewer "
+                "(--cluster NAME:N), or wait"
+            )
+        rate = topology.node_bytes_per_s or job.cluster.fabric.bytes_per_s.value * per_node
+        sent = flows(
+            job, layout, spread_sums=job.stack.name == OWN and spec.train.reduction == "reproducible"
+        )
+        network = topology.with_rates(rate, {})
+        best = choices(network, shape, sent, spec.fleet.spares, unit=unit, order=order)[0]
+        cost, added_s = best.price, max(0.0, best.price.slowest_s - best.price.bound_s)
+        level = max(cost.uplink_s, key=lambda name: cost.uplink_s[name], default="")
+        busy = added_s > 0 and level and cost.uplink_s[level] > cost.nic_s
+        return NetworkCost(
+            added_s=added_s,
+            units=len(best.placement.units),
+            unit_nodes=best.unit,
+            order=best.order,
+            straddling=best.placement.straddling,
+            busiest=f"{level} {cost.busiest[level]}" if busy else "",
+        )
+
+    return place
+
+
+# Fewer ranks: the degree that is halved first. Two estimates give it in milliseconds. It becomes a field of the run (``fleet.halve_first``)
+# before its fleet starts, so that coordinator and workers need no planner to agree.
+
+
+def first_halved(spec: RunSpec, cluster: Cluster) -> FirstHalved | None:
+    """The quick answer for a run with its model resolved, on accelerators of ``cluster``; ``None`` where at most one degree may fall.
+
+    Raises ``ValueError`` where nothing can be estimated: for a model of one's own, or a format that the accelerator has not got.
+    """
+    ways = halves(spec)
+    if len(ways) < 2:
+        return None
+    ranks = {replica_ranks(parallel) for parallel in ways.values()}
+    (half,) = ranks
+    here = replace(cluster, accelerators=half)
+    estimates = {
+        axis: estimate_written(replace(spec, parallel=parallel), here, half)
+        for axis, parallel in ways.items()
+    }
+    # Memory enough first, then the shorter step; tensor among equals.
+    best = min(estimates, key=lambda axis: (not estimates[axis].fits, estimates[axis].step_s))
+    return FirstHalved(best, half, {axis: estimate.step_s for axis, estimate in estimates.items()})
+
+
+# A lost node.
+
+
+MUCH = 1.5
+"""How much longer a step may take after a loss before it is worth a note."""
+
+
+@dataclass(frozen=True)
+class LostNode:
+    """The fleet after a node has left it."""
+
+    left: int
+    """Data-parallel ranks."""
+    slowdown: float
+    """Time of a step over that of the whole fleet's."""
+
+
+def lost_node(layout: Layout, ranks_per_node: int, slots: int) -> LostNode | None:
+    """The fleet of ``layout`` with the ranks of one node less, which leave by whole replicas or teams; ``None`` if none is left."""
+    unit = layout.shard if layout.replicate > 1 else layout.team
+    each = layout.pipeline * layout.model_ranks * unit
+    left = (layout.data_ranks * layout.pipeline * layout.model_ranks - ranks_per_node) // each
+    if left <= 0:
+        return None
+    before = Deal(slots, layout.replicate, layout.shard, layout.team)
+    shard = layout.shard if layout.replicate > 1 else left * unit
+    after = Deal(slots, left if layout.replicate > 1 else 1, shard, layout.team)
+    return LostNode(left * unit, after.most_rounds / before.most_rounds)
+
+
+def better_slots(layout: Layout, ranks_per_node: int, slots: int, most: int) -> int | None:
+    """The least number of slots above ``slots``, a divisor of ``most``, with which a lost node costs at most ``MUCH``; or ``None``.
+
+    ``most`` is the number of micro-batches of a step: a slot has at least one.
+    """
+    for number in divisors(most):
+        if number <= slots or number % layout.data_ranks:
+            continue
+        found = lost_node(layout, ranks_per_node, number)
+        if found is not None and found.slowdown <= MUCH:
+            return number
+    return None
+
+
+def lost_node_notes(layout: Layout, ranks_per_node: int, slots: int, most: int) -> tuple[str, ...]:
+    """A note for the user if a lost node costs more than ``MUCH`` and more slots would mend that; arguments as above."""
+    found = lost_node(layout, ranks_per_node, slots)
+    if found is None or found.slowdown <= MUCH:
+        return ()
+    better = better_slots(layout, ranks_per_node, slots, most)
+    if better is None:
+        return ()
+    mended = lost_node(layout, ranks_per_node, better)
+    assert mended is not None
+    return (
+        f"without a spare, a lost node leaves {found.left:,} of {layout.data_ranks:,} data-parallel ranks, and a step takes "
+        f"{found.slowdown:.3g} times as long: {slots:,} slots are dealt whole. With train.slots = {better} it takes "
+        f"{mended.slowdown:.3g} times as long",
+    )

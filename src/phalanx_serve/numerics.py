@@ -24,14 +24,14 @@ from phalanx.hardware.local.device import answers, device_name, give_back_memory
 from phalanx.hardware.portable.operations import begin, begun
 from phalanx.run.rules import ARITHMETIC, NotPortableError
 from phalanx.run.spec import RunSpec
-from phalanx_serve.engine.errors import (
+from phalanx_serve.traffic.events import (
     NOT_EXACT,
+    Bits,
     DeviceMemoryError,
     EngineError,
     NotExactError,
     PartLostError,
 )
-from phalanx_serve.traffic.events import Bits
 
 # Devices, and what becomes of their errors.
 

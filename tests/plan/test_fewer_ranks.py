@@ -10,7 +10,7 @@ from phalanx.hardware.catalog import cluster
 from phalanx.hardware.cluster import Cluster, with_value
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import FleetSpec, ModelSpec, ParallelSpec, RunSpec, TrainSpec
-from phalanx_plan.fewer_ranks import first_halved
+from phalanx_plan.planner import first_halved
 from phalanx_plan.search.layout_text import estimate_written
 from phalanx_plan.step_cost.estimate import Estimate
 

@@ -31,8 +31,8 @@ from phalanx.run.spec import (
     RuntimeSpec,
     TrainSpec,
 )
+from phalanx_plan.api import plan_json
 from phalanx_plan.run_fields import RUN_FIELDS, notes_of
-from phalanx_plan.search.as_json import plan_json
 from phalanx_plan.search.plan import make_plan
 from phalanx_plan.search.query import Aim
 

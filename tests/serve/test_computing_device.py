@@ -17,7 +17,6 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.cli import generate_command, score_command, serve_command
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
 from phalanx_serve.generate import generate
 from phalanx_serve.http.worker import explained
 from phalanx_serve.kv_cache.memory import PageMemory, TextKV
@@ -26,8 +25,16 @@ from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.served.opened import TurnsEngine
 from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.traffic.block_table import page_names
-from phalanx_serve.traffic.events import Identity, Role
-from phalanx_serve.traffic.requests import Ended, Request, Sampling
+from phalanx_serve.traffic.events import (
+    DeviceMemoryError,
+    Ended,
+    EngineError,
+    Identity,
+    PartLostError,
+    Request,
+    Role,
+    Sampling,
+)
 from phalanx_serve.workers.messages import RunJob
 from phalanx_serve.workers.page_client import Pulled
 from phalanx_serve.workers.service import WorkerDivision, devices_of

@@ -15,8 +15,8 @@ import torch
 from phalanx.hardware.portable import build, operations
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, ParallelSpec, PrecisionSpec, RunSpec, RuntimeSpec
-from phalanx_serve.engine.errors import NotExactError
 from phalanx_serve.numerics import begin_exact, bits_of, numerics_id
+from phalanx_serve.traffic.events import NotExactError
 
 RUN = RunSpec(
     model=resolve(ModelSpec(layers=1, dim=32, heads=2, vocab_size=64)),

@@ -19,7 +19,7 @@ from phalanx_serve.engine.sampler import (
     kept,
     require_sampling,
 )
-from phalanx_serve.traffic.requests import Sampling
+from phalanx_serve.traffic.events import Sampling
 
 # Few values, so that many are equal.
 logits = st.lists(

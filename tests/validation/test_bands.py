@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_plan.evidence.learned import learned
+from phalanx_plan.evidence import learned
 from validation.bands import (
     KINDS,
     LeftOut,

@@ -28,9 +28,8 @@ from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 if TYPE_CHECKING:
     from phalanx.launch.placing import Topology
     from phalanx.run.spec import RunSpec
-    from phalanx_plan.placing.choose import Choice
-    from phalanx_plan.placing.run_traffic import RunTraffic
-    from phalanx_plan.placing.verify import Verdict
+    from phalanx_plan.placing import Choice, Verdict
+    from phalanx_plan.planner import RunTraffic
 
 REFUSED = 3
 """Exit code for nodes that lose more of a step than they may."""
@@ -122,9 +121,8 @@ def command(options: PlaceOptions) -> None:
 
 def _print_choices(spec: RunSpec, topology: Topology, options: PlaceOptions) -> None:
     """Says which placements there are, the best first."""
-    from phalanx_plan.placing.choose import choices
-    from phalanx_plan.placing.given_nodes import with_rates_of
-    from phalanx_plan.placing.run_traffic import traffic_of
+    from phalanx_plan.placing import choices
+    from phalanx_plan.planner import traffic_of, with_rates_of
 
     traffic = traffic_of(spec, spec.launch.cluster)
     topology = with_rates_of(topology, spec, traffic)
@@ -142,9 +140,8 @@ def _print_choices(spec: RunSpec, topology: Topology, options: PlaceOptions) -> 
 
 def _print_allocation(spec: RunSpec, topology: Topology, hosts: Sequence[str], options: PlaceOptions) -> None:
     """Says what the run loses on the nodes that were given; exit code ``REFUSED`` if that is more than it may."""
-    from phalanx_plan.placing.given_nodes import with_rates_of
-    from phalanx_plan.placing.run_traffic import traffic_of
-    from phalanx_plan.placing.verify import verify
+    from phalanx_plan.placing import verify
+    from phalanx_plan.planner import traffic_of, with_rates_of
 
     spec = _on_all(spec, len(hosts))
     traffic = traffic_of(spec, spec.launch.cluster)
@@ -207,7 +204,7 @@ def _print_joining(
     from phalanx.cli.launch.joining_hosts import price_with
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.launch.planner import loses_more
-    from phalanx_plan.placing.given_nodes import verdict_on
+    from phalanx_plan.planner import verdict_on
 
     with explained(FleetFileError):
         seen = read_fleet_file(run_dir)

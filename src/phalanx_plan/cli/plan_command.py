@@ -49,7 +49,7 @@ def write_files(plan: Plan, spec: RunSpec, options: PlanOptions) -> None:
 
         report.write_text(report_page(plan), encoding="utf-8")
     if trace is not None:
-        from phalanx_plan.report.trace import perfetto
+        from phalanx_plan.report.analyses import perfetto
 
         trace.write_text(json.dumps(perfetto(plan.job, plan.chosen)), encoding="utf-8")
     if out is not None:
@@ -130,7 +130,7 @@ _INSTEAD_OF_FIT = "it fits the run directories that follow, and predicts one run
 
 
 def _list_stacks(*, as_json: bool) -> None:
-    from phalanx_plan.cli.tables.stacks_table import print_stacks
+    from phalanx_plan.cli.plan_tables import print_stacks
 
     refuse_beside("--stacks", ("stacks", "as_json"), "it lists software, and stops")
     print_stacks(as_json=as_json)
@@ -138,7 +138,7 @@ def _list_stacks(*, as_json: bool) -> None:
 
 def _answer_service(options: PlanOptions) -> None:
     """Plan workers that serve the model, and print them."""
-    from phalanx_plan.cli.tables.serving_table import answer_service
+    from phalanx_plan.cli.serving_table import answer_service
 
     traffic, slo = require_service(options), options.slo or ""
     spec, cluster = spec_asked(options), cluster_asked(options)
@@ -149,8 +149,8 @@ def _answer_service(options: PlanOptions) -> None:
 
 def _answer_layouts(options: PlanOptions, aim: Aim) -> None:
     """Plan layouts of the run, write the files of the options and print the plan. Raises an error for a field that no plan uses."""
-    from phalanx_plan.cli.tables.plan_table import print_plan
-    from phalanx_plan.search.as_json import plan_json
+    from phalanx_plan.api import plan_json
+    from phalanx_plan.cli.plan_tables import print_plan
     from phalanx_plan.search.plan import make_plan
     from phalanx_plan.search.query import refuse_unused
 

@@ -149,8 +149,7 @@ def placer_asked(options: PlanOptions, spec: RunSpec) -> Placer | None:
         return None
     from phalanx.launch.engines.order import EngineError
     from phalanx.launch.topology_files import load_topology
-    from phalanx_plan.placing.given_nodes import fractions
-    from phalanx_plan.placing.placed_layout import placer_on
+    from phalanx_plan.planner import fractions, placer_on
 
     try:
         topology = load_topology(network, spec.launch.partition if network == "slurm" else "")

@@ -17,9 +17,9 @@ from phalanx.plugins import load_plugin
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 from phalanx_plan.simulate.hostile.run import run_seed
 from phalanx_plan.simulate.large import LEVELS, FleetReport, OnProgress, Scenario, simulate
-from phalanx_plan.simulate.rates import DEFAULT_RATE
 from phalanx_plan.simulate.spares import SeatsKept
-from phalanx_plan.whole_run.start import MEASURED, Start, read_s, start
+from phalanx_plan.whole_run.failures import DEFAULT_RATE
+from phalanx_plan.whole_run.recovery import MEASURED, Start, read_s, start
 
 _PAUSE_S = 3.0
 

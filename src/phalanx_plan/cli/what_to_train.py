@@ -1,10 +1,14 @@
-"""``phalanx plan --budget`` and ``--fit``: the size and tokens that a budget is best spent on, and laws of a user's own small runs."""
+"""``phalanx plan --budget`` and ``--fit``: the size and tokens that a budget is best spent on, and laws of a user's own small runs.
+
+A law joins runs that differ in size and tokens alone: the same text, tokenizer, length of sequences, text that is held out, and kind of
+model. Whether each was trained well (learning rate, schedule to its end) shows in no field; a run that was not pulls the law.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +17,10 @@ import click
 from phalanx.command import given_options
 
 if TYPE_CHECKING:
+    from phalanx.run.directory.paths import RunDirectory
+    from phalanx.run.spec import RunSpec
     from phalanx_plan.scaling.answer import BudgetAnswer, Question
+    from phalanx_plan.scaling.fit import SmallRun
 
 _TO_CHOOSE = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
 """Fields that decide what is learned, which no budget knows."""
@@ -48,7 +55,7 @@ def refuse_model_fields(overrides: Sequence[str]) -> None:
 
 def answer_budget(question: Question, *, out: Path | None, report: Path | None, as_json: bool) -> None:
     """Finds what to train, prints it, and writes the files that were asked for, of the better kind of model."""
-    from phalanx_plan.cli.tables.budget_table import print_answer
+    from phalanx_plan.cli.plan_tables import print_answer
     from phalanx_plan.scaling.answer import answer
     from phalanx_plan.scaling.words import answer_json
 
@@ -89,9 +96,8 @@ def answer_fit(
     places: Sequence[Path], *, overrides: Sequence[str], tokens: str | None, budget: str | None, as_json: bool
 ) -> None:
     """Fits a law to the run directories among ``places``, and predicts the run file among them, or what FLOP are best spent on."""
-    from phalanx_plan.cli.tables.budget_table import print_fit
+    from phalanx_plan.cli.plan_tables import print_fit
     from phalanx_plan.scaling.fit import fit
-    from phalanx_plan.scaling.small_runs import read_runs
     from phalanx_plan.scaling.words import fit_json
 
     files = [place for place in places if place.suffix == ".toml"]
@@ -114,7 +120,6 @@ def answer_fit(
 def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tuple[float, float]:
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
-    from phalanx_plan.scaling.small_runs import size_of
     from phalanx_plan.search.query import read_tokens
 
     spec = read_run(path, PRESETS, tuple(overrides))
@@ -129,3 +134,67 @@ def _flops(text: str) -> float:
     if budget.unit != "flop":
         raise click.UsageError(f"--budget {text}: beside --fit a budget is of FLOP, as in 1e20FLOP")
     return budget.amount
+
+
+# Finished runs as points of a scaling law.
+
+
+def read_runs(places: Sequence[Path]) -> tuple[SmallRun, ...]:
+    """The runs in these directories. Raises ``FitError`` for one that is not finished, not of the others' kind, or no run."""
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+    from phalanx_plan.scaling.fit import FitError
+
+    if len({place.resolve() for place in places}) < len(places):
+        raise FitError("--fit: a run directory is given twice")
+    runs, kinds = [], []
+    for place in places:
+        directory = RunDirectory(place)
+        try:
+            spec = read_resolved(directory)
+        except RunDirectoryError as error:
+            raise FitError(f"--fit: {error}") from error
+        runs.append(_small_run(place, directory, spec))
+        kinds.append(_kind(spec, str(directory.read_record().get("data_fingerprint", ""))))
+    for place, kind in zip(places, kinds, strict=True):
+        for name, value in kind.items():
+            if value != kinds[0][name]:
+                raise FitError(
+                    f"{place} and {places[0]} differ in {name} ({value} and {kinds[0][name]}): a law is of runs that differ in "
+                    "size and tokens alone; leave one of them out"
+                )
+    return tuple(runs)
+
+
+def size_of(spec: RunSpec) -> int:
+    """The size that laws speak of: parameters that a token meets, embedding included."""
+    from phalanx.model.facts.shape import count
+    from phalanx.run.kinds.whole_model import resolve
+
+    return count(resolve(spec.model, spec.data.vocab_size), spec.train.seq_len).active_parameters
+
+
+def _small_run(place: Path, directory: RunDirectory, spec: RunSpec) -> SmallRun:
+    from phalanx_plan.scaling.fit import FitError, SmallRun
+
+    result = directory.finished_result()
+    if result is None:
+        raise FitError(
+            f"{place} is not finished: train it to its end (phalanx train {place}), or leave it out"
+        )
+    if result.held_out_loss is None:
+        raise FitError(f"{place} has no held-out loss: hold out more text (data.held_out), or leave it out")
+    return SmallRun(str(place), float(size_of(spec)), float(result.tokens), result.held_out_loss)
+
+
+def _kind(spec: RunSpec, fingerprint: str) -> dict[str, object]:
+    """The properties that runs of one law have in common."""
+    moe = spec.model.moe
+    return {
+        "the data (its fingerprint)": fingerprint[:12],
+        "model.vocab_size": spec.model.vocab_size,
+        "train.seq_len": spec.train.seq_len,
+        "evaluation": asdict(spec.evaluation) | {"every_steps": None},
+        "model.moe (experts, per_token)": None if moe is None else (moe.experts, moe.per_token),
+        "schedule.kind": spec.schedule.kind,
+        "optimizer.name": spec.optimizer.name,
+    }

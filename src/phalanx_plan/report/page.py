@@ -16,7 +16,8 @@ import numpy as np
 
 from phalanx.parallel.pipeline.schedules import Schedule
 from phalanx.run.kinds.mixture import is_mixture
-from phalanx_plan.evidence.learned import Band
+from phalanx_plan.evidence import Band
+from phalanx_plan.report.analyses import CHANGE, TraceEvent, days_changes, step_changes, step_timeline
 from phalanx_plan.report.elements import (
     BETWEEN,
     CO2,
@@ -38,9 +39,7 @@ from phalanx_plan.report.elements import (
     unit_for,
     written,
 )
-from phalanx_plan.report.trace import TraceEvent, step_timeline
 from phalanx_plan.search.plan import Plan
-from phalanx_plan.search.sensitivity import CHANGE, days_changes, step_changes
 from phalanx_plan.step_cost.estimate import Estimate, Evaluation, prepare
 from phalanx_plan.step_cost.memory import PlaceCounts, memory_at
 from phalanx_plan.whole_run.estimate import LEVELS, Percentiles, goodput_plan
@@ -225,7 +224,7 @@ def report_page(plan: Plan, before: Sequence[tuple[str, str]] = ()) -> str:
         ("Answer", first_page(plan)),
         *([("The best by the exact schedule", _best(plan))] if plan.found else []),
         ("Memory of each pipeline rank", _memory(plan)),
-        ("Where the step goes", _time(plan)),
+        ("Where the step goes", stacked_bars(_time_bars(plan), "s")),
         ("A step, as the schedule has it", _timeline(plan)),
         *([("Pareto front", _front(plan)), ("What the others lose", _losers(plan))] if plan.found else []),
         ("What moves the answer", _sensitivity(plan)),
@@ -296,10 +295,6 @@ def _every_rank(evaluation: Evaluation, found: Estimate) -> PlaceCounts:
         layer += size
     counts[2, placed.rank_of(0)] = counts[3, placed.rank_of(placed.stages - 1)] = 1
     return PlaceCounts((counts[0], counts[1], counts[2], counts[3]), np.arange(ranks))
-
-
-def _time(plan: Plan) -> str:
-    return stacked_bars(_time_bars(plan), "s")
 
 
 def _time_bars(plan: Plan) -> list[Bar]:

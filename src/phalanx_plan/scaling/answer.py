@@ -161,10 +161,6 @@ def answer(question: Question, say: Callable[[str], None] = lambda _: None) -> B
     return BudgetAnswer(question, tuple(sorted(found, key=lambda one: one.loss)), tuple(left_out))
 
 
-def _default_law(kind: ModelKind) -> DenseLaw | MixtureLaw:
-    return CHINCHILLA if kind == "dense" else routed_law(EXPANSION)
-
-
 def _on_data(surface: LossSurface, question: Question) -> LossSurface:
     if math.isinf(question.unique_tokens):
         return surface
@@ -181,7 +177,7 @@ def _solved(question: Question, surface: LossSurface, cost: CostPerToken, times:
 
 
 def _recommended(question: Question, kind: ModelKind, say: Callable[[str], None]) -> Recommended:
-    law = _default_law(kind)
+    law = CHINCHILLA if kind == "dense" else routed_law(EXPANSION)
     cost, planned, shape = _cost_of(question, kind, law, say)
     budget = question.budget.amount
     tokens = tokens_for(shape.active, budget, cost, question.inference_tokens)

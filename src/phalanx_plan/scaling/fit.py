@@ -75,7 +75,8 @@ class FittedLaw:
         """P5 and P95 of the loss of one more run: the samples' predictions, each with a residual of its own."""
         random = np.random.default_rng(1)
         predicted = np.array([law.loss(parameters, tokens) for law in self.samples])
-        noise = np.exp(random.choice(np.array(self.residuals) * self._widening(), len(predicted)))
+        widening = math.sqrt(len(self.runs) / (len(self.runs) - CONSTANTS))
+        noise = np.exp(random.choice(np.array(self.residuals) * widening, len(predicted)))
         low, high = np.quantile(predicted * noise, (0.05, 0.95))
         return float(low), float(high)
 
@@ -87,9 +88,6 @@ class FittedLaw:
     def beyond(self, parameters: float, tokens: float) -> float:
         """6ND over that of the largest run that was fitted."""
         return parameters * tokens / max(run.parameters * run.tokens for run in self.runs)
-
-    def _widening(self) -> float:
-        return math.sqrt(len(self.runs) / (len(self.runs) - CONSTANTS))
 
 
 def fit(runs: Sequence[SmallRun], samples: int = _SAMPLES, seed: int = 0) -> FittedLaw:

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from html import escape
 
+from phalanx_plan.api import plan_json
 from phalanx_plan.report.elements import DAYS, DOLLARS, ENERGY, html_table, written
 from phalanx_plan.scaling.answer import BudgetAnswer, Recommended
 from phalanx_plan.scaling.fit import FittedLaw
-from phalanx_plan.scaling.optimum import OverTrained
-from phalanx_plan.search.as_json import plan_json
 
 _HARDLY = 0.01
 """Loss that half of a budget is hardly worth: less than the laws' own standard error."""
@@ -98,7 +97,7 @@ def smaller_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
             f"{row.loss:.3f}",
             f"+{row.penalty:.3f}",
             f"{-(1 - 1 / row.smaller):.0%}",
-            _same_loss(row),
+            f"{row.same_loss_cost:.3g} x" if math.isfinite(row.same_loss_cost) else "not at any cost",
         )
 
 
@@ -107,10 +106,6 @@ def tables(one: Recommended) -> Iterator[tuple[str, tuple[str, ...], Iterator[tu
     yield f"{one.shape.kind}: what each law calls optimal", LAW_COLUMNS, law_rows(one)
     title = f"{one.shape.kind}: smaller models, cheaper to serve, for the same budget"
     yield title, SMALLER_COLUMNS, smaller_rows(one)
-
-
-def _same_loss(row: OverTrained) -> str:
-    return f"{row.same_loss_cost:.3g} x" if math.isfinite(row.same_loss_cost) else "not at any cost"
 
 
 def changes(answer: BudgetAnswer) -> Iterator[str]:

@@ -3,7 +3,7 @@
 A search prices the network as if nothing but a node's own links were slow. Which layout is best also depends on where its ranks can lie: one
 that sends little between stages fits a network that is thin between pods, one whose units are too large for a rack tears them. So the best of the
 search and the best of every family that lost are placed one by one, and ranked again with the seconds that their placement adds. How a
-layout is placed and priced is not known here (``Placer``; ``phalanx_plan.placing.placed_layout`` is one).
+layout is placed and priced is not known here (``Placer``; ``phalanx_plan.planner`` is one).
 
 The layouts nearest to the best are mostly the best once more, with another place for the optimizer's state. Whoever decides wants to know
 what else could be done: with pipelines or without, with the layers' width divided or whole, with the host's memory or without. So of all

@@ -15,7 +15,7 @@ from phalanx.run.kinds.whole_model import undivided
 from phalanx.run.resolve import addresses
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import is_remote
-from phalanx_plan.evidence.learned import (
+from phalanx_plan.evidence import (
     UNKNOWN_MACHINE,
     Band,
     BestRun,
@@ -24,7 +24,7 @@ from phalanx_plan.evidence.learned import (
     makers_with_runs,
     normal_band,
 )
-from phalanx_plan.fewer_ranks import lost_node_notes
+from phalanx_plan.planner import lost_node_notes
 from phalanx_plan.run_fields import notes_of
 from phalanx_plan.search.alternatives import (
     PLACED,
@@ -284,7 +284,9 @@ def make_plan(
         raise RequestError("neither a layout nor a search was asked for")
     tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
     inputs = replace(run_inputs(job, chosen, tokens), data=data_need(spec))
-    described = spec if _describes_fleet(stated) else None
+    # A run file, or a field that was given beside a model, describes how the fleet saves and recovers.
+    describes = stated is None or any(path.startswith(("fleet", "checkpoint")) for path in stated)
+    described = spec if describes else None
     steps = round(tokens / job.workload.tokens)
     evidence = evidence_of(job)
     band = evidence.band if aim.step_error is None else normal_band(aim.step_error)
@@ -320,20 +322,12 @@ def make_plan(
         known,
     )
     if best := plan.better_than_published(chosen):
-        return replace(plan, caveats=(*doubts, _better(chosen, cluster, best)))
+        better = Caveat(
+            f"MFU {chosen.mfu_causal:.1%} (causal attention) is more than any published run reached on {cluster.accelerator.name} in "
+            f"{best.precision}: the best is {best.mfu:.1%} ({best.run})"
+        )
+        return replace(plan, caveats=(*doubts, better))
     return plan
-
-
-def _better(chosen: Estimate, cluster: Cluster, best: BestRun) -> Caveat:
-    return Caveat(
-        f"MFU {chosen.mfu_causal:.1%} (causal attention) is more than any published run reached on {cluster.accelerator.name} in "
-        f"{best.precision}: the best is {best.mfu:.1%} ({best.run})"
-    )
-
-
-def _describes_fleet(stated: Collection[str] | None) -> bool:
-    """True if a run file, or a field that was given beside a model, says how the fleet saves and recovers."""
-    return stated is None or any(path.startswith(("fleet", "checkpoint")) for path in stated)
 
 
 def _asked(spec: RunSpec, job: Job, text: str) -> Estimate:

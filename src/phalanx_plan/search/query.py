@@ -25,7 +25,7 @@ from phalanx.run.layout import SPLIT_BACKWARD, layout_problems
 from phalanx.run.read import read_table
 from phalanx.run.resolve import compute_format
 from phalanx.run.spec import PrecisionSpec, RunSpec
-from phalanx_plan.evidence.learned import Evidence, evidence_for, generation_of, learned
+from phalanx_plan.evidence import Evidence, evidence_for, generation_of, learned
 from phalanx_plan.run_fields import SEARCHED
 from phalanx_plan.search.options import Options
 from phalanx_plan.search.search import Objective

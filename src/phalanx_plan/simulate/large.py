@@ -33,9 +33,8 @@ from phalanx.fleet.core.simulated_clock import (
     to_ns,
 )
 from phalanx.fleet.core.state import NO_SEAT, FleetPhase, RestorePoint
-from phalanx_plan.simulate.rates import DEFAULT_RATE, SILENT, Cause, FailureScope, draw_cause
 from phalanx_plan.simulate.spares import SeatsKept, SpareStudy, StepCost
-from phalanx_plan.whole_run.failures import DAY_S
+from phalanx_plan.whole_run.failures import DAY_S, DEFAULT_RATE, SILENT, Cause, FailureScope, draw_cause
 
 WORKERS = 8
 LEVELS = ("hall", "switch", "rack")

@@ -129,7 +129,7 @@ def state_bytes(job: Job, candidates: Candidates, held: Holdings, place: PlaceCo
 
 def _unit_gradients(job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts) -> Floats:
     """Bytes of the gradient of the largest block, whole, while its shares are exchanged."""
-    blocks = [(count, block) for count, block in _blocks(place, held) if block.any()]
+    blocks = [(count, block) for count, block in zip(place.counts, held.block, strict=True) if block.any()]
     largest = reduce(np.maximum, [(count > 0) * block for count, block in blocks])
     whole: Floats = job.stack.states.unit_gradient_bytes * largest * (candidates.zero >= 2)
     return whole
@@ -167,11 +167,6 @@ def _open_sums(job: Job, candidates: Candidates) -> Floats:
 def _rounds(job: Job, candidates: Candidates) -> Ints:
     """Slots that a rank computes in a step, at least one."""
     return np.maximum(job.workload.slots // candidates.data, 1)
-
-
-def _blocks(place: PlaceCounts, held: Holdings) -> list[tuple[Floats, Floats]]:
-    """Number and size of the blocks of each kind."""
-    return [(count, block) for count, block in zip(place.counts, held.block, strict=True)]
 
 
 def _gathered(job: Job, candidates: Candidates, held: Holdings, place: PlaceCounts) -> Floats:

@@ -13,7 +13,7 @@ import msgspec
 
 from phalanx.hardware.cluster import Cluster
 from phalanx.run.spec import RunSpec
-from phalanx_plan.evidence.learned import EXACT, Band
+from phalanx_plan.evidence import EXACT, Band
 from phalanx_plan.whole_run.cost import (
     ELECTRICITY_USD_PER_KWH,
     GRID_KG_PER_KWH,

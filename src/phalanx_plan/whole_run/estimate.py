@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.checkpoint.save.interval import daly_interval_s, optimal_interval_s, young_interval_s
-from phalanx.hardware.cluster import Cluster, Fact
+from phalanx.hardware.cluster import Fact
 from phalanx_plan.whole_run.assumptions import RunAssumptions, RunInputs
 from phalanx_plan.whole_run.cost import (
     ELECTRICITY_USD_PER_KWH,
@@ -314,7 +314,7 @@ def _energy(
 ) -> Energy:
     cluster = inputs.cluster
     if given.pue is not None:
-        cluster = _with_pue(cluster, given.pue)
+        cluster = replace(cluster, pue=Fact(given.pue, "set by the user"))
     in_steps = min(1.0, shares["committed"] + shares["discarded.rollback"])
     return energy(cluster, inputs.accelerators, spares, wall_s, in_steps, inputs.activities)
 
@@ -332,10 +332,6 @@ def _cost(inputs: RunInputs, given: RunAssumptions, wall_s: float, energy_kwh: f
         stored_bytes=given.checkpoints_kept * inputs.checkpoint_bytes,
         usd_per_gb_month=given.usd_per_gb_month,
     )
-
-
-def _with_pue(cluster: Cluster, pue: float) -> Cluster:
-    return replace(cluster, pue=Fact(pue, "set by the user"))
 
 
 def _percentiles(values: Floats) -> Percentiles:

@@ -1,4 +1,4 @@
-"""Failure rates: how often something breaks, what it takes with it, and how many spares that calls for.
+"""Failure rates: how often something breaks, what it takes with it, how many spares that calls for; and the causes of single failures.
 
 A rate is counted in device-days, so that it carries over to a fleet of any size: accelerators fail by the
 accelerator-day, hosts and their software by the node-day. The typical rates are the counts of the largest run
@@ -7,14 +7,17 @@ that published its causes one by one (Llama 3 405B, arXiv:2407.21783, Table 5: 4
 knows which of them the next fleet will resemble; so every rate is a range, and what is estimated from it
 should be a range too.
 
-Failures are taken as memoryless and independent. They are not quite: see ``CORRELATED_DOMAINS``.
+Failures are taken as memoryless and independent. They are not quite: see ``CORRELATED_DOMAINS``. A simulated fleet (``phalanx simulate``)
+draws the cause of each failure, whose scope decides how it is detected and what is lost.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from statistics import NormalDist
 from typing import Literal
 
@@ -232,3 +235,71 @@ def spares_needed(node_losses_per_s: float, repair_s: float, confidence: float =
     log_factorial = np.concatenate([[0.0], np.cumsum(np.log(counts[1:]))])
     below = np.cumsum(np.exp(counts * np.log(mean) - mean - log_factorial))
     return min(int(np.searchsorted(below, confidence)), len(counts) - 1)
+
+
+# Causes of single failures, as simulations of a fleet draw them. Causes and shares are Llama 3's; DEFAULT_RATE lies in the range of FLEETS.
+# Times to repair are not published by cause; they are assumptions, and marked as such.
+
+
+DEFAULT_RATE = 3.79
+"""Failures per 1,000 node-days of 8 accelerators (arXiv:2407.21783, derived)."""
+CO_OCCURRING = 0.03
+"""Share of failures that strike several nodes at once (arXiv:2410.21680: 3 and 5 %). Assumed to take a rack."""
+WHOLE_SWITCH = 0.3
+"""Share of these that take all racks of a switch (assumed)."""
+SILENT = 0.1
+"""Share of node losses that break no connection, so that only the missing heartbeat shows them (assumed)."""
+HOUR_S = 3_600.0
+
+
+class FailureScope(StrEnum):
+    """The extent of a failure, which decides how it is detected."""
+
+    WORKER = "worker"
+    """A process ends; its agent sees that at once and starts another."""
+    HANG = "hang"
+    """A process stops answering; its lease with its agent runs out."""
+    NODE = "node"
+    """A machine is lost until it is repaired."""
+    RESULT = "result"
+    """Nothing stops, but results are wrong; an audit finds it."""
+    RACK = "rack"
+    SWITCH = "switch"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One cause of interruptions."""
+
+    name: str
+    scope: FailureScope
+    repair_s: float
+    """Mean time until the node is back (assumed)."""
+
+
+def _cause(name: str) -> Cause:
+    match name:
+        case "software bug" | "dependency":
+            return Cause(name, FailureScope.WORKER, 60.0)
+        case "NCCL watchdog":
+            return Cause(name, FailureScope.HANG, 60.0)
+        case "silent data corruption":
+            return Cause(name, FailureScope.RESULT, DAY_S)
+        case "network switch or cable":
+            return Cause(name, FailureScope.NODE, 4 * HOUR_S)
+        case "host maintenance":
+            return Cause(name, FailureScope.NODE, 2 * HOUR_S)
+        case _:
+            return Cause(name, FailureScope.NODE, DAY_S)
+
+
+CAUSES = tuple(_cause(name) for name in LLAMA3_INTERRUPTIONS)
+RACK_LOST = Cause("rack", FailureScope.RACK, 2 * HOUR_S)
+SWITCH_LOST = Cause("switch", FailureScope.SWITCH, 2 * HOUR_S)
+
+
+def draw_cause(random_numbers: random.Random) -> Cause:
+    """Draws the cause of one interruption."""
+    if random_numbers.random() < CO_OCCURRING:
+        return SWITCH_LOST if random_numbers.random() < WHOLE_SWITCH else RACK_LOST
+    return random_numbers.choices(CAUSES, list(LLAMA3_INTERRUPTIONS.values()))[0]

@@ -251,7 +251,9 @@ def _until_failure(
 ) -> tuple[_Runs, NDArray[np.intp], Floats]:
     """The runs after their next failure, which comes after ``gap_s``; and which finished before it, and
     when."""
-    interval_s, stall_s = plan.interval_s, _stall_per_interval_s(plan)
+    interval_s = plan.interval_s
+    # The stall of both tiers per interval; the durable tier's is spread over the intervals of the other.
+    stall_s = plan.frequent.stall_s + plan.rare.stall_s * interval_s / plan.rare_interval_s
     rest_s = runs.work_s - runs.done_s
     to_end_s = runs.recovery_s + rest_s + stall_s * np.maximum(np.ceil(rest_s / interval_s) - 1, 0)
     finished = to_end_s <= gap_s
@@ -266,8 +268,3 @@ def _until_failure(
         runs.index[on], runs.work_s[on], runs.per_s[on], (runs.wall_s + gap_s)[on], done_s[on], next_s[on]
     )
     return after, runs.index[finished], (runs.wall_s + to_end_s)[finished]
-
-
-def _stall_per_interval_s(plan: CheckpointPlan) -> float:
-    """Returns the stall of both tiers per interval; the durable tier's is spread over the intervals of the other."""
-    return plan.frequent.stall_s + plan.rare.stall_s * plan.interval_s / plan.rare_interval_s

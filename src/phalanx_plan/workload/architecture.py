@@ -10,7 +10,6 @@ fused attention (arXiv 2307.08691), which keeps its inputs, its result and one n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phalanx.run.kinds import block, ends, prediction_ahead
@@ -68,11 +67,10 @@ def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
         "embedding": ends.embedding_operations(model),
         "head": (*ends.head_operations(model), *ahead),
     }
-    return {kind: _layer(work[kind], workload, stack) for kind in KINDS}
-
-
-def _layer(operations: Iterable[Operation], workload: Workload, stack: Stack) -> Layer:
-    return sum((_priced(operation, workload, stack) for operation in operations), Layer())
+    return {
+        kind: sum((_priced(operation, workload, stack) for operation in work[kind]), Layer())
+        for kind in KINDS
+    }
 
 
 def _priced(operation: Operation, workload: Workload, stack: Stack) -> Layer:

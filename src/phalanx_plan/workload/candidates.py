@@ -438,7 +438,7 @@ def mode_of_parts(text: str) -> Recompute:
     unknown = [name for name in names if name not in MODULES and name not in PARTS]
     if unknown:
         raise ValueError(
-            f"recompute={text}: {unknown[0]!r} is no part of a layer: join some of {', '.join(_names())} with +"
+            f"recompute={text}: {unknown[0]!r} is no part of a layer: join some of {', '.join(dict.fromkeys((*MODULES, *PARTS)))} with +"
         )
     parts = frozenset(chain.from_iterable(MODULES.get(name, frozenset({name})) for name in names))
     return Recompute(text, parts)
@@ -454,7 +454,3 @@ def with_modes(modes: tuple[Recompute, ...], texts: Iterable[str]) -> tuple[Reco
     """``modes`` and those that ``texts`` name by their parts."""
     known = {mode.name: mode for mode in modes}
     return (*modes, *(mode_of_parts(text) for text in dict.fromkeys(texts) if text not in known))
-
-
-def _names() -> Iterator[str]:
-    yield from dict.fromkeys((*MODULES, *PARTS))

@@ -67,8 +67,8 @@ def command(options: GenerateOptions) -> None:
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx_serve.engine.errors import PartLostError
     from phalanx_serve.generate import continued
+    from phalanx_serve.traffic.events import PartLostError
 
     if any("\ud800" <= character <= "\udfff" for character in options.prompt):
         raise click.ClickException("--prompt is not valid UTF-8")
@@ -91,8 +91,8 @@ def command(options: GenerateOptions) -> None:
             from phalanx.checkpoint.pack.reader import open_pack
             from phalanx.hardware.local.device import gpus
             from phalanx.hardware.portable.operations import begun
-            from phalanx_serve.engine.errors import ONLY_STREAMED
             from phalanx_serve.numerics import computing_on, device_named
+            from phalanx_serve.traffic.events import ONLY_STREAMED
             from phalanx_serve.weights.open_model import open_model, run_folder
 
             if packed:

@@ -68,9 +68,9 @@ def command(options: ScoreOptions) -> None:
     from phalanx.data.errors import DataError
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.kinds.latent_attention import is_absorbed
-    from phalanx_serve.engine.errors import PartLostError
     from phalanx_serve.numerics import computing_on, numerics_id
     from phalanx_serve.prompt import load_run_tokenizer
+    from phalanx_serve.traffic.events import PartLostError
 
     if options.memory is not None and not options.stream:
         raise click.UsageError("--memory is for --stream")

@@ -1,19 +1,34 @@
-"""``phalanx serve``: a run's model behind OpenAI's HTTP interface."""
+"""``phalanx serve``: a run's model behind OpenAI's HTTP interface; starts it, and prints what becomes of it."""
 
 from __future__ import annotations
 
-import click
+import json
+import platform
+import socket
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import click
+from msgspec import structs
+
+from phalanx.cli.errors import demand_folder, explained, require_trusted_code
 from phalanx.command import command_options
 from phalanx.run.directory.paths import is_published
-from phalanx_serve.cli.service.options import (
+from phalanx_serve.cli.serve_options import (
     ServeOptions,
     another_machine,
     require_consistent,
     require_stage_options,
     served_run,
 )
-from phalanx_serve.cli.service.start import Said, join_stages, make_key, start
+from phalanx_serve.served.served_run import ServedRun
+
+if TYPE_CHECKING:
+    from phalanx_serve.http.worker import WorkerPort
+    from phalanx_serve.prompt import ModelText
+    from phalanx_serve.workers.service import Notice
 
 
 @click.command("serve")
@@ -51,3 +66,157 @@ def command(options: ServeOptions) -> None:
         return join_stages(run_dir, options.join, options.token_file)
     require_consistent(options, run_dir)
     return start(options, served_run(options, run_dir), Said(options.as_json))
+
+
+# Start of the service.
+
+
+class Said:
+    """What is printed while serving: standard output says where it listens, standard error what happens to workers; or all as lines of JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def listening(self, model: str, url: str) -> None:
+        """The service takes requests at ``url``."""
+        if self._as_json:
+            self._line({"event": "listening", "model": model, "url": url})
+        else:
+            click.echo(f"{model} at {url} (Ctrl-C finishes what goes on, then ends)")
+
+    def notice(self, notice: Notice) -> None:
+        """Something has happened to a worker."""
+        if self._as_json:
+            self._line({"event": notice.event, "text": notice.text, **notice.facts})
+        else:
+            self.text(notice.text)
+
+    def text(self, text: str) -> None:
+        """For people, whatever the form."""
+        click.echo(text, err=True)
+
+    @staticmethod
+    def _line(content: dict[str, object]) -> None:
+        click.echo(json.dumps(content))
+
+
+def make_key(file: Path, name: str, limits: str) -> None:
+    """Adds a new key's hash to ``file``, and prints the key."""
+    from phalanx_serve.http.keys import KeyFileError, add_key, parse_limits
+
+    with explained(KeyFileError):
+        click.echo(add_key(file, name, parse_limits(limits)))
+
+
+def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
+    """Is a stage of the server at ``at`` until that ends, with weights from the run in ``run_dir``."""
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.wire.messages import WireError
+    from phalanx_serve.stages.door import address, read_token
+    from phalanx_serve.stages.stage_main import StageTask, join
+    from phalanx_serve.traffic.events import EngineError
+
+    with explained(CheckpointError, EngineError, WireError, OSError):
+        host, port = address(at, "--join")
+        require_trusted_code(run_dir, trust_code=False)
+        why = join(StageTask(host, port, read_token(token_file), -1), run_dir)
+        if why:
+            raise EngineError(why)
+    click.echo(f"the server at {at} has ended", err=True)
+
+
+def start(options: ServeOptions, served: ServedRun, said: Said) -> None:
+    """Serves until a signal. Raises UsageError for an address that is open to others without keys, ClickException for what cannot be served."""
+    from phalanx.hardware.local.network import ListenError, is_private, listen
+
+    if options.key_file is None and not is_private(options.host):
+        raise click.UsageError(
+            f"--host {options.host} is open to others: give --key-file (made by phalanx serve --new-key FILE)"
+        )
+    path = served.path
+    if not path.exists():
+        demand_folder(path)
+    with explained(ListenError):
+        # Before PyTorch is imported: a port that is taken is told at once.
+        sock = listen(options.host, options.port)
+    with closing(sock):
+        if not is_published(path):
+            _start(options, served, said, sock)
+            return
+        from phalanx.checkpoint.format.errors import CheckpointError
+        from phalanx.checkpoint.interop.huggingface.stored_folder import stand_in
+
+        with explained(CheckpointError), stand_in(path) as found:
+            for note in found.notes:
+                said.text(f"note: {note}")
+            _start(options, structs.replace(served, run_dir=str(found.path)), said, sock)
+
+
+def _start(options: ServeOptions, served: ServedRun, said: Said, sock: socket.socket) -> None:
+    """Serves a run's directory, or a pack, at ``sock``."""
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.data.errors import TokenizerError
+    from phalanx.model.custom import CustomModelError
+    from phalanx.observe.record.notes import ServingNote
+    from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
+    from phalanx.run.peers import loopback_names
+    from phalanx_serve.http.admission import Limits
+    from phalanx_serve.http.app import Gateway
+    from phalanx_serve.http.keys import KeyFileError, read_keys
+    from phalanx_serve.http.server import serve, serving_of
+    from phalanx_serve.served.of_run import served_folder
+    from phalanx_serve.traffic.events import EngineError
+
+    path = served.path
+    directory = RunDirectory(path)
+    kinds = (CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, CustomModelError)
+    with explained(*kinds):
+        with served_folder(served) as folder:
+            require_trusted_code(
+                folder, trust_code=options.trust_code, place=path if path.is_file() else None
+            )
+        keys = None if options.key_file is None else read_keys(options.key_file)
+        model, worker = _opened(options, served, said)
+        if model.note:
+            said.text(model.note)
+        # A server of other machines has keys, which no web page has.
+        hosts = () if keys is not None else loopback_names(options.host)
+        gateway = Gateway(model, worker, keys, Limits(requests=options.requests), hosts=hosts)
+        shown = f"[{options.host}]" if ":" in options.host else options.host
+        port = sock.getsockname()[1]
+        url = f"http://{shown}:{port}/v1"
+        note = None
+        # Not of a pack, which may be anywhere, nor of what stands in for a published model, which nobody sees.
+        if directory.run_file.is_file() and not directory.weights_elsewhere.exists():
+            note = ServingNote(directory, f"{platform.node()}-{port}", partial(serving_of, gateway, url))
+        said.listening(model.name, url)
+        serve(gateway, sock, drain_s=options.drain_s, tell=said.text, note=note)
+
+
+def _opened(options: ServeOptions, served: ServedRun, said: Said) -> tuple[ModelText, WorkerPort]:
+    """The model's words and what computes: processes, or an engine in this one, which may go on to newer steps."""
+    from phalanx_serve.served.of_run import open_followed, open_run
+    from phalanx_serve.workers.service import WorkerDivision, devices_of, open_service
+
+    if workers := options.workers:
+        divisions = {
+            role: WorkerDivision(options.pipeline.of(role), options.tensor.of(role)) for role in workers
+        }
+        places = devices_of(served, len(workers), divisions)
+        if {*workers} in ({"prefill"}, {"decode"}):
+            said.text(f"all workers are {workers[0]} workers: they also do what the other role would")
+        # By their names alone: asking a GPU for more begins CUDA, and this process computes nothing.
+        said.text(f"computing on {', '.join(map(str, places))}")
+        return open_service(
+            served,
+            options.name,
+            workers,
+            divisions=divisions,
+            threads=options.threads,
+            audit_share=options.audit,
+            tell=said.notice,
+            pages=options.pages,
+        )
+    if options.follow:
+        return open_followed(served, options.name, options.follow, said.text)
+    return open_run(served, options.name, said.text)

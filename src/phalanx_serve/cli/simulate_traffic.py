@@ -9,8 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx_serve.simulate.world import Load, run_seed
-from phalanx_serve.traffic.invariants import BrokenInvariant
+from phalanx_serve.traffic.simulated_world import BrokenInvariant, Load, run_seed
 
 
 @click.command("traffic")

@@ -26,7 +26,7 @@ from phalanx.run.kinds.grouped_attention import window_of
 from phalanx_serve.engine.sampler import LogitsError, draw_rows
 from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
 from phalanx_serve.kv_cache.memory import TextKV
-from phalanx_serve.traffic.requests import Sampling
+from phalanx_serve.traffic.events import Sampling
 
 _RULE = Rule(exact=False)
 """A draft may have any bits: the tokens that are returned have those of the model."""

@@ -22,9 +22,7 @@ from phalanx.model.facts.shape import longest_short
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
-from phalanx_serve.engine.batch import Batch, InFlightBatch, build_batch
 from phalanx_serve.engine.drafts import Drafter, DraftInput
-from phalanx_serve.engine.errors import EngineError, RequestError
 from phalanx_serve.engine.model_runner import (
     FarLayers,
     FarSpan,
@@ -34,7 +32,7 @@ from phalanx_serve.engine.model_runner import (
 )
 from phalanx_serve.engine.sampler import SampledToken, SamplerOutput, require_sampling
 from phalanx_serve.kv_cache.layer_cache import Rule
-from phalanx_serve.kv_cache.manager import KVCacheManager, RunningText
+from phalanx_serve.kv_cache.manager import Batch, InFlightBatch, KVCacheManager, RunningText, build_batch
 from phalanx_serve.kv_cache.memory import (
     KVFormatName,
     PageBytes,
@@ -45,7 +43,16 @@ from phalanx_serve.kv_cache.memory import (
 )
 from phalanx_serve.numerics import Numerics, begin_exact, computing_on, numerics_id, require_device
 from phalanx_serve.traffic.block_table import PAGE
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Request, Token
+from phalanx_serve.traffic.events import (
+    Ended,
+    EngineError,
+    EngineOutput,
+    Outcome,
+    PromptScored,
+    Request,
+    RequestError,
+    Token,
+)
 from phalanx_serve.traffic.scheduler import SchedulerOutput, schedule, youngest
 
 

@@ -39,11 +39,10 @@ from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.spec import ModelSpec
 from phalanx.train.step.loss import log_probabilities
-from phalanx_serve.engine.errors import EngineError, RequestError
 from phalanx_serve.engine.sampler import SamplerOutput, SamplingRequest, sample_rows
 from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
 from phalanx_serve.kv_cache.memory import PageBox, PageBytes
-from phalanx_serve.traffic.requests import Request
+from phalanx_serve.traffic.events import EngineError, Request, RequestError
 
 # Models that an engine can serve, and requests that it can compute.
 

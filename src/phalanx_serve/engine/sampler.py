@@ -32,7 +32,7 @@ from torch import Tensor
 
 from phalanx.hardware.local.device import brought, fetched
 from phalanx.model.init import keys_of, random_words, stream_key
-from phalanx_serve.traffic.requests import Sampling
+from phalanx_serve.traffic.events import Sampling
 
 
 @dataclass(frozen=True)

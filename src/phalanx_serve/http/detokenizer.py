@@ -18,7 +18,7 @@ from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx_serve.http.protocol import RefusedError
 from phalanx_serve.http.worker import WorkerPort
 from phalanx_serve.prompt import ModelText
-from phalanx_serve.traffic.requests import Ended, PromptScored, Request, Token
+from phalanx_serve.traffic.events import Ended, PromptScored, Request, Token
 
 _REPLACEMENT = "\ufffd"
 

@@ -21,7 +21,7 @@ from phalanx_serve.http.protocol import RefusedError
 from phalanx_serve.http.request import GenerationRequest
 from phalanx_serve.http.worker import WorkerPort
 from phalanx_serve.prompt import ModelText
-from phalanx_serve.traffic.requests import PromptScored, Request, Sampling, Token
+from phalanx_serve.traffic.events import PromptScored, Request, Sampling, Token
 
 # Bodies of OpenAI's two interfaces: full, in chunks, and errors.
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from phalanx.checkpoint.format.errors import CheckpointError
-from phalanx_serve.engine.errors import DeviceMemoryError, PartLostError
-from phalanx_serve.traffic.events import Bits
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Request
+from phalanx_serve.traffic.events import Bits, DeviceMemoryError, Ended, EngineOutput, PartLostError, Request
 
 _log = logging.getLogger(__name__)
 

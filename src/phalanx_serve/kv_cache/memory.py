@@ -28,8 +28,8 @@ from phalanx.hardware.local.device import brought, fetched
 from phalanx.model.narrow import SHARING, Quantized, dequantize, quantize
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
-from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.traffic.block_table import PAGE
+from phalanx_serve.traffic.events import EngineError
 
 # Formats: that of the computation, or eight bits with a power-of-two scale for 32 neighbors.
 

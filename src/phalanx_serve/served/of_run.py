@@ -39,15 +39,14 @@ from phalanx.run.spec import ModelSpec
 from phalanx.train.score import restored_model
 from phalanx_serve.engine.engine import Engine as PagedEngine
 from phalanx_serve.engine.engine import KeptPages
-from phalanx_serve.engine.errors import DeviceMemoryError, EngineError, PartLostError
 from phalanx_serve.http.worker import Engine, EngineWorker, Identity, Streaming, Swap
 from phalanx_serve.numerics import begin_exact, bits_of, computing_on, numerics_id, shown_device
 from phalanx_serve.prompt import ModelText, read_model_text
-from phalanx_serve.served.of_processes import open_divided
-from phalanx_serve.served.opened import OpenedEngine, TurnsEngine, context_of, device_of
+from phalanx_serve.served.opened import OpenedEngine, TurnsEngine, context_of, device_of, open_divided
 from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.stages.shares import tensor_digests
 from phalanx_serve.traffic.block_table import PAGE
+from phalanx_serve.traffic.events import DeviceMemoryError, EngineError, PartLostError
 from phalanx_serve.weights.budget import LIBRARIES, Budget, Computing, divide_budget, text_bytes
 from phalanx_serve.weights.open_model import (
     empty_model,

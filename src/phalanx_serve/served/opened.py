@@ -1,32 +1,69 @@
-"""An opened model: its engine, with identity, spec and device; and an engine for users' own models, which takes turns.
+"""Opened models: an engine with identity, spec and device; one for users' own models, which takes turns; one for a model in several processes.
 
 Blocks of a user's own model keep no keys and values, so requests take turns of one token.
 Each token costs a pass over its whole text, by the arithmetic of ``phalanx generate``, and nothing is batched: this is for a handful of
 clients. A text does not depend on what is computed beside it.
+
+A model that no one process, or no one machine, holds is divided by layers, or each layer by itself. The engine is with the first layers, or
+shares. Every process reads what it has of the same step; the hash of the weights is made of all their digests, so it is that of the whole
+model. Exact numerics must have one id everywhere: then tokens have the bits of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from phalanx.checkpoint.committed.copying import verify
+from phalanx.checkpoint.committed.digest import TensorDigest, combine
+from phalanx.checkpoint.committed.restore import candidates
+from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.interop.huggingface.folders import served_context
+from phalanx.checkpoint.interop.huggingface.stored_folder import weights_tier
+from phalanx.checkpoint.pack.reader import is_pack
+from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.hardware.local.device import gpus
 from phalanx.model.custom import Chain
-from phalanx.model.transformer import logits
-from phalanx.run.directory.paths import RunDirectory
+from phalanx.model.transformer import Transformer, logits
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
+from phalanx.run.kinds import prediction_ahead
+from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, RunSpec
-from phalanx_serve.engine.errors import EngineError, PartLostError, RequestError
+from phalanx.wire.messages import WireError
+from phalanx_serve.engine.engine import Engine as PagedEngine
 from phalanx_serve.engine.sampler import draw, likeliest
 from phalanx_serve.http.worker import Engine, Identity, Streaming
 from phalanx_serve.kv_cache.memory import KVFormatName
-from phalanx_serve.numerics import computing_on, device_named
+from phalanx_serve.numerics import bits_of, computing_on, device_named
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.requests import Ended, EngineOutput, PromptScored, Request, Token
+from phalanx_serve.stages import messages as m
+from phalanx_serve.stages.door import Door, PartNotOpenedError, await_stages, opened_stages, start_stages
+from phalanx_serve.stages.far_layers import FarShare, FarShares, FarStage, FarStages
+from phalanx_serve.stages.messages import StageLink
+from phalanx_serve.stages.shares import (
+    Share,
+    checkpoint_name,
+    divided,
+    require_shares,
+    restored_part,
+    restored_share,
+)
+from phalanx_serve.traffic.events import (
+    Ended,
+    EngineError,
+    EngineOutput,
+    PartLostError,
+    PromptScored,
+    Request,
+    RequestError,
+    Token,
+)
 
 _CPU = torch.device("cpu")
 
@@ -167,3 +204,227 @@ def _token(request: Request, index: int, token: int, scores: torch.Tensor) -> To
     logprobs = scores.float().log_softmax(-1)
     (top,) = _tops(request, logprobs[None])
     return Token(request.id, index, token, float(logprobs[token]), top)
+
+
+# A model divided over several processes.
+
+
+def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine:
+    """The engine of a run whose layers, or each of them, are divided over several processes. Without a step, a newest one that is damaged is passed over,
+    as ``tell`` hears. Raises EngineError, and as ``restored_part`` does."""
+    run = read_resolved(RunDirectory(served.path))
+    parts = _divided(served, run.model)
+    step = newest_step(served.path) if served.step is None else served.step
+    while True:
+        try:
+            return _opened_at(step, served, parts, run, tell)
+        except (CheckpointError, PartNotOpenedError) as error:
+            older = older_than_damaged(served.path, step) if served.step is None else None
+            if older is None:
+                raise
+            tell(f"step {step} cannot be read and is passed over: {error}")
+            step = older
+
+
+def _opened_at(
+    step: int, served: ServedRun, parts: _Stages | _Shares, run: RunSpec, tell: Callable[[str], None]
+) -> OpenedEngine:
+    door: Door
+    if served.stages_at:
+        door = await_stages(served.stages_at, Path(served.token_file), parts.count - 1, tell)
+    else:
+        door = start_stages(parts.count - 1, _divided_threads(parts.count))
+    try:
+        return _opened(served, door, parts, step, run)
+    except PartLostError as error:
+        door.close()
+        raise EngineError(str(error)) from error
+    except BaseException:
+        with suppress(OSError):
+            door.close()
+        raise
+
+
+def require_divisible(served: ServedRun) -> None:
+    """Raises EngineError for a run whose model cannot be divided so, before any process is started."""
+    if served.tensor > 1 or served.stages > 1:
+        _divided(served, read_resolved(RunDirectory(served.path)).model)
+
+
+def _divided(served: ServedRun, model: ModelSpec) -> _Stages | _Shares:
+    _require_dividable(served)
+    if model.factory:
+        raise EngineError(
+            "a model of your own (model.factory) cannot be divided: serve it without --pipeline and --tensor"
+        )
+    spec = resolve(prediction_ahead.without(model))
+    if served.tensor > 1:
+        require_shares(spec, served.tensor)
+        return _Shares(served.tensor)
+    return _Stages(divided(spec, served.stages))
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Some layers for each process."""
+
+    layers: list[range]
+
+    @property
+    def count(self) -> int:
+        return len(self.layers)
+
+    def opens(self, served: ServedRun, step: int) -> list[m.Open]:
+        return [
+            m.Open(served, step, stage, part.start, part.stop)
+            for stage, part in enumerate(self.layers)
+            if stage
+        ]
+
+    def own(self, run_dir: Path, step: int, dtype: torch.dtype) -> _Restored:
+        return restored_part(run_dir, step, self.layers[0], dtype)
+
+    def far(self, links: list[StageLink], spec: ModelSpec) -> tuple[FarStages, list[FarStage]]:
+        pairs = zip(self.layers[1:], links, strict=True)
+        stages = [FarStage(n, part, link) for n, (part, link) in enumerate(pairs, 1)]
+        return FarStages(stages, spec, max(map(len, self.layers))), stages
+
+    def note(self, far: Sequence[FarStage | FarShare]) -> str:
+        own = f"layers {self.layers[0].start} to {self.layers[0].stop - 1} here"
+        return f"{self.count} stages: {'; '.join([own, *map(str, far)])}"
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """A share of each layer for each process."""
+
+    count: int
+
+    def opens(self, served: ServedRun, step: int) -> list[m.Open]:
+        return [m.Open(served, step, number, 0, 0, self.count) for number in range(1, self.count)]
+
+    def own(self, run_dir: Path, step: int, dtype: torch.dtype) -> _Restored:
+        return restored_share(run_dir, step, Share(0, self.count), dtype)
+
+    def far(self, links: list[StageLink], spec: ModelSpec) -> tuple[FarShares, list[FarShare]]:
+        shares = [FarShare(Share(n, self.count), link) for n, link in enumerate(links, 1)]
+        return FarShares(shares, spec), shares
+
+    def note(self, far: Sequence[FarStage | FarShare]) -> str:
+        return f"{self.count} shares of each layer: the first here; {'; '.join(map(str, far))}"
+
+
+_Restored = tuple[Transformer, ModelSpec, dict[str, TensorDigest]]
+
+
+def _opened(served: ServedRun, door: Door, parts: _Stages | _Shares, step: int, run: RunSpec) -> OpenedEngine:
+    links: list[StageLink] = door.admit(parts.count - 1)
+    try:
+        return _over(links, served, parts, step, run)
+    except BaseException:
+        for link in links:
+            link.close()
+        raise
+
+
+def _over(
+    links: list[StageLink], served: ServedRun, parts: _Stages | _Shares, step: int, run: RunSpec
+) -> OpenedEngine:
+    dtype = getattr(torch, served.dtype)
+    for link, opening in zip(links, parts.opens(served, step), strict=True):
+        try:
+            link.send(opening)  # all read at the same time
+        except WireError as error:
+            raise EngineError(
+                f"the process at {link.peer} ended before it opened its layers: {error}"
+            ) from error
+        link.expect_life(served.silence_s)
+    model, spec, own = parts.own(served.path, step, dtype)
+    ready = opened_stages(links)
+    digests = dict(own)
+    for stage in ready:
+        digests |= {name: TensorDigest(d.dtype, d.shape, d.sha256) for name, d in stage.digests.items()}
+    layers, far = parts.far(links, spec)
+    digest, context = combine(digests)[:16], context_of(served, run, served.path)
+    engine = PagedEngine(
+        model,
+        spec,
+        memory_bytes=served.memory_bytes,
+        rows=served.rows,
+        numerics=served.numerics,
+        context=context,
+        kept=served.kept,
+        far=layers,
+        weights_id=digest,
+    )
+    checkpoint = checkpoint_name(served.path, step)
+    for process, stage in zip(far, ready, strict=True):
+        if stage.checkpoint != checkpoint:
+            raise EngineError(
+                f"{process} has another checkpoint of step {step} ({stage.checkpoint}) than this process ({checkpoint}): give every process the same run"
+            )
+        if served.numerics == "exact" and stage.numerics_id != engine.numerics_id:
+            raise EngineError(
+                f"{process} computes by numerics {stage.numerics_id}, and this process by {engine.numerics_id}: they would not give the bits of one; "
+                "install the same release on all machines"
+            )
+    return OpenedEngine(
+        engine,
+        Identity(
+            digest, engine.numerics_id, context, bits_of(served.numerics, run, served.dtype, kept=served.kept)
+        ),
+        spec,
+        step=step,
+        note=parts.note(far),
+        trouble=layers.trouble,
+    )
+
+
+def _divided_threads(processes: int) -> dict[str, str]:
+    """Divide this machine's processors among ``processes``, of which this is one; return the environment of the others.
+
+    A number of threads that the environment names is left as it is, for each process.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    threads = threads_of_each(processes)
+    torch.set_num_threads(threads)
+    return {"OMP_NUM_THREADS": str(threads)}
+
+
+def threads_of_each(processes: int) -> int:
+    """Return the number of threads with which so many processes have this machine's processors, one at least."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def _require_dividable(served: ServedRun) -> None:
+    if served.tensor > 1 and served.stages > 1:
+        raise EngineError("--tensor shares out each layer, and --pipeline the layers: give one of them")
+    if served.stream or is_pack(served.path):
+        raise EngineError(
+            "--pipeline and --tensor divide the model of a run directory: give that, without --stream, and no pack"
+        )
+    if served.drafts:
+        raise EngineError(
+            f"--drafts {served.drafts}: a model that is divided over processes drafts nothing: leave it out"
+        )
+
+
+def newest_step(run_dir: Path) -> int:
+    """The newest step that is committed: a run that goes on has another one a moment later."""
+    steps = candidates(weights_tier(RunDirectory(run_dir)))
+    if not steps:
+        raise RunDirectoryError(f"{run_dir}: no checkpoint is committed; let the run save one first")
+    return steps[0]
+
+
+def older_than_damaged(run_dir: Path, step: int) -> int | None:
+    """The newest step before ``step`` if that one is damaged, which reading all of it tells; ``None`` if there is none, or another reason for trouble."""
+    root = RunDirectory(run_dir).checkpoints
+    if not root.is_dir():  # a tier would make it
+        return None
+    steps = candidates(DiskTier(root))
+    # One that was deleted meanwhile cannot be read either.
+    if step in steps and not verify(root, step):
+        return None
+    return next((older for older in steps if older < step), None)

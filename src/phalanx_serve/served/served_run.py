@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from phalanx_serve.engine.errors import NOT_EXACT, ONLY_STREAMED
+from phalanx_serve.traffic.events import NOT_EXACT, ONLY_STREAMED
 
 
 class ServedRun(Struct, frozen=True):

@@ -23,10 +23,10 @@ from phalanx.process.child import Child, describe_exit, end_all
 from phalanx.run.peers import AddressError, read_host, read_port
 from phalanx.wire.messages import WireError
 from phalanx.wire.port import Doorway, Newcomer
-from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.stages import messages as m
-from phalanx_serve.stages.link import PROOF_S, StageLink
+from phalanx_serve.stages.messages import PROOF_S, StageLink
 from phalanx_serve.stages.stage_main import StageTask
+from phalanx_serve.traffic.events import EngineError
 
 BEGIN_S = 600.0
 _COMMAND = (sys.executable, "-P", "-m", "phalanx_serve.stages.stage_main")

@@ -29,13 +29,13 @@ from phalanx.model.layers.dense import Affine
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
-from phalanx_serve.engine.errors import EngineError, PartLostError
 from phalanx_serve.engine.model_runner import FarSpan
 from phalanx_serve.engine.sampler import SamplerOutput, SamplingRequest
 from phalanx_serve.kv_cache.memory import PageBox, PageBytes
 from phalanx_serve.stages import messages as m
-from phalanx_serve.stages.link import StageLink, StepFailedError, Talk, gone, loss_of_idle
+from phalanx_serve.stages.messages import StageLink, StepFailedError, Talk, gone, loss_of_idle
 from phalanx_serve.stages.shares import Share, assemble, held_share, keeps_heads
+from phalanx_serve.traffic.events import EngineError, PartLostError
 
 # Stages.
 

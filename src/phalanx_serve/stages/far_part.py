@@ -15,14 +15,13 @@ from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
 from phalanx.wire.messages import WireError
-from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.engine.model_runner import ModelRunner, RunnerOutput, require_supported
 from phalanx_serve.kv_cache.layer_cache import Rule, Span
 from phalanx_serve.kv_cache.memory import PageMemory, TextKV, kv_format
 from phalanx_serve.numerics import begin_exact, numerics_id
 from phalanx_serve.stages import messages as m
 from phalanx_serve.stages.far_layers import NearShare, bytes_of, tensor_of
-from phalanx_serve.stages.link import StageLink
+from phalanx_serve.stages.messages import StageLink
 from phalanx_serve.stages.shares import (
     Share,
     assemble,
@@ -32,6 +31,7 @@ from phalanx_serve.stages.shares import (
     restored_share,
 )
 from phalanx_serve.traffic.block_table import PAGE
+from phalanx_serve.traffic.events import EngineError
 
 _log = logging.getLogger(__name__)
 

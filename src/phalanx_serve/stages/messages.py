@@ -1,20 +1,34 @@
-"""What the process with the first layers of a model and those with the others say to each other: msgpack of tagged structs, sealed.
+"""Messages between the processes that have layers of one model, msgpack of tagged structs; and the sealed connection that carries them.
 
-A stage connects, proves that it knows the service's token, and says that it is ``Here``; it is ``Refused``, or told what to ``Open``, and says that it is
-``Ready`` or ``Unable``. From then on it answers, one after another. Keys and values are spoken of by numbers: a *piece* is a running text's, a *place* a page's.
-States and pages follow their message as raw numbers (``phalanx_serve.stages.link``).
+A stage connects, proves that it knows the service's token, and sends ``Here``. It is ``Refused``, or gets the layers to ``Open``, and sends
+``Ready`` or ``Unable``. From then on it answers requests, one after another. Keys and values are named by numbers: a *piece* is a running text's, a
+*place* a page's. States and pages follow their message as raw numbers, in sealed pieces.
+
+Someone in between can read states and pages, and cut the connection, but cannot change a bit (``phalanx.wire``). TCP keep-alive detects a lost
+machine within half a minute, but not a stopped process, whose kernel still answers. So each stage sends heartbeats from a thread of its own, and
+is given up after ``silence_s`` without one.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import fcntl
+import select
+import socket
+import termios
+import time
+from contextlib import suppress
+from threading import Event, Thread
+from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct
 
-from phalanx.wire.messages import MessageDecoder
+from phalanx.wire.connection import sealed
+from phalanx.wire.messages import EndedError, MessageDecoder, Role, SilentError, WireError, encode
+from phalanx.wire.port import shut
 from phalanx_serve.engine.model_runner import FarSpan
 from phalanx_serve.engine.sampler import SampledToken, SamplingRequest
 from phalanx_serve.served.served_run import ServedRun
+from phalanx_serve.traffic.events import PartLostError
 
 PURPOSE = "phalanx serving stage, version 5"
 
@@ -175,3 +189,207 @@ FromStage = Here | Ready | Alive | Held | Unable | Passed | Piece | Page | Faile
 ToStage = Open | Refused | Hold | Compute | Whole | ReadPage | WritePage
 FROM_STAGE: MessageDecoder[FromStage] = MessageDecoder(FromStage)
 TO_STAGE: MessageDecoder[ToStage] = MessageDecoder(ToStage)
+
+
+# Connection.
+
+
+PROOF_S = 20.0
+LONGEST_STEP_S = 600.0
+"""How long a stage that sends heartbeats may owe an answer."""
+_CLOSED = getattr(select, "POLLRDHUP", 0)
+"""The peer sends nothing any more; a system without this event reports POLLHUP."""
+_BEATS = 8
+"""Heartbeats in the time after which a stage without any is given up."""
+_ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
+_HEARTBEAT = encode(Alive())
+_T = TypeVar("_T")
+
+
+class StageLink:
+    """One end of a connection after the proof; received from by one thread, but for ``ended``. Methods raise WireError if it breaks."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        token: str,
+        role: Role,
+        peer: str,
+        *,
+        proof_timeout_s: float = PROOF_S,
+    ) -> None:
+        """Prove to each other, within ``proof_timeout_s``, that both ends know ``token``. Raises UnprovenError and WireError."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _ALIVE:
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._socket = connection
+        # Without a timeout: a step may take long, and between two there may be hours.
+        self._connection = sealed(connection, peer, token, role, PURPOSE, proof_timeout_s)
+        self._silence_s, self._received_s = 0.0, time.monotonic()
+
+    def expect_life(self, silence_s: float) -> None:
+        """Expect the peer's heartbeats (``keep_alive``) from now on: methods raise SilentError if nothing arrives for so long."""
+        self._silence_s, self._received_s = silence_s, time.monotonic()
+        self._connection.raw.set_timeout(silence_s)
+
+    def keep_alive(self, silence_s: float) -> Event:
+        """Send heartbeats for a peer that expects one within ``silence_s``, until the connection or the returned event ends it."""
+        over = Event()
+
+        def beat() -> None:
+            with suppress(WireError):
+                while not over.wait(silence_s / _BEATS):
+                    self.send(Alive())
+
+        Thread(target=beat, name="alive", daemon=True).start()
+        return over
+
+    @property
+    def peer(self) -> str:
+        """The other end, for people."""
+        return self._connection.peer
+
+    def send(self, message: FromStage | ToStage, body: memoryview | bytes = b"") -> None:
+        """Send a message and the raw bytes that it announces; from any thread."""
+        try:
+            self._connection.send_message(message, body)
+        except SilentError as error:
+            raise self._silent() from error
+
+    def receive(self, decoder: MessageDecoder[_T], longest_s: float = LONGEST_STEP_S) -> _T:
+        """Return the next message that is no heartbeat. Raises SilentError if there are only heartbeats for so long."""
+        begin_s = time.monotonic()
+        while (body := self._receive()) == _HEARTBEAT:
+            # This process may have been stopped itself: then the answer has arrived already, behind heartbeats.
+            if time.monotonic() - begin_s > longest_s and not self._readable():
+                raise SilentError(f"it has owed an answer for {longest_s:g} s, though it sends heartbeats")
+        return decoder.decode(body)
+
+    def receive_body(self, nbytes: int) -> bytearray:
+        """Return the raw bytes that the last message announced."""
+        try:
+            body = self._connection.receive_body(nbytes)
+        except SilentError as error:
+            raise self._silent() from error
+        self._received_s = time.monotonic()
+        return body
+
+    def look(self) -> FromStage | None:
+        """Receive heartbeats while no answer is due. Returns a message that is none, if there is one."""
+        now_s = time.monotonic()  # before the look, since this process may be stopped in between
+        while self._readable():
+            if (body := self._receive()) != _HEARTBEAT:
+                return FROM_STAGE.decode(body)
+        if self._silence_s and now_s - self._received_s > self._silence_s:
+            raise self._silent()
+        return None
+
+    def _receive(self) -> bytes:
+        try:
+            body = self._connection.receive()
+        except SilentError as error:
+            raise self._silent() from error
+        self._received_s = time.monotonic()
+        return body
+
+    def _silent(self) -> SilentError:
+        return SilentError(
+            f"it has given no sign of life for {self._silence_s:g} s (--stage-timeout): its process is stopped, its machine stands still, or "
+            "the network drops its packets; see to it, then start the server again"
+        )
+
+    def ended(self) -> bool:
+        """Return True if the peer is gone, also while nothing is sent; from any thread. Never waits: unread bytes may be another thread's."""
+        try:
+            over = self._polled(_CLOSED) & (_CLOSED | select.POLLHUP | select.POLLERR)
+            # Its last message is received first: that may be the reason.
+            return bool(over) and not fcntl.ioctl(self._socket, termios.FIONREAD, bytes(4)).strip(b"\0")
+        except (WireError, OSError, ValueError):  # closed meanwhile
+            return True
+
+    def _readable(self) -> bool:
+        return bool(self._polled(select.POLLIN))
+
+    def _polled(self, events: int) -> int:
+        """Return which of some events have happened, or that the connection is closed."""
+        if self._socket.fileno() < 0:
+            raise EndedError("this end has closed the connection")
+        poll = select.poll()
+        poll.register(self._socket, events)
+        polled = poll.poll(0)
+        return polled[0][1] if polled else 0
+
+    def close(self) -> None:
+        """End the connection, for a thread that receives at this moment too."""
+        shut(self._socket)
+        self._connection.raw.close()
+
+
+# Requests to a process that has a part of a model, and what it means if it does not answer.
+
+
+_Reply = TypeVar("_Reply", bound=FromStage)
+
+
+class StepFailedError(RuntimeError):
+    """A step failed in a process, which continues."""
+
+
+class Talk:
+    """A conversation with ``whom``, the process by its name for people. Methods raise PartLostError if it is gone, StepFailedError if a step failed there."""
+
+    def __init__(self, whom: object, link: StageLink) -> None:
+        self._whom, self._link = whom, link
+
+    def send(self, message: ToStage, body: memoryview | bytes = b"") -> None:
+        """Send a message without an answer."""
+        try:
+            self._link.send(message, body)
+        except WireError as error:
+            raise self._lost(str(error)) from error
+
+    def receive(self, kind: type[_Reply]) -> _Reply:
+        """Return the next message, which must be of ``kind``."""
+        try:
+            message = self._link.receive(FROM_STAGE)
+        except WireError as error:
+            raise self._lost(str(error)) from error
+        if isinstance(message, Unable):
+            raise self._lost(message.why)
+        if isinstance(message, Failed):
+            raise StepFailedError(f"{self._whom}: {message.why}")
+        if not isinstance(message, kind):
+            raise self._lost(f"it answers with {type(message).__name__}")
+        return message
+
+    def request(self, message: ToStage, kind: type[_Reply], body: memoryview | bytes = b"") -> _Reply:
+        """Send a message and return its answer."""
+        self.send(message, body)
+        return self.receive(kind)
+
+    def body(self, nbytes: int) -> bytearray:
+        """Return the raw bytes that the last answer announced."""
+        try:
+            return self._link.receive_body(nbytes)
+        except WireError as error:
+            raise self._lost(str(error)) from error
+
+    def _lost(self, reason: str) -> PartLostError:
+        return PartLostError(gone(self._whom, reason))
+
+
+def gone(whom: object, reason: str) -> str:
+    """Return the error's text for the loss of a part of the model."""
+    return f"{whom} of the model is gone, so nothing can be computed: {reason}"
+
+
+def loss_of_idle(whom: object, link: StageLink) -> str:
+    """Return why a process with no request at present is gone; empty if it is there."""
+    try:
+        message = link.look()
+    except WireError as error:
+        return gone(whom, str(error))
+    if message is None:
+        return ""
+    return gone(whom, message.why if isinstance(message, Unable) else "it sends an answer without a request")

@@ -51,8 +51,8 @@ from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.mixture import dense_width
 from phalanx.run.spec import ModelSpec
 from phalanx.train.score import restored_model
-from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.engine.model_runner import fast_products
+from phalanx_serve.traffic.events import EngineError
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from phalanx.process.child import die_with_parent
 from phalanx.wire.messages import WireError
-from phalanx_serve.stages.link import PROOF_S, StageLink
+from phalanx_serve.stages.messages import PROOF_S, StageLink
 
 _WAIT_S = 600.0
 _AGAIN_S = 0.5

@@ -16,25 +16,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx_serve.traffic import journal, pools
-from phalanx_serve.traffic.audit import Audit, Verdict, bits, chosen, evidence, judge
 from phalanx_serve.traffic.events import (
     NOBODY,
     Abandoned,
     Beat,
     Command,
     Drain,
+    Ended,
     Event,
     Forget,
     Heard,
     Lost,
     PoolCommand,
+    PromptScored,
+    Request,
     Run,
     Stop,
     Submitted,
     Tell,
+    Token,
 )
-from phalanx_serve.traffic.journal import Entry, GapError
-from phalanx_serve.traffic.requests import Ended, PromptScored, Request, Token
+from phalanx_serve.traffic.journal import Audit, Entry, GapError, Verdict, bits, chosen, evidence, judge
 
 Names = Callable[[Sequence[int]], Sequence[bytes]]
 """The names of the whole pages of a text, chained from its beginning."""

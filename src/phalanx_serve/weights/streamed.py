@@ -24,8 +24,7 @@ from phalanx.checkpoint.pack.writer import tensor_in, write_wide
 from phalanx.model.layers.experts.expert_groups import Groups, grouped_product, groups_of_one_slot
 from phalanx.model.layers.experts.moe import Experts, GroupedProduct, MoE
 from phalanx_serve.weights.budget import Residency
-from phalanx_serve.weights.expert_cache import ExpertCache
-from phalanx_serve.weights.ring import ReadPool, Ring, StreamStatistics
+from phalanx_serve.weights.ring import ExpertCache, ReadPool, Ring, StreamStatistics
 
 READ_THREADS = 2
 

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from phalanx.wire.messages import MessageDecoder
 from phalanx_serve.http.worker import Streaming
 from phalanx_serve.traffic import events as e
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Outcome, PromptScored, Request, Token
+from phalanx_serve.traffic.events import Ended, EngineOutput, Outcome, PromptScored, Request, Token
 
 PURPOSE = "phalanx serving worker, version 4"
 

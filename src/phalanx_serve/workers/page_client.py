@@ -19,8 +19,7 @@ from typing import Literal
 from phalanx.wire.connection import SealedConnection, sealed
 from phalanx.wire.messages import WireError
 from phalanx_serve.traffic.events import Identity
-from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, NixlError
-from phalanx_serve.workers.over_nixl.pages import read_pages
+from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, NixlError, read_pages
 from phalanx_serve.workers.page_wire import (
     MESSAGES,
     PURPOSE,

@@ -18,8 +18,7 @@ from phalanx.wire.messages import WireError
 from phalanx.wire.port import ProvenPort
 from phalanx_serve.traffic.block_table import Leases
 from phalanx_serve.traffic.events import Identity
-from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
-from phalanx_serve.workers.over_nixl.pages import Laying
+from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, Laying
 from phalanx_serve.workers.page_wire import (
     MESSAGES,
     PURPOSE,

@@ -25,20 +25,18 @@ from msgspec.structs import replace
 
 from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.http.worker import Identity, Streaming, WorkerFacts, WorkerLoad
 from phalanx_serve.prompt import ModelText, read_model_text
-from phalanx_serve.served.of_processes import (
+from phalanx_serve.served.of_run import require_drafts, served_folder
+from phalanx_serve.served.opened import (
+    device_of,
     newest_step,
     older_than_damaged,
     require_divisible,
     threads_of_each,
 )
-from phalanx_serve.served.of_run import require_drafts, served_folder
-from phalanx_serve.served.opened import device_of
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.events import Role
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Request
+from phalanx_serve.traffic.events import Ended, EngineError, EngineOutput, Request, Role
 from phalanx_serve.weights.open_model import free_to_use, packed
 from phalanx_serve.workers.over_nixl.agent_process import require_installed
 from phalanx_serve.workers.page_client import PageWay

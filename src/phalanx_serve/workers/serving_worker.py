@@ -18,11 +18,16 @@ from dataclasses import dataclass, replace
 from phalanx.wire.connection import SealedConnection
 from phalanx.wire.messages import WireError
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import DeviceMemoryError, PartLostError
 from phalanx_serve.http.worker import Streaming, explained
 from phalanx_serve.traffic.block_table import page_names
-from phalanx_serve.traffic.events import Identity
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Request
+from phalanx_serve.traffic.events import (
+    DeviceMemoryError,
+    Ended,
+    EngineOutput,
+    Identity,
+    PartLostError,
+    Request,
+)
 from phalanx_serve.workers import messages as m
 from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx_serve.workers.page_client import PageWay, Pulled, Way, pull
@@ -229,14 +234,12 @@ class ServingWorker:
                 continue
             if isinstance(output, Ended):
                 if order.offer and output.outcome == "length":
-                    self.offered.offer(job, self._read_pages(self._names(order.request)))
+                    names = page_names(order.request.prompt + order.request.told, self._engine.root)
+                    self.offered.offer(job, self._read_pages(names))
                 del self._orders[job]
             messages.append(m.encode_output(job, output))
         if messages:
             self._link.send_message(m.Speech(tuple(messages)))
-
-    def _names(self, request: Request) -> list[bytes]:
-        return page_names(request.prompt + request.told, self._engine.root)
 
     def _read_pages(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the pages of ``names`` that are here, from the first one up to a gap."""

@@ -78,7 +78,7 @@ def work(task: WorkerTask) -> str:
 def _reason(error: Exception) -> str:
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx_serve.engine.errors import EngineError, PartLostError
+    from phalanx_serve.traffic.events import EngineError, PartLostError
 
     known = (
         CheckpointError,
@@ -93,10 +93,9 @@ def _reason(error: Exception) -> str:
 
 def _serve(task: WorkerTask, link: SealedConnection) -> str:
     from phalanx_serve.engine.engine import Engine
-    from phalanx_serve.engine.errors import EngineError
     from phalanx_serve.served.of_run import open_engine
     from phalanx_serve.served.opened import device_of
-    from phalanx_serve.traffic.events import Identity
+    from phalanx_serve.traffic.events import EngineError, Identity
     from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
     from phalanx_serve.workers.page_server import PageServer
     from phalanx_serve.workers.serving_worker import ServingWorker, measured_rate

@@ -54,7 +54,7 @@ def command(
       phalanx profile runs/quickstart-1f3a9c04 --show
     """
     demand_folder(run_dir)
-    from phalanx_watch.cli.text.profile_report import print_list, print_report
+    from phalanx_watch.cli.profile_report import print_list, print_report
     from phalanx_watch.profile.read import ProfileError, ask, make_summary, profiles, read_summary
 
     directory = RunDirectory(run_dir)

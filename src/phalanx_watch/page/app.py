@@ -47,13 +47,12 @@ from phalanx_watch.page.http import (
     not_found,
 )
 from phalanx_watch.page.live import Live
-from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.page.runs import Place, Runs, StoredSeries, default_folder
 from phalanx_watch.page.view_curves import compare_view, curves_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
 from phalanx_watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
 from phalanx_watch.page.view_run import checkpoints_view, logs_view, summary, why_view
 from phalanx_watch.runs.index import RunIndex, found_in
-from phalanx_watch.series.stored import StoredSeries, default_folder
 
 # Answers that many viewers ask for at once are made once: fifty open pages of one run cost little more than one.
 #

@@ -15,7 +15,7 @@ import numpy as np
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_watch.page.http import Parameters, RequestError
 from phalanx_watch.page.runs import Place, Runs
-from phalanx_watch.runs.compare import MOST_RUNS, compare
+from phalanx_watch.runs.recorded import MOST_RUNS, compare
 from phalanx_watch.series.run_series import Mark, RunSeries
 from phalanx_watch.series.table import NAMES, Floats, Integers, columns_of, reduce_series, rounded
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from phalanx.observe.recorded_step import RankTrace
 from phalanx.observe.throughput import format_bytes
-from phalanx_watch.profile.chrome import merged
-from phalanx_watch.profile.memory import memory_line
+from phalanx_watch.profile.chrome import memory_line, merged
 from phalanx_watch.profile.operations import (
     Prediction,
     TermRow,

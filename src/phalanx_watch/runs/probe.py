@@ -117,7 +117,7 @@ def read_tail(path: Path) -> Tail:
 
 
 def _read(file: BinaryIO) -> Tail:
-    first = _first_start(file)
+    first = next(_starts(file, 0, _MOST_BYTES), None)  # among the first events of the file
     step: Event | None = None
     evaluated: Evaluated | None = None
     ended: Stopped | Finished | None = None
@@ -168,11 +168,6 @@ def _decoded(line: bytes) -> Event | None:
 
 def _body(event: Event) -> RunStarted | None:
     return event.body if isinstance(event.body, RunStarted) else None
-
-
-def _first_start(file: BinaryIO) -> Event | None:
-    """The first start, among the first events of the file."""
-    return next(_starts(file, 0, _MOST_BYTES), None)
 
 
 def _starts(file: BinaryIO, begin: int, end: int) -> Iterator[Event]:

@@ -1,35 +1,279 @@
-"""The trackers that a run file may name, each imported only when it is opened."""
+"""The trackers that a run file may name, and the adapters of Weights & Biases, Trackio and MLflow.
+
+A tracker's package is imported when the tracker is opened. TensorBoard and OpenTelemetry have files of their own.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import os
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from phalanx.observe.event_log import newest_event
+from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStarted, Stopped
 from phalanx.observe.sink_registry import Vendor
-from phalanx.observe.sinks import Sink
+from phalanx.observe.sinks import (
+    GOODPUT_COLUMNS,
+    Setting,
+    Sink,
+    goodput_rows,
+    hyperparameters,
+    point_of,
+    record,
+    scalars,
+    step_of,
+)
+
+# Weights & Biases: one W&B run a run, resumed by later attempts; the x-axis is the step, the config is the resolved run file and the record of
+# the newest start; where the time went is a table.
+#
+# Offline unless WANDB_MODE says otherwise: files go to ``RUN_DIRECTORY/wandb`` and ``wandb sync`` uploads
+# them when nobody is waiting. (Online, W&B's own exit handler may wait for its upload.) The files of the newest start have all points of the run; those
+# of earlier starts that were not uploaded are removed.
+
+
+class WandbSink:
+    def __init__(self, run_directory: Path, run: str) -> None:
+        self._directory = run_directory
+        wandb: Any = importlib.import_module("wandb")  # untyped: what it exports varies by version
+        self._table: Any = wandb.Table
+        # The same directory is the same W&B run, so that a restart goes on in it.
+        mode = os.environ.get("WANDB_MODE", "offline")
+        offline = mode == "offline"
+        identity = hashlib.sha256(str(run_directory.resolve()).encode()).hexdigest()[:16]
+        if offline:
+            _forget_earlier(run_directory / "wandb", identity)
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "phalanx"),
+            name=run,
+            id=identity,
+            resume="allow",
+            dir=str(run_directory),
+            mode=mode,
+            settings=wandb.Settings(silent=True),
+        )
+        self._run.config.update(hyperparameters(run_directory), allow_val_change=True)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        # Online W&B counts on where the server is; offline the file of this start has everything from the first step on.
+        self._newest = -1 if offline else int(self._run.step) - 1
+
+    def holds(self, event: Event) -> bool:
+        step = step_of(event)
+        return step is not None and step <= self._newest
+
+    def write(self, event: Event) -> None:
+        values = scalars(event)
+        if values:
+            # W&B's own step is the run's, so that rows which are uploaded twice are the same rows.
+            self._run.log({**values, "step": step_of(event)}, step=step_of(event))
+        rows = goodput_rows(event, self._directory)
+        if rows:
+            self._run.log(
+                {"goodput": self._table(columns=list(GOODPUT_COLUMNS), data=[list(row) for row in rows])}
+            )
+            self._run.summary.update({f"goodput/{part}_s": seconds for part, seconds, _ in rows})
+        match event.body:
+            case RunStarted() as body:
+                self._run.config.update(record(body, event.attempt), allow_val_change=True)
+            case Finished(result=result):
+                self._run.summary.update(result)
+            case Message(level="warning" | "error", text=text) | EpochLeft(text=text):
+                self._run.alert(title=text[:60], text=text)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _forget_earlier(folder: Path, identity: str) -> None:
+    """Remove the offline files of earlier starts of this W&B run that were not uploaded."""
+    for earlier in folder.glob(f"offline-run-*-{identity}"):
+        if not any(earlier.glob("*.synced")):
+            shutil.rmtree(earlier, ignore_errors=True)
+
+
+# Trackio: one Trackio run a run, continued by later attempts; the config is the resolved run file and the record of the newest start; where the
+# time went is a table.
+#
+# Trackio (https://github.com/gradio-app/trackio) has the interface of W&B over a local SQLite file. It goes to ``RUN_DIRECTORY/trackio``, unless
+# ``TRACKIO_DIR`` names a folder for all runs, or ``TRACKIO_SERVER_URL`` or ``TRACKIO_SPACE_ID`` a server; look with
+# ``TRACKIO_DIR=RUN_DIRECTORY/trackio trackio show``. A step that is done again after a restart is written again at its place.
+
+_RESENT_S = 600.0
+_ELSEWHERE = ("TRACKIO_DIR", "TRACKIO_SERVER_URL", "TRACKIO_SPACE_ID")
+
+
+class TrackioSink:
+    def __init__(self, run_directory: Path, run: str) -> None:
+        own = run_directory.resolve()
+        if not any(os.environ.get(name) for name in _ELSEWHERE):
+            os.environ["TRACKIO_DIR"] = str(own / "trackio")  # read when trackio is imported
+        elif os.environ.get("TRACKIO_DIR") != str(own / "trackio"):
+            # There a run is known by its name alone: two run directories of one name are two runs.
+            run = f"{run}-{hashlib.sha256(str(own).encode()).hexdigest()[:8]}"
+        trackio: Any = importlib.import_module("trackio")
+        self._directory, self._table, self._step = run_directory, trackio.Table, 0
+        # What is written again has its place, so the points of the newest minutes are: a killed process may not have written them.
+        events = run_directory / "events.jsonl"
+        newest = newest_event(events, lambda _: True) if events.exists() else None
+        self._resent_from = newest.t - _RESENT_S if newest else 0.0
+        self._levels = {"warning": trackio.AlertLevel.WARN, "error": trackio.AlertLevel.ERROR}
+        self._run: Any = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", "phalanx"),
+            name=run,
+            resume="allow",
+            config=dict(hyperparameters(run_directory)),
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def holds(self, event: Event) -> bool:
+        return event.t < self._resent_from
+
+    def write(self, event: Event) -> None:
+        self._step = step_of(event) or self._step
+        values: dict[str, object] = {**scalars(event)}
+        match event.body:
+            case RunStarted() as body:
+                self._run.config.update(record(body, event.attempt))
+            case Finished(result=result):
+                values |= {
+                    f"result/{name}": value
+                    for name, value in result.items()
+                    if isinstance(value, int | float)
+                }
+            case Message(level="warning" | "error" as level, text=text):
+                self._run.alert(title=text[:60], text=text, level=self._levels[level])
+            case EpochLeft(text=text):
+                self._run.alert(title=text[:60], text=text, level=self._levels["warning"])
+        if rows := goodput_rows(event, self._directory):
+            values["goodput"] = self._table(columns=list(GOODPUT_COLUMNS), data=[list(row) for row in rows])
+        if values:
+            self._run.log(values, step=self._step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+# MLflow: scalars in batches by step, the resolved run file as parameters, the final result as tags, and its numbers as metrics to sort by. The
+# record of each start and where the time went are artifacts.
+#
+# One MLflow run a run: later attempts continue it, found by a tag. A parameter cannot change in MLflow; a field that differs in a
+# later attempt, such as the number of ranks, becomes a tag of its name.
+#
+# Goes to MLFLOW_TRACKING_URI, or else to a SQLite file in the run directory. MLflow takes tens of
+# milliseconds a call, so steps are gathered and sent a hundred at a time. What could not be sent is sent with what follows. A server that does not
+# answer gets a few attempts, and not minutes of them, which is MLflow's default.
+
+BATCH = 900
+"""Metrics a call; MLflow refuses more than 1000."""
+PARAMETERS = 100
+"""Parameters a call; MLflow refuses more."""
+_TAG = "phalanx.run_directory"
+_POINTS = {"Step": "train/loss", "Evaluated": "eval/loss"}
+"""A metric that each event of a kind has."""
+_PATIENCE = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+}
+"""For those that the user has not set."""
+
+
+class MlflowSink:
+    def __init__(self, run_directory: Path, run: str) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
+        for name, value in _PATIENCE.items():
+            os.environ.setdefault(name, value)
+        self._directory = run_directory
+        mlflow: Any = importlib.import_module("mlflow")
+        entities: Any = importlib.import_module("mlflow.entities")
+        self._metric, self._parameter = entities.Metric, entities.Param
+        own = run_directory.resolve()
+        given = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = given or f"sqlite:///{own / 'mlflow.db'}"
+        # A server has a place for artifacts; without one MLflow would take the working directory.
+        place = {} if given else {"artifact_location": (own / "mlartifacts").as_uri()}
+        self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name("phalanx")
+        experiment = found.experiment_id if found else self._client.create_experiment("phalanx", **place)
+        self._run_id = self._found_or_made(experiment, run_directory.resolve(), run)
+        self._set_parameters(hyperparameters(run_directory))
+        self._metrics: list[Any] = []
+        self._drawn = {
+            (kind, metric.step)
+            for kind, tag in _POINTS.items()
+            for metric in self._client.get_metric_history(self._run_id, tag)
+        }
+
+    def holds(self, event: Event) -> bool:
+        return point_of(event) in self._drawn
+
+    def _found_or_made(self, experiment: str, directory: Path, run: str) -> str:
+        """The id of the MLflow run of this run directory."""
+        mark = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
+        earlier = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{mark}'", max_results=1)
+        if earlier:
+            found: str = earlier[0].info.run_id
+            self._client.update_run(found, status="RUNNING")
+            return found
+        made: str = self._client.create_run(experiment, run_name=run, tags={_TAG: mark}).info.run_id
+        return made
+
+    def _set_parameters(self, settings: Mapping[str, Setting]) -> None:
+        known = self._client.get_run(self._run_id).data.params
+        new = [self._parameter(name, str(value)) for name, value in settings.items() if name not in known]
+        for first in range(0, len(new), PARAMETERS):
+            self._client.log_batch(self._run_id, params=new[first : first + PARAMETERS])
+        for name, value in settings.items():
+            if known.get(name, str(value)) != str(value):
+                self._client.set_tag(self._run_id, name, str(value))
+
+    def write(self, event: Event) -> None:
+        step = step_of(event)
+        for tag, value in scalars(event).items():
+            self._metrics.append(self._metric(tag, value, round(1000 * event.t), step))
+        ends = isinstance(event.body, Finished | Stopped)
+        if len(self._metrics) >= BATCH or ends or isinstance(event.body, RunStarted):
+            self._flush()
+        match event.body:
+            case RunStarted() as body:
+                kept = record(body, event.attempt)
+                self._client.log_dict(self._run_id, kept, f"record/attempt-{event.attempt:03d}.json")
+            case Finished(result=result):
+                at_ms = round(1000 * event.t)
+                for name, value in result.items():
+                    self._client.set_tag(self._run_id, name, str(value))
+                    if isinstance(value, int | float) and not isinstance(value, bool):
+                        self._metrics.append(self._metric(f"result/{name}", value, at_ms, 0))
+        if rows := goodput_rows(event, self._directory):
+            # As MLflow's own tables are written, which its page shows as one.
+            self._client.log_dict(self._run_id, {"columns": GOODPUT_COLUMNS, "data": rows}, "goodput.json")
+            at_ms = round(1000 * event.t)
+            self._metrics += [
+                self._metric(f"goodput/{part}_s", seconds, at_ms, 0) for part, seconds, _ in rows
+            ]
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._client.set_terminated(self._run_id)
+
+    def _flush(self) -> None:
+        while self._metrics:
+            self._client.log_batch(self._run_id, metrics=self._metrics[:BATCH])
+            del self._metrics[:BATCH]  # once they are there
 
 
 def _open_tensorboard(run_directory: Path, run: str) -> Sink:  # noqa: ARG001 (the folder names the run)
     from phalanx_watch.sinks.tensorboard import TensorBoardSink
 
     return TensorBoardSink(run_directory)
-
-
-def _open_wandb(run_directory: Path, run: str) -> Sink:
-    from phalanx_watch.sinks.wandb import WandbSink
-
-    return WandbSink(run_directory, run)
-
-
-def _open_mlflow(run_directory: Path, run: str) -> Sink:
-    from phalanx_watch.sinks.mlflow import MlflowSink
-
-    return MlflowSink(run_directory, run)
-
-
-def _open_trackio(run_directory: Path, run: str) -> Sink:
-    from phalanx_watch.sinks.trackio import TrackioSink
-
-    return TrackioSink(run_directory, run)
 
 
 def _open_otel(run_directory: Path, run: str) -> Sink:
@@ -39,9 +283,9 @@ def _open_otel(run_directory: Path, run: str) -> Sink:
 
 
 TENSORBOARD = Vendor("tensorboardX", _open_tensorboard, "tensorboard")
-WANDB = Vendor("wandb", _open_wandb)
-MLFLOW = Vendor("mlflow", _open_mlflow)
-TRACKIO = Vendor("trackio", _open_trackio, "trackio")
+WANDB = Vendor("wandb", WandbSink)
+MLFLOW = Vendor("mlflow", MlflowSink)
+TRACKIO = Vendor("trackio", TrackioSink, "trackio")
 OTEL = Vendor(
     "opentelemetry.exporter.otlp.proto.http", _open_otel, package="phalanx-train[otel]", resends=False
 )

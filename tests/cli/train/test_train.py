@@ -25,7 +25,7 @@ from phalanx.run.spec import FleetSpec, ParallelSpec, RunSpec
 from phalanx.train.lifecycle.worker import EXIT_FAILED
 from phalanx.train.start.checks import checkpoint_bytes
 from phalanx.train.start.open_run import OpenRun
-from phalanx_plan.fewer_ranks import first_halved
+from phalanx_plan.planner import first_halved
 from run.specs import replace_at
 from tiny_runs import tiny_run
 

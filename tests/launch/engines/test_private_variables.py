@@ -22,7 +22,7 @@ from phalanx.run.resolve import variable_problems
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_watch.page.export import exported
 from phalanx_watch.page.runs import Runs
-from phalanx_watch.runs.compare import compare
+from phalanx_watch.runs.recorded import compare
 from recorded_runs import RecordedRun
 
 SECRET = "SECRETSECRET123"

@@ -9,7 +9,7 @@ import pytest
 from launch.placing.milp import fewest_torn
 from launch.placing.small_trees import small_case, small_tree
 from phalanx.launch.placing import Level, place_units
-from phalanx_plan.placing.choose import choices
+from phalanx_plan.placing import choices
 
 pytestmark = pytest.mark.servers
 

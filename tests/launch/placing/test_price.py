@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from launch.placing.small_trees import messages
 from phalanx.launch.placing import Level, Shape, Topology, TopologyError, sequence
 from phalanx.run.layout import Layout
-from phalanx_plan.placing.choose import choices
-from phalanx_plan.placing.price import leaving, price
-from phalanx_plan.placing.verify import verify
+from phalanx_plan.placing import choices, leaving, price, verify
 from phalanx_plan.step_cost.traffic import Flow
 
 

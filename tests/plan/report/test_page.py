@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.hardware.catalog import cluster
+from phalanx_plan.report.analyses import step_changes
 from phalanx_plan.report.elements import Bar, Dot, curves, gantt, scatter, stacked_bars, tornado
 from phalanx_plan.report.page import answer, rank_memory, report_page, verdict
 from phalanx_plan.search.plan import Caveat, Plan, make_plan
 from phalanx_plan.search.query import Aim, run_of_model
-from phalanx_plan.search.sensitivity import step_changes
 
 
 def planned(aim: Aim, *, searching: bool) -> Plan:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from phalanx.run.layout import Layout
-from phalanx_plan.report.trace import TraceEvent, perfetto, step_timeline
+from phalanx_plan.report.analyses import TraceEvent, perfetto, step_timeline
 from phalanx_plan.step_cost.estimate import estimate
 from phalanx_plan.workload.candidates import PlannedLayout
 from phalanx_plan.workload.stacks import Job

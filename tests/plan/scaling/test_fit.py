@@ -15,9 +15,9 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec, RunSpec, TrainSpec
 from phalanx_plan.cli.plan_command import command
+from phalanx_plan.cli.what_to_train import read_runs
 from phalanx_plan.scaling.fit import FitError, SmallRun, fit
 from phalanx_plan.scaling.laws import CHINCHILLA, PowerLaw
-from phalanx_plan.scaling.small_runs import read_runs
 
 
 def made_by(law: PowerLaw, noise: float = 0.0, seed: int = 0) -> tuple[SmallRun, ...]:

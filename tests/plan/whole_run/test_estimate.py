@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from example_clusters import h100s, with_rates
 from phalanx.run.spec import CheckpointSpec, FleetSpec, RunSpec
-from phalanx_plan.evidence.learned import EXACT, Band, normal_band
+from phalanx_plan.evidence import EXACT, Band, normal_band
 from phalanx_plan.whole_run.assumptions import (
     MOST_SECONDS,
     RunAssumptions,

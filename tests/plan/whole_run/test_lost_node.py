@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.parallel.mesh.slots import Deal
 from phalanx.run.layout import Layout
-from phalanx_plan.fewer_ranks import MUCH, better_slots, lost_node, lost_node_notes
+from phalanx_plan.planner import MUCH, better_slots, lost_node, lost_node_notes
 
 LAYOUTS = st.one_of(
     st.builds(

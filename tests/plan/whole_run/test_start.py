@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hardware.cluster import Fact
-from phalanx_plan.whole_run.start import MEASURED, Start, StartError, read_s, start
+from phalanx_plan.whole_run.recovery import MEASURED, Start, StartError, read_s, start
 
 NODES = st.integers(1, 25_000)
 

@@ -15,7 +15,7 @@ from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.cli.weights import hash_command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx_serve.cli import generate_command, pack_command, score_command, serve_command
-from phalanx_serve.engine.errors import EngineError
+from phalanx_serve.traffic.events import EngineError
 from phalanx_serve.workers import service
 from serve.packed_runs import DENSE, make_run
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx_serve.cli.serve_command import command
-from phalanx_serve.cli.service.worker_roles import Degrees, RoleDegrees, WorkerRoles
+from phalanx_serve.cli.serve_options import Degrees, RoleDegrees, WorkerRoles
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,17 @@ from model.initialized import initialized
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import DeviceMemoryError, EngineError
 from phalanx_serve.numerics import computing_on
 from phalanx_serve.traffic.block_table import page_names
-from phalanx_serve.traffic.requests import EngineOutput, PromptScored, Request, Sampling, Token
+from phalanx_serve.traffic.events import (
+    DeviceMemoryError,
+    EngineError,
+    EngineOutput,
+    PromptScored,
+    Request,
+    Sampling,
+    Token,
+)
 from serve.engine.test_engine import KINDS, prompt, run
 
 pytestmark = [

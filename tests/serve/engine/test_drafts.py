@@ -17,11 +17,10 @@ from phalanx.model.transformer import PredictionAhead, Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.engine.drafts import Drafter, DraftInput, DraftState
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.engine.sampler import draw
 from phalanx_serve.served.of_run import OpenedEngine, open_engine
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Request, Sampling, Token
+from phalanx_serve.traffic.events import Ended, EngineError, EngineOutput, Request, Sampling, Token
 from serve.engine.test_engine import KINDS, prompt, run
 from serve.packed_runs import DENSE, make_run
 

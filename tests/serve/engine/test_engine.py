@@ -17,9 +17,17 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, RopeScalingSpec
 from phalanx.train.step.loss import log_probabilities
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import EngineError, RequestError
 from phalanx_serve.traffic.block_table import page_names
-from phalanx_serve.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling, Token
+from phalanx_serve.traffic.events import (
+    Ended,
+    EngineError,
+    EngineOutput,
+    PromptScored,
+    Request,
+    RequestError,
+    Sampling,
+    Token,
+)
 
 pytestmark = pytest.mark.usefixtures("portable_kernels")
 SEQUENCE = 192

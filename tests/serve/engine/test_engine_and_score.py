@@ -13,7 +13,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, PrecisionSpec, RunSpec, TrainSpec
 from phalanx.train.score import Scorer
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.traffic.requests import EngineOutput, PromptScored, Request, Sampling, Token
+from phalanx_serve.traffic.events import EngineOutput, PromptScored, Request, Sampling, Token
 
 SEQUENCE = 128
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, qk_norm=True)

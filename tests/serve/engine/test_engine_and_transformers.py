@@ -9,8 +9,7 @@ from transformers import Phi3Config
 from parity.hf_models import CONFIGS, LONGROPE, PHI3, hf_model, our_model, random_tokens
 from phalanx.model.transformer import Transformer
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import EngineError
-from phalanx_serve.traffic.requests import Request, Sampling, Token
+from phalanx_serve.traffic.events import EngineError, Request, Sampling, Token
 
 FAMILIES = ("llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "gpt_oss")
 NAMES = {

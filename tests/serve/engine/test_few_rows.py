@@ -18,7 +18,7 @@ from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.model_runner import ModelRunner, few_rows, use_fast_products
 from phalanx_serve.kv_cache.layer_cache import Rule, Span
 from phalanx_serve.kv_cache.memory import TextKV
-from phalanx_serve.traffic.requests import PromptScored, Request, Sampling
+from phalanx_serve.traffic.events import PromptScored, Request, Sampling
 from serve.engine.test_engine import prompt, run, trained
 
 DENSE = ModelSpec(layers=2, dim=64, heads=4, kv_heads=2, head_dim=16, vocab_size=160, init_std=0.3)

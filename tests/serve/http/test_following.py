@@ -23,14 +23,13 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.cli.serve_command import command
 from phalanx_serve.engine.engine import Engine, KeptPages, Prepared
-from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.http.app import Gateway, application
 from phalanx_serve.http.worker import EngineWorker, Swap
 from phalanx_serve.prompt import ModelText
 from phalanx_serve.served import of_run
 from phalanx_serve.served.of_run import Follower, open_engine, weights_digest
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Request
+from phalanx_serve.traffic.events import Ended, EngineError, EngineOutput, Request
 from serve.packed_runs import DENSE, make_run, random_model
 
 SWAP_AT = 5

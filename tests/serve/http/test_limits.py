@@ -21,7 +21,7 @@ from phalanx_serve.http.app import Gateway, application
 from phalanx_serve.http.keys import add_key, parse_limits, read_keys
 from phalanx_serve.http.worker import Identity, WorkerLoad
 from phalanx_serve.prompt import ModelText
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Request, Token
+from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Token
 
 
 class Immediate:

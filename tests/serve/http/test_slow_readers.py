@@ -11,7 +11,7 @@ from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx_serve.http.app import Gateway, application
 from phalanx_serve.http.worker import Identity, WorkerLoad
 from phalanx_serve.prompt import ModelText
-from phalanx_serve.traffic.requests import EngineOutput, Request, Token
+from phalanx_serve.traffic.events import EngineOutput, Request, Token
 
 BODY = json.dumps({"model": "run", "prompt": "a", "max_tokens": 100, "stream": True}).encode()
 

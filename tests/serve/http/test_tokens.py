@@ -15,7 +15,7 @@ from phalanx.data.tokenizers.published.other_formats import read_model, to_token
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, train_bpe
 from phalanx_serve.http.detokenizer import TextDelta
 from phalanx_serve.http.response import ResponseFormat
-from phalanx_serve.traffic.requests import PromptScored, Token
+from phalanx_serve.traffic.events import PromptScored, Token
 
 
 def with_byte_fallback() -> FallbackTokenizer:

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.wire.messages import UnprovenError
-from phalanx_serve.engine.errors import PartLostError
-from phalanx_serve.stages import link
 from phalanx_serve.stages import messages as m
 from phalanx_serve.stages.door import Door
 from phalanx_serve.stages.far_layers import FarShare, FarShares, FarStage, FarStages
-from phalanx_serve.stages.link import StageLink
+from phalanx_serve.stages.messages import StageLink
 from phalanx_serve.stages.shares import Share
+from phalanx_serve.traffic.events import PartLostError
 from serve.packed_runs import DENSE
 from serve.stages.staged_models import TOKEN
 from serve.workers.services import until
@@ -89,7 +88,7 @@ def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPa
     assert here.receive(m.FROM_STAGE, longest_s=0.0) == m.Held()
 
     now = [0.0]
-    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(m, "time", SimpleNamespace(monotonic=lambda: now[0]))
     here.expect_life(30.0)
 
     def stopped_after_looking(_: StageLink) -> bool:
@@ -103,7 +102,7 @@ def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPa
     assert until(here._readable)
     assert here.look() is None
     now[0] += 3600
-    with pytest.raises(link.SilentError, match="no sign of life for 30 s"):
+    with pytest.raises(m.SilentError, match="no sign of life for 30 s"):
         here.look()
     there.close()
 

@@ -14,12 +14,12 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
 from phalanx_serve.cli.serve_command import command as serve_command
-from phalanx_serve.engine.errors import EngineError, PartLostError
-from phalanx_serve.served import of_processes
+from phalanx_serve.served import opened
 from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.stages import far_part
 from phalanx_serve.stages.door import Door, read_token
 from phalanx_serve.stages.shares import require_shares, restored_part
+from phalanx_serve.traffic.events import EngineError, PartLostError
 from serve.packed_runs import DENSE, make_run
 from serve.stages.staged_models import KINDS, TOKEN, served, staged, token_file
 
@@ -63,7 +63,7 @@ def test_a_newest_step_that_only_another_process_finds_damaged_is_passed_over_by
 ) -> None:
     run, said = damaged_run(tmp_path), list[str]()
     whole = make_run(tmp_path / "whole", KINDS["dense"], (1, 3))
-    monkeypatch.setattr(of_processes, "restored_part", lambda _, *given: restored_part(whole, *given))
+    monkeypatch.setattr(opened, "restored_part", lambda _, *given: restored_part(whole, *given))
     assert staged(run, 2, said=said).step == 1
     (passed,) = said
     assert passed.startswith("step 3 cannot be read and is passed over: stage 1 ")
@@ -100,7 +100,7 @@ def test_processes_that_a_server_starts_divide_its_processors_unless_a_number_of
     (processes,) = division.values()
     before = torch.get_num_threads()
     run = make_run(tmp_path / "run", KINDS["dense"])
-    monkeypatch.setattr(of_processes, "start_stages", start)
+    monkeypatch.setattr(opened, "start_stages", start)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4 * processes)))
     try:
         for named in ("7", None):

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import EngineError, PartLostError
 from phalanx_serve.kv_cache.memory import KVFormat, PageMemory
 from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.served.opened import OpenedEngine
 from phalanx_serve.stages import far_part
 from phalanx_serve.stages.shares import Share, divided, restored_part, restored_share
 from phalanx_serve.traffic.block_table import page_names
-from phalanx_serve.traffic.events import Identity
-from phalanx_serve.traffic.requests import EngineOutput, Request, Sampling
+from phalanx_serve.traffic.events import EngineError, EngineOutput, Identity, PartLostError, Request, Sampling
 from phalanx_serve.workers.page_client import pull
 from phalanx_serve.workers.page_server import OfferedPages, PageServer
 from serve.packed_runs import DENSE, make_run

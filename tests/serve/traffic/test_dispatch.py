@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx_serve.simulate.worker import page_names
 from phalanx_serve.traffic import events as e
 from phalanx_serve.traffic.dispatch import Settings, Traffic, step
-from phalanx_serve.traffic.invariants import check
+from phalanx_serve.traffic.events import Ended, PromptScored, Request, Token
 from phalanx_serve.traffic.pools import Pool, PoolSettings
-from phalanx_serve.traffic.requests import Ended, PromptScored, Request, Token
+from phalanx_serve.traffic.simulated_worker import page_names
+from phalanx_serve.traffic.simulated_world import check
 
 SAME = e.Identity("weights", "numerics")
 WORKERS, LIVES, JOBS = st.integers(0, 3), st.integers(1, 3), st.integers(1, 12)

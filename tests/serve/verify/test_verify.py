@@ -23,10 +23,9 @@ from phalanx.data.preparing.prepare import prepare
 from phalanx.data.tokenizers.tokenizer import tokenizer_from_file
 from phalanx.train.start.open_run import open_run
 from phalanx_serve import verify
-from phalanx_serve.cli.verify_export import held_out_prompts
 from phalanx_serve.generate import generate, load_model
 from phalanx_serve.other_engine import by_transformers
-from phalanx_serve.verify import TIE_NATS, VerifyError, judged, other_texts
+from phalanx_serve.verify import TIE_NATS, VerifyError, held_out_prompts, judged, other_texts
 from tiny_runs import tiny_run
 
 PROMPTS = [[5, 6, 7], [200, 11], [17] * 9]

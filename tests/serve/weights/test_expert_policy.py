@@ -8,7 +8,7 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_serve.weights.expert_cache import ExpertFrequency, ExpertName, optimal_hits
+from phalanx_serve.weights.ring import ExpertFrequency, ExpertName, optimal_hits
 
 TRACES = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), max_size=9)
 

@@ -22,7 +22,6 @@ from phalanx.run.read import to_table
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.cli.serve_command import command
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.generate import generate, load_model
 from phalanx_serve.http.counts import Counts
 from phalanx_serve.http.worker import EngineWorker, WorkerLoad
@@ -30,7 +29,7 @@ from phalanx_serve.served import of_run
 from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.served.opened import OpenedEngine
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Request, Sampling
+from phalanx_serve.traffic.events import Ended, EngineError, EngineOutput, Request, Sampling
 from phalanx_serve.weights.budget import (
     LIBRARIES,
     Computing,

@@ -28,8 +28,7 @@ from phalanx_serve.engine.engine import Engine
 from phalanx_serve.kv_cache.memory import kv_format, page_bytes
 from phalanx_serve.traffic import events as e
 from phalanx_serve.traffic import pools
-from phalanx_serve.traffic.events import Identity, Role
-from phalanx_serve.traffic.requests import Ended, EngineOutput, PromptScored, Request, Sampling
+from phalanx_serve.traffic.events import Ended, EngineOutput, Identity, PromptScored, Request, Role, Sampling
 from phalanx_serve.workers import messages as m
 from phalanx_serve.workers import page_client, serving_worker
 from phalanx_serve.workers.page_client import PageWay, Way, pull

@@ -10,9 +10,8 @@ import pytest
 
 from checkpoint.saved_models import save_models
 from phalanx.run.directory.paths import RunDirectoryError
-from phalanx_serve.engine.errors import EngineError
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.events import Role
+from phalanx_serve.traffic.events import EngineError, Role
 from phalanx_serve.workers import service
 from phalanx_serve.workers.over_nixl import agent_process
 from phalanx_serve.workers.page_client import PageWay

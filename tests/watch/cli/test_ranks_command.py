@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from observe.rank_frames import drawn_frame
 from phalanx.observe.rank_stream import HeatMap, RankFrame, RankStreamWriter
 from phalanx_process import last_json, run
-from phalanx_watch.cli.ranks_command import command
-from phalanx_watch.cli.text.rank_map import text_map
+from phalanx_watch.cli.ranks_command import command, text_map
 
 SLOW, RANKS = 5, 8
 

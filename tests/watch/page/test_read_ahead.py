@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx_watch.page.runs import GIVES_WAY_S, Runs
+from phalanx_watch.page.runs import GIVES_WAY_S, Runs, SeriesCache
 from phalanx_watch.series.run_series import RunSeries
-from phalanx_watch.series.stored import SeriesCache
 from watch.made_runs import crashed
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.run.directory.paths import RunDirectoryError
-from phalanx_watch.runs.compare import compare
+from phalanx_watch.runs.recorded import compare
 from watch.runs.some_runs import make_run
 
 

@@ -6,9 +6,17 @@ import re
 
 import pytest
 
-from phalanx_watch.runs.index import RunIndex, RunRow
+from phalanx_watch.runs.index import (
+    COLUMNS,
+    HEADINGS,
+    RunIndex,
+    RunRow,
+    SelectionError,
+    ordered,
+    read_condition,
+    selected,
+)
 from phalanx_watch.runs.row import Labels, write_labels
-from phalanx_watch.runs.select import COLUMNS, HEADINGS, SelectionError, ordered, read_condition, selected
 from watch.runs.some_runs import make_run
 
 

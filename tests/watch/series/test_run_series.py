@@ -25,9 +25,9 @@ from phalanx.observe.events import (
     Step,
     encode,
 )
+from phalanx_watch.page.runs import SeriesCache, StoredSeries
 from phalanx_watch.page.view_curves import NoSuchCurveError, curves
 from phalanx_watch.series.run_series import RunSeries
-from phalanx_watch.series.stored import SeriesCache, StoredSeries
 from watch.made_runs import crashed, write_events
 
 

@@ -19,7 +19,7 @@ from phalanx.fleet.core import decide as core
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core import succession
 from phalanx.fleet.core.decide import CoreStep
-from phalanx.fleet.core.epochs.epoch_plan import Order, deliveries
+from phalanx.fleet.core.epochs.epoch_plan import deliveries
 from phalanx.fleet.core.epochs.faults import next_deadline_s
 from phalanx.fleet.core.invariants import BrokenInvariant, batch_line, check, first_line, mark, replay
 from phalanx.fleet.core.simulated_clock import SimulatedClock
@@ -189,7 +189,8 @@ class SimulatedCoordinator:
         if succession.is_due(self.claim, self.state) and not self._claims():
             return
         self.disk.delete(self.state.condemned)
-        self._send(orders)
+        for name, command in deliveries(self.state, orders):
+            self.world.to_node(self, name, command)
 
     def _claims(self) -> bool:
         """Claims anew; False if it must send nothing: it was superseded, or fell."""
@@ -216,10 +217,6 @@ class SimulatedCoordinator:
         self.register.begins(self)
         if self.state.phase is FleetPhase.BINDING:
             self.world.check_source(self.state)
-
-    def _send(self, orders: list[Order]) -> None:
-        for name, command in deliveries(self.state, orders):
-            self.world.to_node(self, name, command)
 
     def _tick(self, life: int) -> None:
         if self.life != life:

@@ -43,18 +43,6 @@ def _crash(world: World, node: SimulatedNode) -> None:
     world.clock.after(world.random.uniform(0.5, 30), node.start)
 
 
-def _worker(world: World) -> None:
-    _somebody(world).kill_worker()
-
-
-def _hang(world: World) -> None:
-    _somebody(world).hang(seen=world.random.random() < 0.7)
-
-
-def _node(world: World) -> None:
-    _crash(world, _somebody(world))
-
-
 def _rack(world: World) -> None:
     domain = _somebody(world).domain
     for node in world.nodes.values():
@@ -70,10 +58,6 @@ def _link(world: World) -> None:
     for other in group.members:
         if other.epoch == group.epoch and (other is node or world.random.random() < 0.5):
             other.break_collective()
-
-
-def _cut(world: World) -> None:
-    _isolate(world, _somebody(world))
 
 
 def _cut_all(world: World) -> None:
@@ -129,14 +113,6 @@ def _part(world: World) -> None:
             node.side = 0
 
     world.clock.after(world.random.uniform(1, 40), mend)
-
-
-def _slow(world: World) -> None:
-    _accuse(world, "straggler")
-
-
-def _unsound(world: World) -> None:
-    _accuse(world, "health")
 
 
 def _accuse(world: World, reason: Literal["straggler", "health"]) -> None:
@@ -226,20 +202,20 @@ def _end_of_grace(world: World, node: SimulatedNode) -> None:
 
 
 _FAULTS: dict[str, tuple[float, Callable[[World], None]]] = {
-    "worker killed": (4, _worker),
-    "worker hung": (3, _hang),
-    "node lost": (4, _node),
+    "worker killed": (4, lambda world: _somebody(world).kill_worker()),
+    "worker hung": (3, lambda world: _somebody(world).hang(seen=world.random.random() < 0.7)),
+    "node lost": (4, lambda world: _crash(world, _somebody(world))),
     "rack lost": (1, _rack),
     "link broken": (2, _link),
-    "node cut off": (2, _cut),
+    "node cut off": (2, lambda world: _isolate(world, _somebody(world))),
     "all cut off": (0.5, _cut_all),
     "coordinator crashed": (2, _coordinator),
     "head lost": (1.5, _head),
     "head fell while deciding": (1, _fall),
     "head stood still": (1, _stand_still),
     "network parted": (1, _part),
-    "straggler": (1, _slow),
-    "unsound": (0.5, _unsound),
+    "straggler": (1, lambda world: _accuse(world, "straggler")),
+    "unsound": (0.5, lambda world: _accuse(world, "health")),
     "corruption": (0.5, _corrupt),
     "not finite": (0.7, _sicken),
     "cannot train": (0.5, _cannot_train),

@@ -151,7 +151,7 @@ def _again(
 ) -> int:
     """Trains it again and compares; returns the exit code."""
     from phalanx.train.compare.runs import NothingToCompareError, compare_runs
-    from phalanx_watch.cli.text.diff_text import comparison_lines
+    from phalanx_watch.cli.diff_command import comparison_lines
     from phalanx_watch.runs.reproduce import again, free_directory, train_again, write_run_file
 
     place = into or free_directory(run_dir)

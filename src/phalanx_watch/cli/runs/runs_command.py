@@ -1,13 +1,36 @@
-"""``phalanx runs``: the runs in a folder: list, show, compare, label and remove them."""
+"""``phalanx runs``: the runs in a folder, listed, labeled and removed; ``show`` and ``compare`` are in a file of their own."""
 
 from __future__ import annotations
 
-import click
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
 
-from phalanx_watch.cli.runs.compare import compare_command
-from phalanx_watch.cli.runs.labels import note_command, remove_command, tag_command
-from phalanx_watch.cli.runs.listing import list_command
-from phalanx_watch.cli.runs.show import show_command
+import click
+import msgspec
+
+from phalanx.cli.errors import demand_folder, explained, refuse_unused
+from phalanx.cli.output import ABOVE_PEAK, age, share, size, text_console, utilization
+from phalanx.command import Argument, AsJson, Option, PluginName, command_options, written_options
+from phalanx.run.directory.paths import RunDirectoryError
+from phalanx.run.fields import POSITIVE
+from phalanx_watch.cli.runs.show import compare_command, show_command
+from phalanx_watch.runs.index import (
+    HEADINGS,
+    RunIndex,
+    SelectionError,
+    checked_name,
+    is_run,
+    ordered,
+    read_condition,
+    selected,
+    value_of,
+)
+from phalanx_watch.runs.remove import Removal, removal, remove
+from phalanx_watch.runs.row import LabelError, Labels, RunRow, read_labels, write_labels
 
 
 class _ListsByDefault(click.Group):
@@ -35,6 +58,275 @@ def command() -> None:
       phalanx runs note runs/a "the one for the paper"
       phalanx runs rm runs/b
     """
+
+
+# ``phalanx runs list``: the runs in folders, how far each is, and which goes on from which.
+
+_ANY_WIDTH = 10_000
+_SHOWN = (
+    "state",
+    "step",
+    "loss",
+    "bits_per_byte",
+    "tokens_per_s",
+    "mfu",
+    "updated",
+    "weights_sha256",
+    "tags",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    folders: Annotated[tuple[Path, ...], Argument()] = ()
+    conditions: Annotated[tuple[str, ...], Option("--where", metavar="CONDITION")] = ()
+    """Only runs that fit; may be repeated."""
+    tags: Annotated[tuple[str, ...], Option("--tag")] = ()
+    """Only runs with this tag; may be repeated."""
+    sort: Annotated[str, Option(metavar="COLUMN")] = ""
+    """Order by a column; with - before it, the largest first."""
+    columns: Annotated[str, Option(metavar="A,B,...")] = ""
+    """Show these columns instead."""
+    last: Annotated[int | None, POSITIVE] = None
+    """Show at most so many, those at the end."""
+    engine: Annotated[str | None, PluginName("phalanx.engines"), Option("--on")] = None
+    """List the runs that are queued or running there instead."""
+    namespace: str = ""
+    """With --on kubernetes: not that of kubectl's context."""
+    as_json: AsJson = False
+    """Print one JSON array."""
+
+
+@click.command("list", short_help="The runs in folders: state, losses, speed, weights, tags.")
+@command_options(ListOptions)
+def list_command(options: ListOptions) -> None:
+    """List the runs in FOLDERS (runs/ if none is given); a folder may be a run directory itself.
+
+    Each has a line: state, losses, speed, weights, tags, and the checkpoint that it goes on from. A condition is NAME OPERATOR VALUE, with
+    < <= > >= = != or ~ (contains); a name is a column or its heading, or a field of the run file such as optimizer.lr. With --on: what the cluster does
+    with your runs, and why one waits.
+
+    \b
+      phalanx runs
+      phalanx runs list /data/runs --where "loss<2" --where "optimizer.lr=0.001" --tag good --sort -tokens_per_s
+      phalanx runs --columns state,loss,layout,optimizer.lr
+      phalanx runs --on slurm
+      phalanx runs --on kubernetes --namespace research
+
+    A state is running, finished, stopped (asked to, and saved), failed (its process is gone), silent (held by a process, but without an
+    event for 20 usual steps or two minutes; or, of another machine, no event for so long) or waiting (for nodes, or to begin).
+    """
+    if options.engine is None:
+        refuse_unused(written_options(options, "namespace"), "is for --on kubernetes")
+    else:
+        refuse_unused(
+            written_options(options, "folders", "conditions", "tags", "sort", "columns", "last"),
+            "is about runs in folders, and --on lists the jobs of a cluster: one or the other",
+        )
+        _list_jobs(options.engine, options.namespace, as_json=options.as_json)
+        return
+    places = options.folders or (Path("runs"),)
+    for folder in places:
+        demand_folder(folder)
+    with explained(SelectionError):
+        demands = [read_condition(text) for text in options.conditions]
+        columns = [checked_name(name.strip()) for name in options.columns.split(",") if name.strip()]
+        rows = selected(RunIndex(places).rows(), demands, options.tags)
+        if options.sort:
+            rows = ordered(rows, options.sort.lstrip("-"), falling=options.sort.startswith("-"))
+    rows = rows[-options.last :] if options.last else rows
+    if options.as_json:
+        found = [{**asdict(row), "finished": row.state == "finished"} for row in rows]
+        click.echo(msgspec.json.encode(found).decode())
+        return
+    if rows:
+        _print(rows, columns or list(_SHOWN))
+    else:
+        which = "no run fits" if demands or options.tags else "no run"
+        click.echo(f"{which} in {', '.join(map(str, places))}")
+    for row in rows:
+        for problem in row.problems:
+            click.echo(f"note: {problem}", err=True)
+
+
+def _print(rows: list[RunRow], shown: list[str]) -> None:
+    from rich.table import Table
+
+    console = text_console()
+    if not console.is_terminal:
+        console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
+    table = Table(box=None, pad_edge=False)
+    for name in ("path", *shown, "goes on from"):
+        table.add_column(HEADINGS.get(name, name), overflow="fold")
+    now = time.time()
+    for row in rows:
+        cells = (row.path, *(_cell(row, name, now) for name in shown), origin(row))
+        table.add_row(*cells)
+    console.print(table)
+    if "mfu" in shown and any(row.mfu is not None and row.mfu > 1 for row in rows):
+        console.print(ABOVE_PEAK)
+
+
+def _cell(row: RunRow, name: str, now: float) -> str:
+    value = value_of(row, name)
+    if value is None:
+        return ""
+    match name:
+        case "step":
+            return f"{row.step:,}/{row.steps:,}"
+        case "updated" | "started":
+            return age(now - float(str(value)))
+        case "weights_sha256" | "data_fingerprint" | "commit":
+            return str(value)[:12]
+        case "mfu":
+            return utilization(float(str(value)))
+        case "goodput":
+            return share(float(str(value)))
+        case "tokens_per_s":
+            return f"{float(str(value)):,.0f}"
+        case "layout":
+            return " ".join(f"{axis}={degree}" for axis, degree in row.layout.items())
+        case "lineage":
+            return origin(row)
+    if isinstance(value, float):
+        return f"{value:.4f}" if "." not in name else f"{value:g}"
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def origin(row: RunRow) -> str:
+    """The checkpoint that a run goes on from; of a parent beside it, the name suffices."""
+    if not row.lineage:
+        return ""
+    parent = Path(row.lineage[-1].run_dir)
+    near = parent.resolve().parent == Path(row.path).resolve().parent
+    return f"step {row.lineage[-1].step} of {parent.name if near else parent}"
+
+
+def _list_jobs(name: str, namespace: str, *, as_json: bool) -> None:
+    from phalanx.launch.engines.engine import engine_named
+    from phalanx.launch.engines.order import EngineError
+
+    with explained(EngineError):
+        engine = engine_named(name)
+        if "namespace" not in engine.options:
+            refuse_unused(["--namespace"] * bool(namespace), "is for --on kubernetes")
+        jobs = engine.jobs(namespace)
+    if as_json:
+        click.echo(json.dumps([asdict(job) for job in jobs]))
+        return
+    for job in jobs:
+        click.echo(job.listing)
+    if not jobs:
+        click.echo("no run of Phalanx is queued or running there")
+
+
+# Labels and removal: ``phalanx runs tag``, ``note``, and ``rm``, which removes runs with all that they hold, after a list of it.
+
+_MOST = 5
+
+
+@click.command("rm", short_help="Remove runs, after saying what would be lost.")
+@click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Even if other runs go on from its checkpoints, or it may run on another machine.",
+)
+@click.option(
+    "--beside",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Look for runs that go on from it in this folder too; may be repeated. The run's own folder is always looked at.",
+)
+def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: tuple[Path, ...]) -> None:
+    """Remove the runs in RUN_DIRS: their checkpoints, events, logs and records.
+
+    What would be lost is said first, and asked. A run that is being trained is never removed; one whose checkpoints others go on from only
+    with --force. Copies of its checkpoints in an object store stay.
+
+    \b
+      phalanx runs rm runs/quickstart-1f3a9c04-2
+    """
+    for path in run_dirs:
+        demand_folder(path)
+    with explained(RunDirectoryError):
+        found = [removal(path, beside, run_dirs) for path in dict.fromkeys(run_dirs)]
+    for one in found:
+        _tell(one)
+    refused = [one for one in found if one.obstacles and not force]
+    for one in refused:
+        for obstacle in one.obstacles:
+            click.echo(f"{one.row.path}: {obstacle}", err=True)
+    if refused:
+        raise click.ClickException("nothing was removed; --force removes it all the same")
+    total = sum(one.size_bytes for one in found)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.ClickException("nothing was removed: say --yes where nobody can be asked")
+        click.confirm(f"remove {len(found)} run{'s' * (len(found) > 1)}, {size(total)}?", abort=True)
+    with explained(RunDirectoryError):
+        for one in found:
+            remove(Path(one.row.path))
+            click.echo(f"removed {one.row.path}")
+
+
+def _tell(one: Removal) -> None:
+    row = one.row
+    click.echo(
+        f"{row.path}: {row.state}, step {row.step:,} of {row.steps:,}, {one.files:,} files, {size(one.size_bytes)}"
+    )
+    listed = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in one.largest[:_MOST])
+    click.echo(f"  {listed}" + (", ..." if len(one.largest) > _MOST else ""))
+    if row.weights_sha256:
+        click.echo(f"  the weights {row.weights_sha256[:12]}, if no copy is elsewhere")
+    if row.tags or row.note:
+        click.echo(f"  labels: {' '.join(row.tags)} {row.note[:200]}".rstrip())
+
+
+@click.command("tag", short_help="Give a run tags, take them away, or print them.")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("tags", nargs=-1)
+@click.option(
+    "--remove", "removed", multiple=True, metavar="TAG", help="Take this tag away; may be repeated."
+)
+def tag_command(run_dir: Path, tags: tuple[str, ...], removed: tuple[str, ...]) -> None:
+    """Give the run in RUN_DIR the TAGS besides those that it has; without any, print them.
+
+    \b
+      phalanx runs tag runs/quickstart-1f3a9c04 good baseline
+      phalanx runs tag runs/quickstart-1f3a9c04 --remove baseline
+    """
+    with explained(LabelError, RunDirectoryError):
+        labels = _labels(run_dir)
+        if tags or removed:
+            labels = labels.untagged(*removed).tagged(*tags)
+            write_labels(run_dir, labels)
+    click.echo(" ".join(labels.tags))
+
+
+@click.command("note", short_help="Write a note on a run, or print it.")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("text", required=False)
+def note_command(run_dir: Path, text: str | None) -> None:
+    """Write a note on the run in RUN_DIR, in place of the one that it has; an empty TEXT removes it, and without one it is printed.
+
+    \b
+      phalanx runs note runs/quickstart-1f3a9c04 "the learning rate of the paper"
+    """
+    with explained(LabelError, RunDirectoryError):
+        labels = _labels(run_dir)
+        if text is not None:
+            write_labels(run_dir, labels.noted(text))
+            return
+    click.echo(labels.note)
+
+
+def _labels(run_dir: Path) -> Labels:
+    demand_folder(run_dir)
+    if not is_run(run_dir):
+        raise RunDirectoryError(f"{run_dir} is no run directory")
+    return read_labels(run_dir)
 
 
 for _one in (list_command, show_command, compare_command, tag_command, note_command, remove_command):

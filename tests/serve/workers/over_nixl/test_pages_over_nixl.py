@@ -15,8 +15,7 @@ import pytest
 
 from phalanx_serve.traffic.events import Identity
 from phalanx_serve.workers.over_nixl.agent import NixlAgent
-from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, Stretch
-from phalanx_serve.workers.over_nixl.pages import Laying
+from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, Laying, Stretch
 from phalanx_serve.workers.page_client import Pulled, pull
 from phalanx_serve.workers.page_server import OfferedPages, PageServer
 from phalanx_serve.workers.page_wire import Laid

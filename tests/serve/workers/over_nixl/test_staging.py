@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from phalanx_serve.workers.over_nixl import agent_process
 from phalanx_serve.workers.over_nixl.agent_process import (
     AgentProcess,
+    Laying,
     NixlError,
     Staging,
     Stretch,
     require_installed,
 )
-from phalanx_serve.workers.over_nixl.pages import Laying
 from phalanx_serve.workers.page_wire import NotLaid
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_plan.evidence.learned import EXACT, LEVELS, Band, normal_band
+from phalanx_plan.evidence import EXACT, LEVELS, Band, normal_band
 
 bands = st.lists(st.floats(0.1, 10), min_size=len(LEVELS), max_size=len(LEVELS)).map(
     lambda ratios: Band(tuple(sorted(ratios)))

@@ -1,15 +1,23 @@
-"""The tables of ``phalanx plan``: layouts ranked, what beat the others, one layout term by term, and the run as a whole."""
+"""The terminal's form of ``phalanx plan``.
+
+Layouts ranked, what beat the others, one layout term by term, and the run as a whole; what to train for a budget, and a law fitted to runs; and
+the software that can be planned for, with the published runs that are known of it.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
+import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.output import text_console
+from phalanx_plan.evidence import learned
 from phalanx_plan.report.elements import (
     BETWEEN,
     CO2,
@@ -23,11 +31,16 @@ from phalanx_plan.report.elements import (
     unit_for,
     written,
 )
+from phalanx_plan.scaling.answer import BudgetAnswer
+from phalanx_plan.scaling.fit import FittedLaw
+from phalanx_plan.scaling.words import changes, comparison, count, sentence, tables
 from phalanx_plan.search.alternatives import NetworkCost, short
 from phalanx_plan.search.plan import Plan
+from phalanx_plan.search.query import OWN
 from phalanx_plan.search.search import RunnerUp
 from phalanx_plan.step_cost.estimate import Estimate
 from phalanx_plan.whole_run.estimate import Percentiles, RunEstimate
+from phalanx_plan.workload.software import SOFTWARE, STACKS
 
 _FAMILIES = 12
 """Number of families that lost which are shown."""
@@ -294,3 +307,99 @@ def _failures(run: RunEstimate) -> str:
         return "none are expected"
     in_all = f"{run.failures:,.0f}" if run.failures >= 1 else f"{run.failures:.2g}"
     return f"one every {written(run.mtti_s, BETWEEN)}, {in_all} in all"
+
+
+# ``phalanx plan --budget`` and ``--fit``.
+
+
+def print_answer(answer: BudgetAnswer) -> None:
+    """Everything that fits a terminal."""
+    console = text_console()
+    for place, one in enumerate(answer.found):
+        console.print(Text.assemble(("train" if place == 0 else "or", "bold"), f" {sentence(answer, one)}"))
+    for text in (*answer.left_out, *comparison(answer)):
+        console.print(text)
+    for one in answer.found:
+        for title, columns, rows in tables(one):
+            table = Table(title=title, title_justify="left", box=None)
+            for place, column in enumerate(columns):
+                table.add_column(column, justify="right" if place else "left")
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+    console.print("What would change the answer", style="bold")
+    for text in changes(answer):
+        console.print(f"  {text}")
+    for one in answer.found:
+        if one.plan is not None:
+            console.print(str(one.plan.evidence), style="dim")
+            for caveat in one.plan.caveats:
+                caution = (f"caution, {one.shape.name}:", "bold yellow")
+                console.print(Text.assemble(caution, f" {caveat.text}"))
+
+
+def print_fit(law: FittedLaw, asked: Mapping[str, tuple[float, float]]) -> None:
+    """A law fitted to runs, run by run, and what it predicts."""
+    console = text_console(soft_wrap=True)
+    table = Table(box=None)
+    for column in ("run", "parameters", "tokens", "loss", "fitted", "off"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for run, residual in zip(law.runs, law.residuals, strict=True):
+        fitted = law.loss(run.parameters, run.tokens)
+        sizes = count(run.parameters), count(run.tokens)
+        table.add_row(run.name, *sizes, f"{run.loss:.4f}", f"{fitted:.4f}", f"{math.expm1(residual):+.2%}")
+    console.print(table)
+    (floors, alphas, betas), fitted_law = map(law.constants_band, ("floor", "alpha", "beta")), law.law
+    console.print(
+        f"loss = {fitted_law.floor:.3f} + {fitted_law.a:.4g} / N^{fitted_law.alpha:.3f} + {fitted_law.b:.4g} / D^{fitted_law.beta:.3f} "
+        f"(P5-P95: floor {floors[0]:.2f} to {floors[1]:.2f}, exponents {alphas[0]:.2f} to {alphas[1]:.2f} and {betas[0]:.2f} to "
+        f"{betas[1]:.2f}); typical error {law.typical_error:.2%}"
+    )
+    for what, (parameters, tokens) in asked.items():
+        low, high = law.band(parameters, tokens)
+        console.print(
+            Text.assemble(
+                (what, "bold"),
+                f": {count(parameters)} parameters on {count(tokens)} tokens: predicted loss {law.loss(parameters, tokens):.3f} "
+                f"(P5-P95 {low:.3f} to {high:.3f}), {law.beyond(parameters, tokens):.3g} times the compute of the largest run fitted",
+            )
+        )
+
+
+# ``phalanx plan --stacks``.
+
+
+def print_stacks(*, as_json: bool) -> None:
+    """Prints every name that ``--stack`` takes, as a table or as a list of what is known of dense models and of mixtures."""
+    names = tuple(dict.fromkeys((OWN, *SOFTWARE, *STACKS)))
+    if as_json:
+        known = {name: [asdict(one) for one in learned().software if one.software == name] for name in names}
+        unseen = [asdict(one) for one in learned().kinds if one.kind == "never"]
+        click.echo(json.dumps({"stacks": known, "without_runs": unseen}))
+        return
+    table = Table()
+    for column in ("stack", "models", "accelerators, published runs of models", "left-out error", "P5-P95"):
+        table.add_column(column, justify="left", overflow="fold")
+    for name in names:
+        for row in _rows(name):
+            table.add_row(name, *row)
+    text_console().print(table)
+
+
+def _rows(name: str) -> Iterator[tuple[str, str, str, str]]:
+    """Kind of models, runs, error and band, of dense models and of mixtures; one row of a stack without runs."""
+    known = [record for record in learned().software if record.software == name]
+    for record in known:
+        runs = ", ".join(f"{key} {on.runs} of {on.models}" for key, on in record.accelerators.items())
+        low, high = record.ratios[0] - 1, record.ratios[-1] - 1
+        kind = "mixtures" if record.mixture else "dense"
+        yield kind, runs, f"{record.left_out_error:.0%}", f"{low:+.0%} to {high:+.0%}"
+    if not known:
+        unseen = learned().kind("never", mixture=False)
+        low, high = unseen.ratios[0] - 1, unseen.ratios[-1] - 1
+        yield (
+            "any",
+            "none: as software that was never seen",
+            f"{unseen.left_out_error:.0%}",
+            f"{low:+.0%} to {high:+.0%}",
+        )

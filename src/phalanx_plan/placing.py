@@ -1,13 +1,20 @@
-"""Prices a placement: how long the busiest uplink of every level needs for a step's traffic, beside the time that the nodes' own NICs need.
+"""Placements of a run in a network: their price, the best of them, and a verdict on the nodes that an engine gave.
 
 Each rank of an axis's group sends as ``phalanx_plan.step_cost.traffic`` says; what it sends to a rank in another domain leaves its own
 domain by the uplink. The price of a level is the largest number of bytes that leave one of its domains, over that domain's uplink; all
 uplinks work at once, so the slowest counts. What the ranks of a node send to other nodes goes over the node's own NICs wherever those lie: if
 no uplink needs longer than the busiest node's NICs, then no placement is better in this model, and that is the certificate.
+
+A larger unit keeps more traffic below a switch and leaves more nodes unused: ``choices`` gives both figures for every choice, so that shape and
+placement can be decided together.
+
+Schedulers treat a request for near nodes as a preference: Slurm's ``--switches`` gives up after a timeout, and blocks can be torn. Only the bill
+shows it. So every start prices its nodes with the same model (``verify``), and reports the price or refuses.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -15,8 +22,94 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.launch.placing import Domains, Topology
+from phalanx.launch.placing import (
+    Domains,
+    Order,
+    PlacedUnits,
+    Shape,
+    Topology,
+    TopologyError,
+    most_units,
+    place_units,
+)
 from phalanx_plan.step_cost.traffic import Flow
+
+# Choice of a placement: the unit and the order in which a run's seats are laid along the network.
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to place a run, with its price."""
+
+    unit: int
+    order: Order
+    placement: PlacedUnits
+    seats: tuple[str, ...]
+    """The node of each seat."""
+    price: Price
+    usable_nodes: int
+    """Nodes of the free ones that units which straddle no domain could use."""
+
+
+def choices(
+    topology: Topology,
+    shape: Shape,
+    flows: Sequence[Flow],
+    spares: int = 0,
+    *,
+    unit: int = 0,
+    order: Order | None = None,
+    whole: bool = False,
+) -> list[Choice]:
+    """All ways to place the run, the best first: by the slowest link, then by the number of usable nodes.
+
+    Args:
+        topology: The network, with the rate of its nodes.
+        shape: The run's seats.
+        flows: Its traffic.
+        spares: Nodes beside those that hold ranks.
+        unit: Only units of so many nodes; 0 for any.
+        order: Only this order.
+        whole: Only placements without a unit that straddles the narrowest domains.
+
+    Raises:
+        TopologyError: There are too few nodes, or no placement is as asked for.
+    """
+    found: list[Choice] = []
+    refused: TopologyError | None = None
+    orders: tuple[Order, ...] = ("data", "pipeline") if shape.layout.pipeline > 1 else ("data",)
+    for one in orders if order is None else (order,):
+        sequence = shape.sequence(one)
+        for size in shape.units(one) if not unit else (unit,):
+            if shape.seats % size:
+                raise TopologyError(
+                    f"a unit of {size} nodes does not divide the run's {shape.seats}: take one of "
+                    f"{', '.join(map(str, _divisors(shape.seats)))}"
+                )
+            try:
+                placed = place_units(topology, size, shape.seats // size, spares, whole=whole)
+            except TopologyError as error:
+                refused = error
+                continue
+            seats = [""] * shape.seats
+            for name, seat in zip(placed.nodes, sequence, strict=True):
+                seats[seat] = name
+            usable = size * most_units(topology, size, whole=True)
+            cost = price(topology, seats, flows, shape.ranks_per_node)
+            found.append(Choice(size, one, placed, tuple(seats), cost, usable))
+    if not found:
+        raise refused or TopologyError("there is no placement")
+    return sorted(found, key=lambda one: (_rounded(one.price.slowest_s), one.unit, one.order))
+
+
+def _rounded(seconds: float) -> float:
+    """Three digits: what differs by less in a model is alike."""
+    return 0.0 if seconds <= 0 else round(seconds, 2 - math.floor(math.log10(seconds)))
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0][:12]
+
 
 # Bounds from below what the nodes' own links need in a step, over all placements: what a certificate compares with.
 #
@@ -212,3 +305,68 @@ def _company(group: Ints, near: Ints) -> Ints:
     _, number, counts = np.unique(key, return_inverse=True, return_counts=True)
     company: Ints = counts[number]
     return company
+
+
+# Verdict on given nodes.
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the given nodes are worth to the run."""
+
+    best: Choice
+    """The best order of ranks on them."""
+    lost_s: float
+    """Seconds of a step by which the slowest uplink exceeds what the nodes' own links need; computing may hide a part."""
+    levels: tuple[str, ...]
+    """Levels whose uplinks are too slow, the slowest first."""
+
+    @property
+    def good(self) -> bool:
+        """True if no other nodes would be faster in this model."""
+        return self.best.price.certified
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence, with its cost in milliseconds of a step."""
+        cost, placed = self.best.price, self.best.placement
+        units = f"{len(placed.units)} units of {self.best.unit} {'node' if self.best.unit == 1 else 'nodes'}"
+        torn = f", {placed.straddling} of them torn" if placed.straddling else ""
+        if self.good:
+            return f"{units}{torn}: no other nodes would be faster (links of a node: {1e3 * cost.nic_s:.3g} ms a step)"
+        worst = ", ".join(
+            f"{level} {cost.busiest[level]}: {1e3 * cost.uplink_s[level]:.3g} ms" for level in self.levels
+        )
+        worst = worst or f"links of a node: {1e3 * cost.nic_s:.3g} ms"
+        return (
+            f"{units}{torn}: up to {1e3 * self.lost_s:.3g} ms of a step are lost on the way ({worst}; what the network could do: "
+            f"{1e3 * cost.bound_s:.3g} ms)"
+        )
+
+
+def verify(
+    topology: Topology,
+    given: Sequence[str],
+    shape: Shape,
+    flows: Sequence[Flow],
+    *,
+    unit: int = 0,
+    order: Order | None = None,
+    whole: bool = False,
+) -> Verdict:
+    """The verdict on the nodes ``given``, of which those beyond the run's seats are spares.
+
+    Raises:
+        TopologyError: They are too few, one is not in the topology, or (``whole``) units are torn.
+    """
+    if len(set(given)) < shape.seats:
+        raise TopologyError(
+            f"{len(set(given))} nodes were given, and the run's ranks need {shape.seats}: ask for more nodes, or set fleet.nodes"
+        )
+    inside = topology.only(given)
+    spares = len(inside.free) - shape.seats
+    best = choices(inside, shape, flows, spares, unit=unit, order=order, whole=whole)[0]
+    cost = best.price
+    slow = [level for level, seconds in cost.uplink_s.items() if seconds > cost.bound_s]
+    slow.sort(key=lambda level: -cost.uplink_s[level])
+    return Verdict(best, max(0.0, cost.slowest_s - cost.bound_s), tuple(slow))

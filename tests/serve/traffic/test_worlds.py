@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from phalanx_serve.simulate.world import Load, run_seed
-from phalanx_serve.traffic import audit, dispatch, journal
-from phalanx_serve.traffic.invariants import BrokenInvariant
+from phalanx_serve.traffic import dispatch, journal
+from phalanx_serve.traffic.simulated_world import BrokenInvariant, Load, run_seed
 
 
 def test_no_token_is_lost_doubled_or_changed_whatever_fails() -> None:
@@ -67,10 +66,10 @@ def keep_jobs_of_the_late(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accuse_the_scorer(original: Callable[..., Any]) -> Callable[..., Any]:
-    def judge(one: audit.Audit, others: frozenset[int]) -> Any:
+    def judge(one: journal.Audit, others: frozenset[int]) -> Any:
         if one.asked or all(score == one.served for score in one.scores.values()):
             return original(one, others)
-        return audit.Verdict(frozenset(one.scores), difference=True)
+        return journal.Verdict(frozenset(one.scores), difference=True)
 
     return judge
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.hardware.catalog import accelerators
-from phalanx_plan.evidence.learned import UNKNOWN_MACHINE, evidence_for, generation_of, learned, maker_of
+from phalanx_plan.evidence import UNKNOWN_MACHINE, evidence_for, generation_of, learned, maker_of
 from phalanx_plan.workload.software import SOFTWARE
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.hardware.catalog import cluster
 from phalanx.launch.placing import Level, Topology, TopologyError
-from phalanx_plan.placing.placed_layout import placer_on
+from phalanx_plan.planner import placer_on
 from phalanx_plan.search.plan import Plan, make_plan
 from phalanx_plan.search.query import Aim, run_of_model
 from phalanx_plan.step_cost.estimate import estimate

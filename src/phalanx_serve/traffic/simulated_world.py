@@ -1,7 +1,7 @@
 """Simulated services: faults strike for a while, then end; every text must come, and all pages and jobs must be given back.
 
 A world is a function of its seed: workers, roles, network, arrivals and faults are drawn from it. The method is that of FoundationDB (SIGMOD
-2021, section 4): one thread, one seed, one truth.
+2021, section 4): one thread, one seed, one truth. After each event the invariants of the router's state are checked.
 
 Connections keep the order of what they carry, and lose it all when they are cut. The oracle is the client: it knows every token of its text
 from the request alone, so one that is lost, doubled, out of place or changed is noticed as it arrives.
@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from phalanx.fleet.core.simulated_clock import SimulatedClock
-from phalanx_serve.simulate.worker import SimulatedWorker, page_names, token
 from phalanx_serve.traffic import dispatch
 from phalanx_serve.traffic import events as e
-from phalanx_serve.traffic.invariants import BrokenInvariant, check
+from phalanx_serve.traffic.dispatch import Traffic
+from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Sampling, Token
 from phalanx_serve.traffic.pools import Link, Pool, PoolSettings
-from phalanx_serve.traffic.requests import Ended, EngineOutput, Request, Sampling, Token
+from phalanx_serve.traffic.simulated_worker import SimulatedWorker, page_names, token
 
 # The world: gateway, workers, clients and the network between them, all of which fail.
 
@@ -407,3 +407,63 @@ def _outcome(world: World) -> TrafficOutcome:
         (firsts[len(firsts) // 2], firsts[int(len(firsts) * 0.99)]),
         max(gaps, default=0.0),
     )
+
+
+# Invariants of the router's state.
+
+
+class BrokenInvariant(AssertionError):  # noqa: N818
+    """The router has contradicted itself; the text says how."""
+
+
+def check(state: Traffic) -> None:
+    """Raises BrokenInvariant naming everything that does not hold. Costs O(workers + jobs + requests)."""
+    wrong = [*_requests(state), *_jobs(state), *_workers(state), *_audits(state)]
+    if wrong:
+        raise BrokenInvariant("; ".join(wrong))
+
+
+def _requests(state: Traffic) -> Iterator[str]:
+    for name, entry in state.entries.items():
+        job = state.jobs.get(entry.job)
+        if (job is None) != (name in state.waiting):
+            yield f"request {name} has job {entry.job} and {'waits' if name in state.waiting else 'does not wait'}"
+        if job is not None and job.request != name:
+            yield f"request {name} has job {entry.job} of request {job.request}"
+        if len(entry.tokens) > entry.request.max_tokens:
+            yield f"request {name} has {len(entry.tokens)} of {entry.request.max_tokens} tokens"
+        if not len(entry.tokens) == len(entry.logprobs) == len(entry.makers):
+            yield f"request {name}: tokens, log-probabilities and their makers are not as many"
+    if stray := state.waiting.keys() - state.entries.keys():
+        yield f"requests that have ended wait: {sorted(stray)}"
+    if state.waiting and state.pool.open_to_work():
+        yield f"{len(state.waiting)} requests wait while workers {[w.number for w in state.pool.open_to_work()]} are there"
+
+
+def _jobs(state: Traffic) -> Iterator[str]:
+    for number, job in state.jobs.items():
+        worker = state.pool.workers.get(job.worker)
+        if worker is None or number not in worker.jobs:
+            yield f"job {number} is on worker {job.worker}, which does not have it"
+        elif worker.late:
+            yield f"job {number} is on worker {job.worker}, which is late"
+        if job.request and (job.request not in state.entries or state.entries[job.request].job != number):
+            yield f"job {number} is of request {job.request}, which runs elsewhere or has ended"
+
+
+def _workers(state: Traffic) -> Iterator[str]:
+    for number, worker in state.pool.workers.items():
+        rows = sum(state.jobs[job].rows for job in worker.jobs if job in state.jobs)
+        if worker.jobs - state.jobs.keys() or rows != worker.queued_rows:
+            yield f"worker {number} has {worker.queued_rows} rows queued by its record, and {rows} by its jobs"
+        if number in state.pool.quarantined:
+            yield f"worker {number} is in quarantine and in the pool"
+        if worker.identity != state.pool.identity:
+            yield f"worker {number} computes other bits than the service"
+
+
+def _audits(state: Traffic) -> Iterator[str]:
+    asked = {(job.audit, job.worker) for job in state.jobs.values() if job.audit}
+    for number, audit in state.audits.items():
+        if not audit.asked or {(number, worker) for worker in audit.asked} - asked:
+            yield f"audit {number} waits for {sorted(audit.asked)}, who are not asked"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.run.spec import FleetSpec
-from phalanx_plan.placing.run_traffic import traffic_of
+from phalanx_plan.planner import traffic_of
 from phalanx_plan.search.query import RequestError
 from tiny_runs import make_dataset, tiny_run
 

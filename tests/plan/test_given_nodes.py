@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.launch.placing import TopologyError
-from phalanx_plan.placing.given_nodes import fractions
+from phalanx_plan.planner import fractions
 
 
 @pytest.mark.parametrize("text", ["leaf", "leaf=", "leaf=none", "leaf=0", "leaf=1.5"])

@@ -1,1 +1,0 @@
-"""The terminal's tables of ``phalanx plan``."""

@@ -1,1 +1,0 @@
-"""Where in a network a run's nodes lie, by what that costs a step."""

@@ -1,1 +1,0 @@
-"""``phalanx serve`` behind its command line: the rules between its options, and the start of the service."""

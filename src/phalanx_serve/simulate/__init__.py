@@ -1,1 +1,0 @@
-"""The router of a service in simulated worlds where everything fails."""

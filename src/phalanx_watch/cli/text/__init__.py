@@ -1,1 +1,0 @@
-"""Text that commands print of a run: tables, maps and verdicts, as functions of values."""
