@@ -95,7 +95,7 @@ class Placement:
         if 0 in shape:
             offset = (0,) * len(shape)
         holders = self.holders(name)
-        box = Box(f"{prefix}/{name}", dtype_name(tensor.dtype), partition.whole, offset, shape)
+        box = Box(f"{prefix}/{name}", dtype_name(tensor.dtype), partition.full_shape, offset, shape)
         return Shard(
             box, local(tensor.detach()), Copies(holders.index(self.mesh.rank), len(holders), holders)
         )
