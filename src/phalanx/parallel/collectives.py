@@ -240,7 +240,7 @@ class _RankStep:
         """Exchanges between replicas in a step: one for each FSDP unit, or for each bucket if FSDP is not used."""
         if self._sharded():
             return sum(len({piece.parameter.unit for piece in self.pieces[n]}) for n in self.holding.stages)
-        return len(list(in_buckets(self.holding.pieces, lambda share: share.held)))
+        return len(list(in_buckets(self.holding.pieces, lambda share: share.elements)))
 
     def _sharded(self) -> bool:
         """Return True if FSDP wraps the model: its state is sharded, or its compute dtype differs from that of the weights."""

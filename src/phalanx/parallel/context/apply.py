@@ -25,7 +25,7 @@ from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.rotary import rotation
 from phalanx.model.layers.dense import FeedForward, RMSNorm
 from phalanx.model.layers.experts.moe import Experts, MoE
-from phalanx.model.transformer import Block, PredictionAhead, Rotation, Transformer
+from phalanx.model.transformer import Block, PredictionAhead, RotaryTables, Transformer
 from phalanx.parallel.context.exchange import GatherMethod, RingMethod, context_positions
 from phalanx.parallel.context.fixed_tiles import TiledAttention, TiledCore
 from phalanx.parallel.context.rank_tiles import RankTiles, rank_tiles
@@ -164,7 +164,7 @@ def _inside(shared: Mapping[str, SharedParameter], path: str) -> list[SharedPara
     return [parameter for name, parameter in shared.items() if name.startswith(f"{path}.")]
 
 
-def rotation_of_sequence(seq_len: int) -> Rotation:
+def rotation_of_sequence(seq_len: int) -> RotaryTables:
     """Rotary tables computed for the full sequence, so that a kernel's arguments do not depend on the context degree.
 
     They are not cached: 8,192 positions of 128 elements take one CPU core 11 ms, and tables of long sequences are large.
