@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.gpu.setting import Tell, attempt, run_of, sizes_for, weights_after
 from bench.train.step import build_stepper
-from phalanx.checkpoint.save.staging import Staging
+from phalanx.checkpoint.save.staging import StagingBuffers
 from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE
 from phalanx.hardware.local.device import on_gpu, wait_for_device
@@ -271,8 +271,8 @@ def _snapshot(device: torch.device) -> bool:
 
 
 @contextmanager
-def _staging() -> Iterator[Staging]:
-    staging = Staging()
+def _staging() -> Iterator[StagingBuffers]:
+    staging = StagingBuffers()
     try:
         yield staging
     finally:

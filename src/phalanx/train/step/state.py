@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.checkpoint.committed.digest import OPTIMIZER, WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.image import spans
 from phalanx.checkpoint.format.shards import Shard
@@ -214,7 +214,7 @@ def _pieces(
         together = shards[first : first + len(ranks)]
         cut = []
         for shard, hasher in zip(together, ranks, strict=False):
-            tensor = whole(shard.box.name, shard.box.dtype, shard.box.global_shape)
+            tensor = full_box(shard.box.name, shard.box.dtype, shard.box.global_shape)
             cut.append(
                 [(shard, span.part, hasher) for span in spans(tensor, tensor, piece_bytes)]
                 or [(shard, tensor, hasher)]
