@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from phalanx.hardware.cluster import Accelerator
-from phalanx.model.facts.shape import Counts
+from phalanx.model.facts.shape import ModelCounts
 from phalanx.run.spec import ModelSpec
 
 TABLE = Path(__file__).parent / "data" / "published_runs.csv"
@@ -294,7 +294,12 @@ class Measured:
 
 
 def measured_step(
-    run: PublishedRun, model: ModelSpec, counts: Counts, batch: int, seq_len: int, accelerator: Accelerator
+    run: PublishedRun,
+    model: ModelSpec,
+    counts: ModelCounts,
+    batch: int,
+    seq_len: int,
+    accelerator: Accelerator,
 ) -> Measured:
     """Seconds of the run's step. Raises ``Excluded`` if no figure says, or if two contradict each other."""
     tokens_each = batch * seq_len / (run.gpus or 1)
@@ -341,7 +346,7 @@ def _flop_rate(run: PublishedRun, accelerator: Accelerator) -> tuple[Convention,
     return (run.flop_basis, run.mfu_pct / 100 * peak.value) if run.mfu_pct and peak else None
 
 
-def flops_per_token(convention: Convention, model: ModelSpec, counts: Counts) -> float:
+def flops_per_token(convention: Convention, model: ModelSpec, counts: ModelCounts) -> float:
     """FLOP of a token by this convention."""
     if convention == "model":
         return counts.flops_per_token

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from phalanx.model.facts.shape import Counts, count
+from phalanx.model.facts.shape import ModelCounts, count
 from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
@@ -200,7 +200,7 @@ def _stated_flops_per_token(run: PublishedRun) -> float:
 
 
 @lru_cache(maxsize=512)
-def counts_of(model: ModelSpec, seq_len: int) -> Counts:
+def counts_of(model: ModelSpec, seq_len: int) -> ModelCounts:
     """``count``, remembered: many rows are of one model."""
     return count(model, seq_len)
 

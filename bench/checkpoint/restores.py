@@ -34,7 +34,7 @@ from bench.checkpoint.store import Bench, Cost, cost_of, server
 from bench.running import record, run_bench
 from phalanx.checkpoint.committed.copying import copy_step
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -102,7 +102,7 @@ def make_state() -> State:
 
 def box_of(name: str, tensor: torch.Tensor, cut: Cut, rank: int) -> Box:
     """What of a tensor a rank holds: its part of a matrix, or of a vector the part along the one dimension."""
-    all_of_it = whole(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+    all_of_it = full_box(name, dtype_name(tensor.dtype), tuple(tensor.shape))
     dim = min(cut.dim, tensor.ndim - 1)
     offset, shape = [0] * tensor.ndim, list(tensor.shape)
     first, stop = (size * tensor.shape[dim] // cut.ranks for size in (rank, rank + 1))
@@ -214,7 +214,7 @@ def rates(url: str, nbytes: int, rounds: int, folder: Path) -> dict[str, float]:
     copy_step(bench.disk, 1, bench.tier)
     bench.raw_upload()
     blank = [
-        Shard(whole(name, "float32", tuple(tensor.shape)), tensor) for name, tensor in bench.blank.items()
+        Shard(full_box(name, "float32", tuple(tensor.shape)), tensor) for name, tensor in bench.blank.items()
     ]
     turns: list[tuple[Cost, Cost]] = []
     for number in range(rounds + 1):  # the first warms connections and memory

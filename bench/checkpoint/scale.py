@@ -27,7 +27,7 @@ import numpy as np
 
 from bench.running import run_bench
 from phalanx.checkpoint.format.box_table import BoxTable, encode_table
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.image import ImageEntry, image_layout
 from phalanx.checkpoint.format.manifest import (
     Catalog,
@@ -40,7 +40,7 @@ from phalanx.checkpoint.format.manifest import (
 from phalanx.checkpoint.format.restore_plan import plan_restore
 from phalanx.checkpoint.tiers.catalogued import CATALOG_RANKS, SUMMARIES, leave_manifest
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.tier import Draft, Record
+from phalanx.checkpoint.tiers.tier import Draft, StepRecord
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import parameters
 from phalanx.run.kinds.whole_model import resolve
@@ -52,7 +52,7 @@ PARTS = ("model/", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")
 def tensors() -> list[Box]:
     """The state's tensors, whole."""
     shapes = {one.name: one.shape for one in parameters(resolve(PRESETS["llama3-8b"], 128_256))}
-    return [whole(part + name, "float32", shape) for part in PARTS for name, shape in shapes.items()]
+    return [full_box(part + name, "float32", shape) for part in PARTS for name, shape in shapes.items()]
 
 
 def rows_of(tensor: Box, rank: int, ranks: int) -> tuple[int, int]:
@@ -158,7 +158,7 @@ def measure(ranks: int) -> dict[str, object]:
                     lambda draft=draft: world.tier.collect(draft, lead, ranks, timeout_s=0)
                 )
             world.leave_summaries(draft, tables, but=lead)
-            record = Record(step, ranks, {"step": step})
+            record = StepRecord(step, ranks, {"step": step})
             report[f"commit_{name}"] = _timed(
                 lambda draft=draft, record=record: world.tier.commit(draft, record, timeout_s=0)
             )

@@ -22,7 +22,7 @@ from bench.checkpoint.write import State, make_state, memcpy_s, timed
 from bench.running import record, require_memory, run_bench
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.blocks import page_aligned
-from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.snapshot.data_port import SnapshotServer, push
@@ -36,7 +36,7 @@ _RUN, _TOKEN = "bench", "the token of this bench only"
 def plain_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
     """Each tensor whole, as on a run with one rank."""
     return [
-        Shard(whole(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
+        Shard(full_box(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
         for name, tensor in tensors.items()
     ]
 

@@ -118,11 +118,11 @@ class Bench:
         self.tier = ObjectTier(self.store)
 
     def one_round(self) -> dict[str, Cost]:
-        whole = memoryview(self.data)
+        full_box = memoryview(self.data)
         costs = {
             "ranges": cost_of(self.our_ranges),
             "ranges_boto": cost_of(lambda: [self.boto_get(a, b) for a, b in self.spans]),
-            "put": cost_of(lambda: self.store.put("again", whole)),
+            "put": cost_of(lambda: self.store.put("again", full_box)),
             "put_boto": cost_of(
                 lambda: self.boto.put_object(Bucket=self.bucket, Key=f"{self.prefix}/boto", Body=self.data)
             ),

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp
 from bench.running import record, require_memory, run_bench
 from phalanx.checkpoint.committed.restore import restore
 from phalanx.checkpoint.format.blocks import BLOCK_BYTES, page_aligned
-from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import ByteArray
 from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver
@@ -39,7 +39,7 @@ State = dict[str, torch.Tensor]
 def plain_shards(tensors: Mapping[str, torch.Tensor]) -> list[Shard]:
     """Each tensor whole, as on a run with one rank."""
     return [
-        Shard(whole(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
+        Shard(full_box(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
         for name, tensor in tensors.items()
     ]
 

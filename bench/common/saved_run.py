@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tomli_w
 
-from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -24,7 +24,7 @@ def save_run(run: Path, spec: ModelSpec, seq_len: int = 1024) -> None:
     (run / "run.toml").write_text(tomli_w.dumps({"model": to_table(spec), "train": {"seq_len": seq_len}}))
     saver = AsyncSaver(DiskTier(run / "checkpoints"), rank=0, world_size=1)
     shards = [
-        Shard(whole(f"model/{name}", "float32", tuple(value.shape)), value)
+        Shard(full_box(f"model/{name}", "float32", tuple(value.shape)), value)
         for name, value in model.state_dict().items()
     ]
     saver.save(1, shards, {})

@@ -34,7 +34,7 @@ import tomli_w
 import xxhash
 
 from bench.running import run_bench
-from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import ImageEntry
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
 from phalanx.checkpoint.snapshot.data_port import SnapshotClient, SnapshotServer
@@ -201,7 +201,7 @@ def describe_all(nodes: int) -> dict[str, float]:
         image = np.full(4096, rank % 251, dtype=np.uint8)
         segment = memory.worker_segments(0)[0]
         segment.begin(image.nbytes)[:] = image
-        box = whole("w", "uint8", (4096 * nodes,)).rows(4096 * rank, 4096 * (rank + 1))
+        box = full_box("w", "uint8", (4096 * nodes,)).rows(4096 * rank, 4096 * (rank + 1))
         manifest = Manifest(rank, "", image.nbytes, 1 << 20, (), (ImageEntry(box, 0),))
         snapshot = Snapshot("bench", 0, SnapshotKey(nodes, rank, 1), -1, {}, manifest)
         digest = xxhash.xxh3_64_intdigest(image).to_bytes(8, "little")

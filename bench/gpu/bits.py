@@ -14,14 +14,14 @@ from torch import Tensor
 
 from bench.gpu.setting import Tell, attempt, run_of, sizes_for, weights_after
 from bench.train.step import build_stepper
-from phalanx.checkpoint.save.staging import Staging
+from phalanx.checkpoint.save.staging import StagingBuffers
 from phalanx.hardware.kernels.choose import fused_kernels
 from phalanx.hardware.kernels.reference import REFERENCE
 from phalanx.hardware.local.device import on_gpu, wait_for_device
 from phalanx.model.layers.dense import Linear
 from phalanx.model.layers.experts.expert_groups import Groups, groups_of_one_slot, groups_of_slots
 from phalanx.model.layers.experts.moe import Experts
-from phalanx.parallel.pipeline.runner import put_off_weight_gradients
+from phalanx.parallel.pipeline.runner import postpone_weight_gradients
 from phalanx.run.spec import MemorySpec, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from phalanx.train.step.state import state_shards
 
@@ -227,7 +227,7 @@ def _put_off(device: torch.device, width: int, inner: int, tokens: int) -> bool:
 
     slope = torch.randn(2, tokens // 2, inner, device=device, dtype=torch.bfloat16)
     undivided = gradients(lambda y: torch.autograd.backward(y, slope))
-    store = put_off_weight_gradients(module)
+    store = postpone_weight_gradients(module)
     store.micro_batch = 0
 
     def divided(y: Tensor) -> None:
@@ -271,8 +271,8 @@ def _snapshot(device: torch.device) -> bool:
 
 
 @contextmanager
-def _staging() -> Iterator[Staging]:
-    staging = Staging()
+def _staging() -> Iterator[StagingBuffers]:
+    staging = StagingBuffers()
     try:
         yield staging
     finally:

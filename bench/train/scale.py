@@ -48,7 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.checkpoint import scale as scale_checkpoint
 from bench.running import run_bench
-from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import ImageEntry
 from phalanx.checkpoint.format.manifest import Manifest, encode_manifest
 from phalanx.checkpoint.format.shards import Shard
@@ -294,7 +294,7 @@ def readers(count: int, state_bytes: int = 2 << 20) -> dict[str, float]:
     segment = memory.worker_segments(0)[0]
     image = np.arange(state_bytes, dtype=np.uint64).view(np.uint8)[:state_bytes].copy()
     segment.begin(state_bytes)[:] = image
-    box = whole("w", "uint8", (state_bytes,))
+    box = full_box("w", "uint8", (state_bytes,))
     manifest = Manifest(0, "", state_bytes, 1 << 20, (), (ImageEntry(box, 0),))
     blocks = image.reshape(-1, 1 << 20)
     digests = np.array([xxhash.xxh3_64_intdigest(block) for block in blocks], "<u8").tobytes()

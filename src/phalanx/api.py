@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.checkpoint.committed.digest import WEIGHTS, digest_checkpoint
-from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.checkpoint.tiers.tier import ReadableTier
 from phalanx.fleet.node.launcher import LocalFleet
@@ -235,7 +235,7 @@ def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor
     boxes = {entry.box.name: entry.box for entry in tier.boxes(step) if entry.box.name.startswith(WEIGHTS)}
     shards = [
         Shard(
-            whole(name, box.dtype, box.global_shape),
+            full_box(name, box.dtype, box.global_shape),
             torch.empty(box.global_shape, dtype=torch_dtype(box.dtype)),
         )
         for name, box in sorted(boxes.items())

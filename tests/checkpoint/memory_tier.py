@@ -11,11 +11,11 @@ from phalanx.checkpoint.format.image import ByteArray, Image, RawArray, spans, v
 from phalanx.checkpoint.format.restore_plan import (
     OWN_MEMORY,
     BoxLocation,
-    Held,
     PlannedRead,
+    StoredBox,
     require_complete,
 )
-from phalanx.checkpoint.tiers.tier import Draft, Record, always, never
+from phalanx.checkpoint.tiers.tier import Draft, StepRecord, always, never
 
 POLL_S = 0.02
 
@@ -28,7 +28,7 @@ class MemoryTier:
         self._distance = distance
         self._changed = threading.Condition()
         self._drafts: dict[Draft, dict[int, Image | str]] = {}
-        self._committed: dict[int, tuple[Record, dict[int, Image]]] = {}
+        self._committed: dict[int, tuple[StepRecord, dict[int, Image]]] = {}
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class MemoryTier:
     def commit(
         self,
         draft: Draft,
-        record: Record,
+        record: StepRecord,
         *,
         timeout_s: float,
         required: Sequence[Box] = (),
@@ -78,7 +78,7 @@ class MemoryTier:
                     + "".join(f"; {reason}" for reason in reasons)
                 )
             held = [
-                Held(e.box, BoxLocation(self._name, "", 0))
+                StoredBox(e.box, BoxLocation(self._name, "", 0))
                 for image in images.values()
                 for e in image.layout.entries
             ]
@@ -100,7 +100,7 @@ class MemoryTier:
     def has(self, step: int) -> bool:
         return step in self._committed
 
-    def record(self, step: int) -> Record:
+    def record(self, step: int) -> StepRecord:
         return self._get(step)[0]
 
     def extra(self, step: int) -> dict[str, Any]:
@@ -119,9 +119,9 @@ class MemoryTier:
 
     def boxes(
         self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
-    ) -> tuple[Held, ...]:
+    ) -> tuple[StoredBox, ...]:
         return tuple(
-            Held(entry.box, BoxLocation(self._name, str(holder), self._distance))
+            StoredBox(entry.box, BoxLocation(self._name, str(holder), self._distance))
             for holder, image in sorted(self._get(step)[1].items())
             if rank is None or holder == rank
             for entry in image.layout.entries
@@ -147,7 +147,7 @@ class MemoryTier:
     def set_aside(self, step: int) -> None:
         self.delete(step)
 
-    def _get(self, step: int) -> tuple[Record, dict[int, Image]]:
+    def _get(self, step: int) -> tuple[StepRecord, dict[int, Image]]:
         try:
             return self._committed[step]
         except KeyError:

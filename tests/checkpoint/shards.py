@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
 from phalanx.parallel.mesh.torch_compat import local_slice_of
@@ -27,7 +27,7 @@ def shards_of(tensors: Mapping[str, torch.Tensor], *, replica: int = 0, replicas
     return [
         _shard_of_dtensor(name, tensor)
         if isinstance(tensor, DTensor)
-        else Shard(whole(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor.detach(), plain)
+        else Shard(full_box(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor.detach(), plain)
         for name, tensor in tensors.items()
     ]
 

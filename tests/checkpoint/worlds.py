@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.shards import Shard, dtype_name
 from phalanx.checkpoint.save.saver import AsyncSaver, SaveOutcome
 from phalanx.checkpoint.tiers.tier import Tier
@@ -42,7 +42,7 @@ def same_state(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> 
 
 
 def box_of(name: str, tensor: torch.Tensor) -> Box:
-    return whole(name, dtype_name(tensor.dtype), tuple(tensor.shape))
+    return full_box(name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)

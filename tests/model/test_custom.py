@@ -127,7 +127,7 @@ REFUSED = {
     "list": (changed(lambda model: setattr(model, "blocks", nn.Identity())), "Identity as attribute blocks"),
     "fewer": (
         changed(lambda model: model.blocks.pop(0)),
-        r"it has 2 blocks; model\.layers = 3 must say the same",
+        r"it has 2 blocks; model\.layers = 3 must be equal",
     ),
     "headless": (
         changed(lambda model: setattr(model, "head", None)),
@@ -157,9 +157,9 @@ REFUSED = {
     ),
     "wide": (changed(lambda m: m.blocks.__setitem__(2, nn.Linear(16, 8))), r"blocks\.2 gives \(1, 8, 8\)"),
     "tuple": (changed(lambda m: m.blocks.__setitem__(2, nn.LSTM(16, 16))), r"blocks\.2 gives tuple"),
-    "scaled": (Scaled, "does not hand on what comes before blocks.0 to blocks.0"),
+    "scaled": (Scaled, "does not pass the output before blocks.0 to blocks.0 unchanged"),
     "capped": (Capped, "does more than embedding, blocks, norm and head"),
-    "scaled_in_place": (ScaledInPlace, "does not hand on what comes before blocks.0 to blocks.0"),
+    "scaled_in_place": (ScaledInPlace, "does not pass the output before blocks.0 to blocks.0 unchanged"),
     "divided_in_place": (DividedInPlace, "does more than embedding, blocks, norm and head"),
     "halved": (
         changed(lambda m: setattr(m, "head", Halved(16, 50, bias=False))),
@@ -184,7 +184,7 @@ REFUSED = {
         ),
         "set its dropout to 0",
     ),
-    "skipping": (Skipping, "what comes before blocks.2"),
+    "skipping": (Skipping, "the output before blocks.2"),
     "function": (lambda _spec: GatedConvolution, "object of type type; it must return an nn.Module"),
 }
 

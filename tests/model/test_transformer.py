@@ -132,7 +132,7 @@ def test_a_cache_returns_all_that_was_stored_in_order() -> None:
 def test_a_full_cache_refuses_more_and_keeps_what_it_has() -> None:
     (layer, *_) = empty_cache(resolve(SMALL), 1, 4, torch.device("cpu"))
     layer.append(torch.ones(1, 2, 3, 8), torch.ones(1, 2, 3, 8))
-    with pytest.raises(ValueError, match="the cache holds 4 tokens, and 5 were asked for"):
+    with pytest.raises(ValueError, match="the cache has room for 4 tokens, not for 5"):
         layer.append(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8))
     assert layer.length == 3
 

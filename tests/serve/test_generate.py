@@ -210,7 +210,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     with caplog.at_level(logging.WARNING):
         model, _ = load_model(run)
     assert same(model, initialized(SPEC, 1))
-    assert "step 2 cannot be read and is passed over" in caplog.text
+    assert "step 2 cannot be read and is skipped" in caplog.text
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from one_hash import (
 )
 from phalanx.parallel.context.tiles import Tile
 from phalanx.parallel.tensor.lanes.layers import LanedLayer, TileByTile
-from phalanx.parallel.tensor.lanes.shares import Leaves, Owners, _added, in_place_of
+from phalanx.parallel.tensor.lanes.shares import LaneLeaves, Owners, _added, in_place_of
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from quick_cases import quick
@@ -92,7 +92,7 @@ def keys_in_two_blocks(tile: int, count: int, seq: int, window: int) -> Iterator
         yield from [block] if block.causal else [Tile(block.rows, half) for half in halves]
 
 
-def without_runs(leaves: Sequence[Leaves], upstream: Sequence[Tensor]) -> list[Tensor]:
+def without_runs(leaves: Sequence[LaneLeaves], upstream: Sequence[Tensor]) -> list[Tensor]:
     """``_added`` that adds a rank's tiles before it asks its neighbors for their lanes."""
     return _added([dataclasses.replace(part, runs=1) for part in leaves], upstream)
 

@@ -98,7 +98,7 @@ class Saboteur:
         _before(model, "before_backward", lambda: self.at("backward"))
         # While the writing goes on in its thread.
         _before(saver, "save", lambda: threading.Timer(0.002, lambda: self.at("commit")).start())
-        built.waits[Bucket.COMM_EXPOSED_DP].entered = lambda: self.at("reduction")
+        built.waits[Bucket.COMM_EXPOSED_DP].on_enter = lambda: self.at("reduction")
         _between(model, "begin", "end", self._dawdle)
         self._spoil_losses(built)
         if built.spec.fleet.audit_every_steps == 0 and any(

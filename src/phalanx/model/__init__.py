@@ -1,1 +1,1 @@
-"""The transformer itself, its known shapes and its counts. Nothing here knows of more than one process."""
+"""The transformer, its presets and its counts. All code here runs in one process."""

@@ -1,4 +1,4 @@
-"""Typed ways to use what PyTorch leaves without types: ``torch.autograd.Function``, ``torch.compiler.disable``, dispatch modes."""
+"""Typed access to untyped parts of PyTorch: ``torch.autograd.Function``, ``torch.compiler.disable``, dispatch modes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     class DispatchMode:
-        """PyTorch's ``TorchDispatchMode``, which sees every tensor operation that is called under it."""
+        """PyTorch's ``TorchDispatchMode``, which intercepts every tensor operation called under it."""
 
         def __init__(self) -> None: ...
         def __enter__(self) -> Self: ...
@@ -38,28 +38,28 @@ _Result = TypeVar("_Result")
 
 
 class FunctionContext(Protocol):
-    """The ``ctx`` of a ``Function``. One that keeps more than tensors there has a protocol of its own, derived from this."""
+    """The ``ctx`` of a ``Function``. A function that stores more than tensors there derives its own protocol from this one."""
 
     @property
     def saved_tensors(self) -> tuple[Tensor, ...]:
-        """The tensors given to ``save_for_backward``."""
+        """The tensors passed to ``save_for_backward``."""
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        """For each argument of ``forward``, True if its gradient is wanted."""
+        """For each argument of ``forward``, True if its gradient is needed."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keeps tensors for the backward pass."""
+        """Save tensors for the backward pass."""
 
 
 def apply_function(function: type[Function], *args: object) -> Tensor:
-    """``function.apply(*args)`` of a function with one result; it can be differentiated."""
+    """Return ``function.apply(*args)`` of a differentiable function with one result."""
     apply: Callable[..., Tensor] = function.apply
     return apply(*args)
 
 
 def apply_function_of_many(function: type[Function], *args: object) -> tuple[Tensor, ...]:
-    """``function.apply(*args)`` of a function with several results; each can be differentiated."""
+    """Return ``function.apply(*args)`` of a differentiable function with several results."""
     apply: Callable[..., tuple[Tensor, ...]] = function.apply
     return apply(*args)
 
@@ -67,12 +67,12 @@ def apply_function_of_many(function: type[Function], *args: object) -> tuple[Ten
 def uncompiled(
     function: Callable[_Parameters, _Result], *, recursive: bool = True
 ) -> Callable[_Parameters, _Result]:
-    """``function``, which is Python, marked to be left out by ``torch.compile``; with ``recursive`` so is what it calls.
+    """Mark a Python function to be skipped by ``torch.compile``; with ``recursive``, also the functions that it calls.
 
-    As ``torch.compiler.disable`` says it, but without importing the compiler, which takes a process that compiles nothing more than a
-    second, and without a wrapper. Where the compiler meets a call of the function, it ends its graph for the attribute
-    (``check_inlineable`` of torch/_dynamo/symbolic_convert.py). When the function then runs, PyTorch's C++ finds beside its code what to do
-    with its frame and with those below (torch/csrc/dynamo/eval_frame_cpp.cpp), as for ``torch._dynamo.skip``.
+    Same as ``torch.compiler.disable``, but without a wrapper and without importing the compiler, which takes more than a second. At a
+    call of the function, the compiler ends its graph because of the attribute (``check_inlineable`` of
+    torch/_dynamo/symbolic_convert.py). When the function runs, PyTorch's C++ finds in its code object that it must skip its frame and
+    those below (torch/csrc/dynamo/eval_frame_cpp.cpp), as for ``torch._dynamo.skip``.
     """
     marked = cast(FunctionType, function)
     below = _FrameAction.SKIP if recursive else _FrameAction.DEFAULT

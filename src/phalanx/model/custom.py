@@ -1,15 +1,17 @@
-"""A user's own model: what it must state, and how the trainer sees it.
+"""A user's own model: its contract, and its form inside the trainer.
 
-Data parallelism, sharding, pipelines, recomputation, checkpoints and recovery need to know of a model what it is made of:
-an embedding, blocks, a norm, a head. They need not know what is in these. So a model of one's own is any module with four
-attributes (``CustomModel``); ``Chain`` calls them one after another where ``phalanx.model.transformer.Transformer`` would
-be called, under the same parameter names as the user's module has.
+Data parallelism, sharding, pipelines, recomputation, checkpoints and recovery need the parts of a model: an embedding, blocks, a
+norm, a head. They do not depend on the contents of these. So a custom model is any module with these four attributes
+(``CustomModel``). ``Chain`` calls them in order in place of ``phalanx.model.transformer.Transformer``, under the parameter names of
+the user's module.
 
-Whatever cannot be trained correctly is refused when the model is built, with the remedy (``CustomModelError``): buffers and
-tensors that a build on the meta device leaves without values, random numbers in the forward pass (ranks would draw
-different ones), parameters that are shared, frozen or not fp32, and a ``forward`` of the model's own that computes something
-else than the chain. The last is found out by calling both on the meta device, which costs no memory and no FLOP: what goes
-into each part must be the very tensor that came out of the part before, not written to in between.
+A model that cannot be trained correctly is refused when it is built, with the remedy (``CustomModelError``):
+
+- buffers and tensors that a build on the meta device leaves without values;
+- random numbers in the forward pass, which would differ between ranks;
+- parameters that are shared, frozen or not fp32;
+- a ``forward`` that computes something other than the chain. Both are called on the meta device, at no cost in memory or FLOP. The
+  input of each part must be the very tensor that the previous part returned, without writes in between.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ from phalanx.run.spec import ModelSpec
 
 
 class CustomModelError(ValueError):
-    """A user's own model cannot be trained; the message says what is missing, and the remedy."""
+    """A user's model cannot be trained; the message has the cause and the remedy."""
 
 
 class CustomModel(Protocol):
-    """The contract of a user's own ``nn.Module``. Shapes: ``b`` batch, ``s`` sequence, ``d`` = ``model.dim``.
+    """Contract of a user's ``nn.Module``. Shapes: ``b`` batch, ``s`` sequence, ``d`` = ``model.dim``.
 
-    It is built by ``factory(model_spec)``, on the meta device: parameters get their values afterwards, each element a function
-    of the seed, the parameter's name and its index. Matrices, filters and embeddings are drawn from a normal distribution with
-    ``model.init_std``; parameters of one dimension start at one, those named ``bias`` at zero. A method
-    ``parameter_kind(name) -> str | None`` may say otherwise: "matrix", "output" (a matrix that writes into the residual
-    stream, and starts smaller), "filter", "embedding", "norm" (ones) or "bias" (zeros).
+    It is built by ``factory(model_spec)`` on the meta device. Parameters get their values afterwards; each element is a function of the
+    seed, the parameter's name and its index. Matrices, filters and embeddings are drawn from a normal distribution with
+    ``model.init_std``. Parameters of one dimension start at one, those named ``bias`` at zero. A method
+    ``parameter_kind(name) -> str | None`` can override this: "matrix", "output" (a matrix that writes into the residual stream, and
+    starts smaller), "filter", "embedding", "norm" (ones) or "bias" (zeros).
     """
 
     @property
@@ -56,39 +58,39 @@ class CustomModel(Protocol):
     def blocks(self) -> nn.ModuleList:
         """``model.layers`` modules, each from hidden states ``(b, s, d)`` to hidden states ``(b, s, d)``.
 
-        A block may look only at tokens before the one it predicts for: that it is causal is not checked.
+        A block must be causal; that is not checked.
         """
 
     @property
     def norm(self) -> nn.Module:
-        """Hidden states to those that the head reads; ``nn.Identity()`` if there is nothing to do."""
+        """Hidden states to the input of the head; ``nn.Identity()`` if there is no norm."""
 
     @property
     def head(self) -> nn.Linear | None:
-        """Without bias, ``(vocab_size, d)``.
+        """Output projection without bias, ``(vocab_size, d)``.
 
-        With ``model.tie_embeddings`` it is ``None`` and stands for the weight of ``embedding``, an ``nn.Embedding``.
+        ``None`` with ``model.tie_embeddings``: then the weight of ``embedding``, an ``nn.Embedding``, is used.
         """
 
 
 class Chain(nn.Module):
-    """A user's own model as the trainer calls it: embedding, blocks, norm, head; or a stage of a pipeline."""
+    """A user's model as the trainer calls it: embedding, blocks, norm, head; or a stage of a pipeline."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        """Builds the model of a resolved ``spec`` on the current default device.
+        """Build the model of a resolved ``spec`` on the current default device.
 
-        Raises ``CustomModelError`` or ``phalanx.run.factory.FactoryError``.
+        Raise ``CustomModelError`` or ``phalanx.run.factory.FactoryError``.
         """
         super().__init__()
         self.spec = spec
-        model = _require_parts(_made(load_factory(spec.factory, spec.factory_sha256), spec), spec)
+        model = _require_parts(_build(load_factory(spec.factory, spec.factory_sha256), spec), spec)
         self.embedding: nn.Module | None = model.embedding
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in enumerate(model.blocks)})
         self.norm: nn.Module | None = model.norm
         self.head = model.head
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
-        """Cuts the model down to a stage of a pipeline, as ``Transformer.keep`` does."""
+        """Reduce the model to a stage of a pipeline, like ``Transformer.keep``."""
         self.blocks = nn.ModuleDict(
             {name: block for name, block in self.blocks.items() if int(name) in layers}
         )
@@ -102,22 +104,22 @@ class Chain(nn.Module):
         x: Tensor,
         readout: Readout = logits,
         *,
-        positions: Tensor | None = None,  # noqa: ARG002  blocks are called with hidden states alone
+        positions: Tensor | None = None,  # noqa: ARG002  blocks take hidden states only
         documents: Documents | None = None,
         ahead: object = None,
         further: object = None,
     ) -> Tensor:
-        """Returns ``readout`` of the last hidden states, by default logits; a stage without norm returns its hidden states.
+        """Return ``readout`` of the last hidden states, by default logits; a stage without norm returns its hidden states.
 
         Args:
             x: Tokens ``(b, s)``, int64; hidden states ``(b, s, d)`` for a stage without embedding.
             readout: Called with hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``.
-            positions: Not used: each rank has whole sequences.
+            positions: Not used: each rank has full sequences.
             documents: Must be ``None``, as must ``ahead`` and ``further``.
         """
         assert documents is None, "refused by phalanx.run.rules"
         assert ahead is None, "refused by phalanx.run.rules"
-        assert further is None, "there is nothing that predicts ahead"
+        assert further is None, "a custom model has no predictions ahead"
         hidden = x if self.embedding is None else self.embedding(x)
         for block in self.blocks.values():
             hidden = block(hidden)
@@ -129,7 +131,7 @@ class Chain(nn.Module):
 
 
 def blocks_of(part: nn.Module) -> list[nn.Module]:
-    """The layers of a stage of any model: what is gathered, recomputed and offloaded as one."""
+    """Return the layers of a stage of any model: the units of gathering, recomputation and offloading."""
     if isinstance(part, Chain):
         return list(part.blocks.values())
     return [module for module in part.modules() if isinstance(module, Block)]
@@ -137,12 +139,12 @@ def blocks_of(part: nn.Module) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class CustomFacts:
-    """The facts of a user's own model that the trainer needs, taken from a build on the meta device."""
+    """Facts of a user's model that the trainer needs, taken from a build on the meta device."""
 
     parameters: tuple[Parameter, ...]
-    """In the order in which the module registers them."""
+    """All parameters, in the order in which the module registers them."""
     layer_costs: tuple[float, ...]
-    """Training FLOP per token of each block; the head's in the last one's."""
+    """Training FLOP per token of each block; the last one includes the head."""
 
     @property
     def flops_per_token(self) -> int:
@@ -151,20 +153,20 @@ class CustomFacts:
 
 
 def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float32) -> CustomFacts:
-    """Builds a user's own model on the meta device, and finds out what the trainer must know of it.
+    """Build a user's model on the meta device, check it, and return its facts.
 
     Args:
         spec: Resolved.
         seq_len: Tokens of a sequence.
-        dtype: Format of weights and hidden states in the forward pass.
+        dtype: Dtype of weights and hidden states in the forward pass.
 
     Raises:
-        CustomModelError: It cannot be trained.
-        FactoryError: It cannot be imported.
+        CustomModelError: The model cannot be trained.
+        FactoryError: The factory cannot be imported.
     """
     with torch.device("meta"):
         chain = Chain(spec)
-        model = cast(nn.Module, _made(load_factory(spec.factory), spec))
+        model = cast(nn.Module, _build(load_factory(spec.factory), spec))
     parameters = tuple(_parameters(chain, model))
     chain, model = chain.to(dtype), model.to(dtype)
     tokens = torch.zeros((1, seq_len), dtype=torch.int64, device="meta")
@@ -174,17 +176,17 @@ def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float
     return CustomFacts(parameters, tuple(3 * cost / seq_len for cost in costs))
 
 
-def _made(factory: Callable[..., Any], spec: ModelSpec) -> Any:
+def _build(factory: Callable[..., Any], spec: ModelSpec) -> Any:
     try:
         return factory(spec)
     except Exception as error:
         raise CustomModelError(
-            f"{spec.factory}: it cannot be made from the run's [model] section: {_told(error)}"
+            f"{spec.factory}: it cannot be made from the run's [model] section: {_describe(error)}"
         ) from error
 
 
-def _told(error: Exception) -> str:
-    """An error of the user's own code, and the line of that code: of a rank's error only the message is shown."""
+def _describe(error: Exception) -> str:
+    """Describe an error of the user's code with its file and line. Ranks report an error's message without its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_TORCH)]
     return f"{error!r} ({own[-1].filename}, line {own[-1].lineno})"
@@ -194,10 +196,10 @@ _TORCH = Path(torch.__file__).parent
 
 
 def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
-    """The model, if it states its parts and holds nothing that training would lose."""
+    """Return the model if it has all parts and nothing that training would lose; raise ``CustomModelError`` otherwise."""
 
-    def refuse(found: str, remedy: str) -> CustomModelError:
-        return CustomModelError(f"{spec.factory}: {found}; {remedy}")
+    def refuse(cause: str, remedy: str) -> CustomModelError:
+        return CustomModelError(f"{spec.factory}: {cause}; {remedy}")
 
     if not isinstance(model, nn.Module):
         raise refuse(f"it made an object of type {type(model).__name__}", "it must return an nn.Module")
@@ -208,7 +210,7 @@ def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
             remedy = "give it an nn.Module" if kind is nn.Module else "give it an nn.ModuleList of its layers"
             raise refuse(f"the model has {has} {name}", remedy)
     if len(model.blocks) != spec.layers:  # type: ignore[arg-type]
-        raise refuse(f"it has {len(model.blocks)} blocks", f"model.layers = {spec.layers} must say the same")  # type: ignore[arg-type]
+        raise refuse(f"it has {len(model.blocks)} blocks", f"model.layers = {spec.layers} must be equal")  # type: ignore[arg-type]
     _require_head(model, spec, refuse)
     others = {name for name, _ in model.named_children()} - {"embedding", "blocks", "norm", "head"}
     if others:
@@ -229,7 +231,7 @@ def _require_parts(model: Any, spec: ModelSpec) -> CustomModel:
 _Refusal = Callable[[str, str], CustomModelError]
 
 _OF_A_PART = re.compile(r"(embedding|norm|head|blocks\.\d+)\.")
-"""Matches names of parameters that the chain holds."""
+"""Matches names of parameters that belong to the chain."""
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -244,10 +246,8 @@ def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
         )
     if (model.head is None) != spec.tie_embeddings:
         has = "no head" if model.head is None else "a head of its own"
-        wanted = str(spec.tie_embeddings).lower()
-        raise refuse(
-            f"it has {has}", f"model.tie_embeddings = {wanted} must say the same (None ties the head)"
-        )
+        tied = str(spec.tie_embeddings).lower()
+        raise refuse(f"it has {has}", f"model.tie_embeddings = {tied} must agree (None ties the head)")
     owner, name = (model.embedding, "embedding") if model.head is None else (model.head, "head")
     if not isinstance(owner, nn.Embedding | nn.Linear) or getattr(owner, "bias", None) is not None:
         remedy = "it must be an nn.Linear without bias, or None with an nn.Embedding as embedding"
@@ -255,7 +255,7 @@ def _require_head(model: nn.Module, spec: ModelSpec, refuse: _Refusal) -> None:
     if model.head is not None and (type(owner).forward is not nn.Linear.forward or _has_hooks(owner)):
         raise refuse(
             "its head does more than a matrix product, but training reads its weight alone",
-            "use a plain nn.Linear, and put the rest into norm",
+            "use a plain nn.Linear, and move everything else into norm",
         )
     if tuple(owner.weight.shape) != (spec.vocab_size, spec.dim):
         raise refuse(
@@ -310,7 +310,7 @@ def _parameters(chain: Chain, model: nn.Module) -> Iterator[Parameter]:
             )
         if kind in ("matrix", "output") and parameter.ndim != 2:
             raise CustomModelError(
-                f"{chain.spec.factory}: {name} has {parameter.ndim} dimensions; parameter_kind must not call it {kind!r}"
+                f"{chain.spec.factory}: {name} has {parameter.ndim} dimensions; parameter_kind must not return {kind!r} for it"
             )
         yield Parameter(name, tuple(parameter.shape), cast(ParameterKind, kind))
 
@@ -324,22 +324,22 @@ def _kind_by_shape(name: str, dimensions: int) -> ParameterKind:
 
 
 def _forward_costs(chain: Chain, tokens: Tensor) -> list[float]:
-    """FLOP of a forward pass of each block on ``tokens``; checks the shapes of what the parts give."""
+    """Return the forward FLOP of each block on ``tokens``; check the shapes that the parts return."""
     spec = chain.spec
-    wanted = (*tokens.shape, spec.dim)
+    expected_shape = (*tokens.shape, spec.dim)
     parts = [
         ("embedding", chain.embedding),
         *((f"blocks.{name}", block) for name, block in chain.blocks.items()),
     ]
     x, costs = tokens, []
     for name, part in [*parts, ("norm", chain.norm)]:
-        assert part is not None, "a whole model has all parts"
+        assert part is not None, "a complete model has all parts"
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             y = _on_meta(spec, name, part, x)
-        if not isinstance(y, Tensor) or tuple(y.shape) != wanted:
-            found = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        if not isinstance(y, Tensor) or tuple(y.shape) != expected_shape:
+            shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise CustomModelError(
-                f"{spec.factory}: {name} gives {found} for tokens {tuple(tokens.shape)}; it must give hidden states {wanted}"
+                f"{spec.factory}: {name} gives {shape} for tokens {tuple(tokens.shape)}; it must give hidden states {expected_shape}"
             )
         x = y
         costs.append(float(counter.get_total_flops()))
@@ -354,17 +354,17 @@ def _on_meta(spec: ModelSpec, name: str, module: nn.Module, x: Tensor) -> Any:
         return module(x)
     except Exception as error:
         raise CustomModelError(
-            f"{spec.factory}: {name} cannot be called with one tensor {tuple(x.shape)} on the meta device: {_told(error)}; new "
+            f"{spec.factory}: {name} cannot be called with one tensor {tuple(x.shape)} on the meta device: {_describe(error)}; new "
             "tensors must be made on the device of the input, and no value may decide what is computed"
         ) from error
 
 
 def _require_gradients(chain: Chain, tokens: Tensor) -> None:
-    """Refuses parameters that the logits do not depend on: they would get no gradient, and no optimizer step."""
+    """Refuse parameters that the logits do not depend on: they would get no gradient and no optimizer step."""
     named = dict(chain.named_parameters())
     try:
         gradients = torch.autograd.grad(chain(tokens).sum(), list(named.values()), allow_unused=True)
-    except Exception:  # an operation without a backward pass on the meta device: it may have one elsewhere
+    except Exception:  # an operation without a backward pass on the meta device may have one on other devices
         return
     for name, gradient in zip(named, gradients, strict=True):
         if gradient is None:
@@ -375,15 +375,17 @@ def _require_gradients(chain: Chain, tokens: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class _SeenTensor:
-    """A tensor as it was at some moment; ``version`` is raised by every write in place."""
+class _TensorVersion:
+    """A tensor at one moment; every in-place write raises its ``version``."""
 
     tensor: Tensor
     version: int
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, _SeenTensor) and self.tensor is other.tensor and self.version == other.version
+            isinstance(other, _TensorVersion)
+            and self.tensor is other.tensor
+            and self.version == other.version
         )
 
 
@@ -392,37 +394,38 @@ class _PartCall:
     """One call of a part during the model's own ``forward``."""
 
     part: str
-    took: _SeenTensor | None
-    gave: _SeenTensor | None = None
+    input: _TensorVersion | None
+    output: _TensorVersion | None = None
 
 
-def _seen(values: tuple[object, ...]) -> _SeenTensor | None:
-    return _SeenTensor(values[0], values[0]._version) if values and isinstance(values[0], Tensor) else None
+def _first_tensor(values: tuple[object, ...]) -> _TensorVersion | None:
+    return _TensorVersion(values[0], values[0]._version) if values and isinstance(values[0], Tensor) else None
 
 
 class _Operations(DispatchMode):
-    """Records the tensor operations that are called under it, since the last ``clear``."""
+    """Records the tensor operations called under it since the last ``clear``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[str, list[Tensor]]] = []
 
     def clear(self) -> None:
-        """Forgets what was called."""
+        """Discard the recorded operations."""
         self._calls = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._calls.append((func.overloadpacket.__name__, [x for x in args if isinstance(x, Tensor)]))
         return func(*args, **(kwargs or {}))
 
-    def are_one_product(self, hidden: _SeenTensor | None, weight: Tensor, result: Any) -> bool:
-        """True if they multiply ``hidden`` by ``weight``, once, and nothing else but to look at tensors in other shapes."""
+    def are_one_product(self, hidden: _TensorVersion | None, weight: Tensor, result: Any) -> bool:
+        """Return True if the operations are one product of ``hidden`` and ``weight``, and otherwise only views."""
         products = [operands for name, operands in self._calls if name in ("mm", "bmm", "matmul", "linear")]
-        others = {name for name, _ in self._calls} - {"mm", "bmm", "matmul", "linear"}
-        if hidden is None or len(products) != 1 or others - _VIEWS or not isinstance(result, Tensor):
+        other_names = {name for name, _ in self._calls} - {"mm", "bmm", "matmul", "linear"}
+        if hidden is None or len(products) != 1 or other_names - _VIEWS or not isinstance(result, Tensor):
             return False
-        wanted = {_storage(hidden.tensor), _storage(weight)}
-        return {_storage(operand) for operand in products[0]} == wanted and hidden == _seen((hidden.tensor,))
+        operands_of_head = {_storage(hidden.tensor), _storage(weight)}
+        is_unwritten = hidden == _first_tensor((hidden.tensor,))
+        return {_storage(operand) for operand in products[0]} == operands_of_head and is_unwritten
 
 
 _VIEWS = frozenset(
@@ -443,12 +446,12 @@ _VIEWS = frozenset(
 
 
 def _storage(tensor: Tensor) -> int:
-    """Identity of the storage that a tensor is a view of."""
+    """Return the identity of the storage that a tensor is a view of."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> None:
-    """If the model has a ``forward`` of its own, calls it and checks that it is the chain."""
+    """If the model defines ``forward``, call it and check that it computes the chain."""
     if type(model).forward is nn.Module.forward:
         return
     calls: list[_PartCall] = []
@@ -461,25 +464,25 @@ def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> 
     ]
     for name, part in parts:
         part.register_forward_pre_hook(
-            lambda _part, args, name=name: calls.append(_PartCall(name, _seen(args[:1])))
+            lambda _part, args, name=name: calls.append(_PartCall(name, _first_tensor(args[:1])))
         )
-        part.register_forward_hook(lambda _part, _args, y: setattr(calls[-1], "gave", _seen((y,))))
-    came = _seen((tokens,))
+        part.register_forward_hook(lambda _part, _args, y: setattr(calls[-1], "output", _first_tensor((y,))))
+    previous = _first_tensor((tokens,))
     with torch.no_grad(), _Operations() as operations:
         named.norm.register_forward_hook(lambda *_: operations.clear())
         result = _on_meta(spec, "forward", model, tokens)
     for (name, _), call in zip(parts, [*calls, *[_PartCall("nothing", None)] * len(parts)], strict=False):
-        if call.part != name or call.took != came:
+        if call.part != name or call.input != previous:
             raise CustomModelError(
-                f"{spec.factory}: its forward does not hand on what comes before {name} to {name} as it is, but training "
-                "calls embedding, blocks, norm and head one after another; move what lies between into one of them, or "
-                "remove forward"
+                f"{spec.factory}: its forward does not pass the output before {name} to {name} unchanged, but training "
+                "calls embedding, blocks, norm and head one after another; move the operations in between into one of them, "
+                "or remove forward"
             )
-        came = call.gave
+        previous = call.output
     if named.head is None:
-        same = operations.are_one_product(came, cast(nn.Embedding, named.embedding).weight, result)
+        same = operations.are_one_product(previous, cast(nn.Embedding, named.embedding).weight, result)
     else:
-        same = _seen((result,)) == came
+        same = _first_tensor((result,)) == previous
     if len(calls) > len(parts) or not same:
         raise CustomModelError(
             f"{spec.factory}: its forward does more than embedding, blocks, norm and head, and training would leave that "

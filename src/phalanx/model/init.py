@@ -1,9 +1,9 @@
 """Initialize weights with random numbers that do not depend on the layout.
 
-Each element is a function of the seed, the parameter's name and the element's flat index in the whole parameter, so a rank fills just the box that it holds. Matrices are normal with
-``init_std``; those that write into the residual stream are smaller by sqrt(2 layers), as in GPT-2; gains start at
-one (weights of norms at zero where these are offsets from one), biases and the routers' balance at zero. Each matrix of a
-stack of experts is drawn like a matrix by itself.
+Each element is a function of the seed, the parameter's name and the element's flat index in the full parameter, so a rank fills only
+its own box. Matrices are normal with ``init_std``. Those that write into the residual stream are smaller by sqrt(2 layers), as in
+GPT-2. Gains start at one (weights of norms at zero if these are offsets from one), biases and the routers' balance at zero. Each
+matrix of a stack of experts is drawn like a single matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.hardware.local.device import brought
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import ModelSpec
 
-# Elements filled at once: the int64 temporaries stay small, and a GPU has enough to do.
+# Elements filled at once: the int64 temporaries stay small, and a GPU is busy.
 _CPU_CHUNK = 1 << 20
 _GPU_CHUNK = 1 << 24
 
@@ -32,41 +32,41 @@ def flat_indices(
     box: tuple[int, ...],
     device: torch.device,
 ) -> Tensor:
-    """The index, in the flattened whole, of every element of a box in it: int64, of shape ``box``, on ``device``."""
+    """Return the index, in the flattened full tensor, of every element of a box: int64, of shape ``box``, on ``device``."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (start, length) in enumerate(zip(offset, box, strict=True)):
         stride = math.prod(global_shape[dim + 1 :])
-        here = torch.arange(start, start + length, dtype=torch.int64, device=device)
-        index = index.unsqueeze(-1) + here * stride
+        along_dim = torch.arange(start, start + length, dtype=torch.int64, device=device)
+        index = index.unsqueeze(-1) + along_dim * stride
     return index.expand(box)
 
 
 def deviation(parameter: Parameter, spec: ModelSpec) -> float:
-    """The standard deviation with which a matrix starts."""
+    """Return the standard deviation of a matrix's initial values."""
     return spec.init_std / math.sqrt(2 * spec.layers) if parameter.kind == "output" else spec.init_std
 
 
 def _pieces(box: tuple[int, ...], chunk: int) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut a box into pieces of at most ``chunk`` elements."""
-    rest = math.prod(box[1:])
-    if rest > chunk:
+    """Yield indices that cut a box into pieces of at most ``chunk`` elements."""
+    row_elements = math.prod(box[1:])
+    if row_elements > chunk:
         for row in range(box[0]):
             yield from ((slice(row, row + 1), *below) for below in _pieces(box[1:], chunk))
     else:
-        rows = max(1, chunk // max(1, rest))
+        rows = max(1, chunk // max(1, row_elements))
         yield from ((slice(row, min(row + rows, box[0])),) for row in range(0, box[0], rows))
 
 
 @torch.no_grad()
 def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: ModelSpec, seed: int) -> None:
-    """Writes the initial values of the box at ``offset`` of ``parameter`` into ``out`` (its shape is the box's)."""
+    """Write the initial values of the box at ``offset`` of ``parameter`` into ``out``, which has the box's shape."""
     if parameter.kind in ("norm", "bias", "balance"):
         out.fill_(1.0 if parameter.kind == "norm" and not spec.norm_offset else 0.0)
         return
     key, scale = stream_key(seed, parameter.name), deviation(parameter, spec)
-    for where in _pieces(tuple(out.shape), _CPU_CHUNK if out.device.type == "cpu" else _GPU_CHUNK):
-        piece = out[where]
-        begin = [start + part.start for start, part in zip(offset, where, strict=False)]
+    for slices in _pieces(tuple(out.shape), _CPU_CHUNK if out.device.type == "cpu" else _GPU_CHUNK):
+        piece = out[slices]
+        begin = [start + part.start for start, part in zip(offset, slices, strict=False)]
         box = tuple(piece.shape)
         index = flat_indices(parameter.shape, (*begin, *offset[len(begin) :]), box, out.device)
         piece.copy_(normal(key, index) * scale)
@@ -74,15 +74,13 @@ def fill(out: Tensor, parameter: Parameter, offset: tuple[int, ...], spec: Model
 
 # Random numbers as a function of (seed, name, index), computed anywhere, in any order.
 #
-# A pseudo-random generator with a running state ties a value to everything drawn before it, and so to the layout
-# of shards. Here element ``i`` of a tensor is ``mix(key + i * golden)``, where ``mix`` is the finalizer of SplitMix64
+# The values of a pseudo-random generator with a running state depend on all earlier draws, and so on the layout of shards. Here element ``i`` of a tensor is ``mix(key + i * golden)``, where ``mix`` is the finalizer of SplitMix64
 # (Steele, Lea and Flood, OOPSLA 2014; constants: Stafford's variant 13) and the key is drawn from SHA-256 of the
 # seed and the parameter's name. Only integer operations are used, so every device gives the same bits.
 #
-# Normal numbers come from a table: the inverse cumulative distribution, cut off at three standard deviations and
-# rescaled to variance 1, tabulated at 4096 points in fixed point and interpolated linearly *in integers*. Logarithms
-# and cosines (Box-Muller) would differ in the last bit between devices, and between the vector and scalar loops of
-# one CPU.
+# Normal numbers come from a table of the inverse cumulative distribution, cut off at three standard deviations and rescaled to
+# variance 1. It has 4096 points in fixed point and is interpolated linearly *in integers*. Logarithms and cosines (Box-Muller) would
+# differ in the last bit between devices, and between the vector and scalar loops of one CPU.
 
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -93,7 +91,7 @@ _FRACTION_BITS = 30  # of a table step, and of the fixed-point values
 
 
 def _signed(word: int) -> int:
-    """A 64-bit word as the signed number that torch's int64 arithmetic (modulo 2^64) takes for it."""
+    """Return a 64-bit word as the signed number of torch's int64 arithmetic (modulo 2^64)."""
     return word - (1 << 64) if word >= 1 << 63 else word
 
 
@@ -103,19 +101,21 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def stream_key(seed: int, name: str) -> int:
-    """The 64-bit key of the stream that belongs to ``name`` in a run with ``seed``."""
+    """Return the 64-bit key of the stream ``name`` in a run with ``seed``."""
     digest = hashlib.sha256(f"{seed}\0{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
 
 
 def keys_of(keys: Sequence[int], device: torch.device) -> Tensor:
-    """Keys of streams as an int64 tensor ``(n,)``, which ``random_words`` takes."""
+    """Return keys of streams as an int64 tensor ``(n,)`` for ``random_words``."""
     return brought(torch.tensor([_signed(key) for key in keys], dtype=torch.int64), device)
 
 
 def random_words(key: int | Tensor, index: Tensor) -> Tensor:
-    """A uniformly distributed 64-bit word (as int64) for each element of the int64 tensor ``index``; of several streams at once, if ``key`` is
-    what ``keys_of`` gives, of a shape that goes with ``index``."""
+    """Return a uniformly distributed 64-bit word (as int64) for each element of the int64 tensor ``index``.
+
+    ``key`` may be a tensor of ``keys_of``, in a shape that broadcasts with ``index``: one stream for each element.
+    """
     x = index * _signed(_GOLDEN) + (key if isinstance(key, Tensor) else _signed(key))
     x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
     x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
@@ -124,7 +124,7 @@ def random_words(key: int | Tensor, index: Tensor) -> Tensor:
 
 @functools.cache
 def _normal_table() -> tuple[int, ...]:
-    """The cut-off normal's quantiles at 4097 evenly spaced probabilities, in units of 2^-30.
+    """Return the quantiles of the truncated normal at 4097 evenly spaced probabilities, in units of 2^-30.
 
     Entries are rounded to 30 bits, coarser than any disagreement between mathematical libraries.
     """
@@ -138,7 +138,7 @@ def _normal_table() -> tuple[int, ...]:
 
 
 def normal(key: int, index: Tensor) -> Tensor:
-    """A number for each element of ``index``: normal, mean 0, variance 1, none beyond 3.04; fp64.
+    """Return a normal number for each element of ``index``: mean 0, variance 1, none beyond 3.04; fp64.
 
     The value is an integer times 2^-30, exact in fp64.
     """

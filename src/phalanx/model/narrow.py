@@ -1,9 +1,9 @@
-"""Numbers of eight bits with scales: how a tensor is quantized, and the exact way back.
+"""8-bit numbers with scales: quantization, and exact dequantization.
 
-Elements that share a scale (all, a row's, or 32 neighbors) are divided by it, so that the largest of them comes within the format's range.
-Scales are powers of two: dividing by one rounds nothing, and a quantized number is exact in bf16. Training multiplies in such formats
-(``phalanx.train.precision``), and weights are stored in them (``phalanx.checkpoint.pack``). The blocks of 32 are those of OCP
-Microscaling (arXiv 2310.10537), whose int8 has a fixed point; here its numbers are whole.
+Elements that share a scale (all, those of a row, or 32 neighbors) are divided by it, so that the largest is within the format's
+range. Scales are powers of two: division by one is exact, and a quantized number is exact in bf16. Training multiplies in such formats
+(``phalanx.train.precision``), and weights are stored in them (``phalanx.checkpoint.pack``). The blocks of 32 are those of
+OCP Microscaling (arXiv 2310.10537). Its int8 is a fixed-point format; here int8 values are integers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 Scaling = Literal["tensor", "row", "block"]
 
 SHARING = 32
-"""Neighbors that share a scale when scaling is by "block"."""
+"""Number of neighbors that share a scale with scaling "block"."""
 
 
 class Quantized(NamedTuple):
@@ -30,14 +30,14 @@ class Quantized(NamedTuple):
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
-    """Quantizes ``x`` ``(..., r, k)`` to an 8-bit floating-point format or int8; by block, ``k`` must be a multiple of 32.
+    """Quantize ``x`` ``(..., r, k)`` to an 8-bit floating-point format or int8; by block, ``k`` must be a multiple of 32.
 
-    An element that is not finite makes all elements that share its scale not finite (int8 has no such numbers: refuse them before).
+    An element that is not finite makes all elements with its scale not finite. int8 cannot represent these: check for them before.
     """
-    # Every size is said: of a tensor without rows, a view cannot find one by itself.
+    # All sizes are explicit, because a view of an empty tensor cannot infer one.
     grouped = x.view(*x.shape[:-1], x.shape[-1] // SHARING, SHARING) if scaling == "block" else x
     largest = grouped.abs().amax(dim=(-2, -1) if scaling == "tensor" else -1, keepdim=True)
-    # -128 is left out: a range that is not symmetric would move the mean.
+    # -128 is not used: an asymmetric range would shift the mean.
     limit = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
     scale = _scale(largest, limit)
     scaled = grouped.float() / scale
@@ -48,16 +48,16 @@ def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
 
 
 def _scale(largest: Tensor, limit: float) -> Tensor:
-    """The least power of two that brings ``largest`` within ``limit``; infinite if ``largest`` is."""
-    # On the bits of the quotient: adding a mantissa's largest value carries into the exponent unless the mantissa is zero.
-    # Logarithms and powers would round differently from device to device.
+    """Return the smallest power of two that brings ``largest`` within ``limit``; infinite if ``largest`` is."""
+    # Round up on the bits of the quotient: adding the largest mantissa carries into the exponent unless the mantissa is zero.
+    # Logarithms and powers would round differently on different devices.
     bits = (largest.float() / limit).view(torch.int32)
     exponent = ((bits + 0x7FFFFF) >> 23).clamp(1, 255)
     return (exponent << 23).view(torch.float32)
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
-    """Converts back, exactly, to ``dtype``, which is fp32 or bf16."""
+    """Convert back to ``dtype``, which is fp32 or bf16. The conversion is exact."""
     values, scale = quantized
     # Each scale belongs to as many neighbors as there are columns for it.
     groups = scale.shape[-1]

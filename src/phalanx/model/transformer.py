@@ -1,9 +1,9 @@
-"""A decoder-only transformer that a newcomer can read top to bottom: one layer, prediction of tokens further ahead, and the model.
+"""A decoder-only transformer that reads top to bottom: one layer, multi-token prediction, and the model.
 
-Pre-norm residual blocks with RMSNorm (arXiv 1910.07467) and rotary attention: the Llama family with grouped-query
-attention and SwiGLU; with QK-norm, Qwen3; with a plain GELU layer, GPT-3's shape; with mixtures of experts, Mixtral and
-Qwen3-MoE; with latent attention as well, DeepSeek-V3 and Kimi K2. The module is plain: no parallelism, no precision, no
-initialization. Build it on the meta device and let ``phalanx.parallel`` shard it and ``phalanx.model.init`` fill it.
+Pre-norm residual blocks with RMSNorm (arXiv 1910.07467) and rotary attention: the Llama family with grouped-query attention and
+SwiGLU; with QK-norm, Qwen3; with a plain GELU layer, GPT-3's shape; with mixtures of experts, Mixtral and Qwen3-MoE; with latent
+attention as well, DeepSeek-V3 and Kimi K2. The module has no parallelism, precision or initialization. Build it on the meta device;
+``phalanx.parallel`` shards it and ``phalanx.model.init`` fills it.
 
 Shapes: ``b`` batch, ``s`` sequence, ``d`` model width.
 """
@@ -78,23 +78,22 @@ def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
 
 # Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): layers that each predict one token further ahead.
 #
-# The module of depth 1 takes the last hidden state of each token and the embedding of the token after it, and predicts the
-# one after that; depth 2 takes depth 1's hidden states, and so on. Embedding and output projection are the main model's. Such
-# layers are for training, where they make the hidden states plan ahead; serving drafts tokens with them (``phalanx_serve.engine.drafts``).
+# The module of depth 1 takes the last hidden state of each token and the embedding of the next token, and predicts the token after
+# that. Depth 2 takes depth 1's hidden states, and so on. Embedding and output projection are those of the main model. The layers improve
+# the hidden states in training; serving drafts tokens with them (``phalanx_serve.engine.drafts``).
 #
-# Here a sequence keeps its length at every depth, so that shapes stay what the layout divided: the last ``depth`` positions
-# have no token that far ahead, get an arbitrary one, and their targets are ignored. Attention is causal, so they spoil
-# nothing else.
+# A sequence keeps its length at every depth, so that shapes still fit the layout. The last ``depth`` positions have no token that far
+# ahead. They get an arbitrary one, and their targets are ignored. Attention is causal, so they affect no other position.
 #
-# As in DeepSeek's published weights, hidden states come normalized by the norm before the projection, and the projection's
-# first half is for the embedding.
+# As in DeepSeek's published weights, hidden states are normalized before the projection, and the projection's first half is for the
+# embedding.
 
 ReadoutAhead = Callable[[Tensor, Tensor, int], Tensor]
-"""A function of the hidden states ``(b, s, d)`` of a depth, the output projection ``(vocab, d)`` and the depth, from 1."""
+"""Function of the hidden states ``(b, s, d)`` of a depth, the output projection ``(vocab, d)`` and the depth, from 1."""
 
 
 class PredictionAhead(nn.Module):
-    """One depth. Its block is of the kind of the model's last."""
+    """Prediction of one depth. Its block is of the same kind as the model's last block."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -113,23 +112,25 @@ class PredictionAhead(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Hidden states of the depth before and embeddings of the tokens further ahead, ``(b, s, d)``, to hidden states; with a cache, both
-        are the continuation of what it holds."""
-        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)
-        ahead: Tensor = self.norm(self.block(self.projection(both), cos, sin, documents, cache))
+        """Hidden states of the previous depth and embeddings of the tokens further ahead, ``(b, s, d)`` each, to hidden states.
+
+        With a cache, both continue the cached tokens.
+        """
+        joined = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)  # (b, s, 2 d)
+        ahead: Tensor = self.norm(self.block(self.projection(joined), cos, sin, documents, cache))
         return ahead
 
 
 def tokens_ahead(tokens: Tensor, depth: int) -> Tensor:
-    """For each of ``tokens`` ``(b, s)`` the one ``depth`` further; the last ``depth`` are arbitrary."""
+    """Return for each of ``tokens`` ``(b, s)`` the token ``depth`` positions later; the last ``depth`` are arbitrary."""
     return tokens.roll(-depth, dims=1)
 
 
 def targets_ahead(targets: Tensor, depth: int, ignored: int, ends: Tensor | None = None) -> Tensor:
-    """The targets ``(b, s)`` of a depth from those of the main model; the last ``depth`` are ``ignored``.
+    """Return the targets ``(b, s)`` of a depth, from those of the main model; the last ``depth`` are ``ignored``.
 
-    With ``ends`` ``(b, s)``, bool, which tokens end a document, so are targets beyond an end: they are another document's. (Those right behind
-    one, the main model ignores already.)
+    ``ends`` ``(b, s)``, bool, marks tokens that end a document. With it, targets beyond an end, in another document, are ignored too.
+    (The main model already ignores the target right after an end.)
     """
     ahead = tokens_ahead(targets, depth)
     ahead[:, targets.shape[1] - depth :] = ignored
@@ -140,49 +141,49 @@ def targets_ahead(targets: Tensor, depth: int, ignored: int, ends: Tensor | None
 
 
 def training_loss(parts: Tensor, spec: ModelSpec) -> Tensor:
-    """The loss to train on, 0-dim: the main one, plus ``mtp_loss`` times the mean of those further ahead.
+    """Return the training loss, 0-dim: the main loss plus ``mtp_loss`` times the mean of those of predictions ahead.
 
-    ``parts`` is what ``Transformer`` returns: 0-dim without predictions ahead, else ``(1 + depths,)``.
+    ``parts`` is the result of ``Transformer``: 0-dim without predictions ahead, else ``(1 + depths,)``.
     """
     return parts if parts.ndim == 0 else parts[0] + spec.mtp_loss * parts[1:].mean()
 
 
 Readout = Callable[[Tensor, Tensor], Tensor]
-"""A function of the last hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``."""
+"""Function of the last hidden states ``(b, s, d)`` and the output projection ``(vocab, d)``."""
 
 
-class Rotation(Protocol):
-    """The rotary tables of positions: ``phalanx.model.layers.attention.rotary.rotation``, or what gives the same numbers."""
+class RotaryTables(Protocol):
+    """Function that returns rotary tables: ``phalanx.model.layers.attention.rotary.rotation``, or one with the same results."""
 
     def __call__(
         self, spec: ModelSpec, positions: Tensor, *, windowed: bool = False, length: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``(s, rotated width)`` of ``positions`` ``(s,)``."""
+        """Return cosines and sines ``(s, rotated width)`` of ``positions`` ``(s,)``."""
         ...
 
 
 def logits(hidden: Tensor, weight: Tensor, cap: float = 0.0) -> Tensor:
-    """The readout that gives every token's scores ``(b, s, vocab)``, with a soft cap unless that is 0."""
+    """Readout that returns every token's scores ``(b, s, vocab)``, with a soft cap unless that is 0."""
     return soft_capped(F.linear(hidden, weight), cap)
 
 
 class OutputProjection(Linear):
-    """The output projection: a module whose call spans all that is computed with its matrix, so that FSDP can gather it by itself."""
+    """Output projection. Its call spans all computation with its matrix, so that FSDP can gather it as a separate unit."""
 
     def forward(self, x: Tensor, readout: Readout = logits) -> Tensor:
-        """Whatever ``readout`` makes of the last hidden states ``(b, s, d)`` and the matrix."""
+        """Return ``readout`` of the last hidden states ``(b, s, d)`` and the matrix."""
         return readout(x, self.weight)
 
 
 def _embedding(rows: int, width: int) -> nn.Embedding:
-    """An embedding whose weights PyTorch draws, but for the meta device, where it would import its compiler to draw nothing."""
+    """Build an embedding. On the meta device pass empty weights: PyTorch would import its compiler to draw random ones."""
     if torch.get_default_device().type != "meta":
         return nn.Embedding(rows, width)
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:
-    """``number`` rounded to the format of ``dtype``, as where models with scaled embeddings were trained."""
+    """Return ``number`` rounded to ``dtype``, as in the training of models with scaled embeddings."""
     return torch.tensor(number, dtype=dtype).item()
 
 
@@ -190,13 +191,13 @@ class Transformer(nn.Module):
     """Embedding, blocks, final norm, and the output projection that the readout applies; or a stage of a pipeline."""
 
     def __init__(self, spec: ModelSpec, seq_len: int = 0) -> None:
-        """Builds the layers of a resolved ``spec`` on the current default device.
+        """Build the layers of a resolved ``spec`` on the current default device.
 
-        ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their beginning.
+        ``seq_len`` is the length of the full sequences if each call has a part of them; 0 if a call has them from their beginning.
         """
         super().__init__()
         self.spec, self.seq_len = spec, seq_len
-        self.rotation: Rotation = rotation
+        self.rotation: RotaryTables = rotation
         self.embedding: nn.Embedding | None = _embedding(spec.vocab_size, spec.dim)
         self.blocks = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.layers)})
         self.norm: RMSNorm | None = RMSNorm(spec.dim, spec.norm_eps, offset=spec.norm_offset)
@@ -204,7 +205,7 @@ class Transformer(nn.Module):
         self.mtp = nn.ModuleList(PredictionAhead(spec) for _ in range(spec.mtp_depth))
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
-        """Cuts the model down to a stage of a pipeline: these layers, which keep their names.
+        """Reduce the model to a stage of a pipeline: these layers, which keep their names.
 
         Only the first stage has the embedding; only the last has norm, head and predictions ahead.
         """
@@ -228,21 +229,21 @@ class Transformer(nn.Module):
         ahead: ReadoutAhead | None = None,
         further: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Whatever ``readout`` makes of the last hidden states; by default logits.
+        """Return ``readout`` of the last hidden states; by default logits.
 
-        The loss is a readout, because only inside this call are the projection's weights whole on a rank.
+        The loss is a readout, because a rank has the full projection weights only inside this call.
 
         Args:
             x: Tokens ``(b, s)``, int64, or the first layer's hidden states ``(b, s, d)``, as for a stage without embedding.
             readout: See ``Readout``. A stage without norm does not call it, but returns its hidden states.
             positions: ``(s,)``, int64, of these tokens; by default from 0, or from the end of the cache.
-            length: Tokens of the whole text, where the rotation depends on it; 0 takes the last of ``positions`` for its end.
+            length: Tokens of the full text, if the rotation depends on it; 0 means that it ends at the last of ``positions``.
             documents: Tokens of different documents do not see each other; by default each sequence is one.
-            cache: One for each layer of the whole model; ``x`` is the continuation of what they hold.
-            ahead: Called for each prediction ahead. Then the result is the vector ``(1 + mtp_depth,)`` of what ``readout``
-                and ``ahead`` returned (see ``phalanx.model.transformer.training_loss``); without it, none is made.
-            further: For each prediction ahead, the tokens ``(b, s)`` that lie so much further in their sequences than those of
-                ``x``; by default ``x`` holds them, because it has whole sequences.
+            cache: One for each layer of the full model; ``x`` continues the cached tokens.
+            ahead: Called for each prediction ahead. Then the result is the vector ``(1 + mtp_depth,)`` of the results of ``readout``
+                and ``ahead`` (see ``training_loss``). Without it, there are no predictions ahead.
+            further: For each prediction ahead, the tokens ``(b, s)`` that many positions after those of ``x``; by default taken
+                from ``x``, which then must have full sequences.
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document: give either a cache or documents")
@@ -258,42 +259,46 @@ class Transformer(nn.Module):
         if self.norm is None:
             return hidden
         hidden = self.norm(hidden)
-        read = partial(logits, cap=self.spec.logit_cap) if readout is None else readout
-        result: Tensor = read(hidden, self.projection()) if self.head is None else self.head(hidden, read)
+        apply_readout = partial(logits, cap=self.spec.logit_cap) if readout is None else readout
+        result: Tensor = (
+            apply_readout(hidden, self.projection())
+            if self.head is None
+            else self.head(hidden, apply_readout)
+        )
         if ahead is None:
             return result
-        last = windowed if window_of(self.spec, self.spec.layers - 1) else full
+        last_tables = windowed if window_of(self.spec, self.spec.layers - 1) else full
         if further is None:
             further = [tokens_ahead(x, depth) for depth in range(1, len(self.mtp) + 1)]
-        predicted = self._predicted(hidden, further, *last, documents)
+        predicted = self._predicted(hidden, further, *last_tables, documents)
         weight = self.projection()
         parts = (ahead(states, weight, depth) for depth, states in enumerate(predicted, start=1))
         return torch.stack((result, *parts))
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """The vectors ``(..., d)`` that the first layer is given for ``tokens``."""
+        """Return the input vectors ``(..., d)`` of the first layer for ``tokens``."""
         assert self.embedding is not None, "this stage of a pipeline has no embedding"
         vectors: Tensor = self.embedding(tokens)
-        # A Python number: a tensor would be copied to a GPU from ordinary memory, for which the host waits.
+        # A Python number: a tensor would be copied to the GPU from pageable memory, and the host would wait.
         return vectors * rounded(self.spec.dim**0.5, vectors.dtype) if self.spec.scale_embeddings else vectors
 
     def _length(self, positions: Tensor, cache: Sequence[Cache] | None) -> int:
-        """Tokens of the whole sequence, where the rotation depends on it; else 0."""
+        """Return the number of tokens in the full sequence if the rotation depends on it; else 0."""
         short = longest_short(self.spec)
         if not short:
             return 0
         length = self.seq_len or int(positions.max()) + 1
         if cache is not None and 0 < cache[0].length <= short < length:
             raise ValueError(
-                f"the cache holds keys of a sequence of at most {short} tokens, and those of a longer one are rotated by "
-                "other factors: fill a new cache with the whole text"
+                f"the cache has keys of a sequence of at most {short} tokens, and those of a longer one are rotated by "
+                "other factors: fill a new cache with the full text"
             )
         return length
 
     def tables(
         self, positions: Tensor, dtype: torch.dtype, length: int
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Cosines and sines of ``positions`` for layers that see all tokens, and for those with a window."""
+        """Return cosines and sines of ``positions`` for layers with full attention, and for those with a window."""
         full = self._rotation(positions, dtype, length)
         if not self.spec.window_rope_theta:
             return full, full
@@ -306,7 +311,7 @@ class Transformer(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def projection(self) -> Tensor:
-        """The output projection ``(vocab, d)``."""
+        """Return the output projection ``(vocab, d)``."""
         if self.head is not None:
             return self.head.weight
         assert self.embedding is not None, "a tied projection needs the embedding: do not divide this model"
@@ -320,7 +325,7 @@ class Transformer(nn.Module):
         sin: Tensor,
         documents: Documents | None,
     ) -> Iterator[Tensor]:
-        """The hidden states of each prediction ahead, from the tokens so much ``further``."""
+        """Yield the hidden states of each prediction ahead, given the tokens ``further`` ahead."""
         for tokens, module in zip(further, self.mtp, strict=True):
             hidden = module(hidden, self.embedded(tokens), cos, sin, documents)
             yield hidden

@@ -1,12 +1,12 @@
-"""Counts the collectives of a rank in one optimizer step in closed form: no torch, nothing run.
+"""Number of collectives that a rank calls in one optimizer step, in closed form: no torch, nothing is run.
 
-The counts follow from what each axis does, and when: the tensor axis around every pair of matrices, the context axis in every
-attention, the expert axis around every mixture, the pipeline between stages, FSDP before weights are needed and after a slot
-is done, and a few numbers of the whole step. ``phalanx show --ranks`` prints them; the dry run (``phalanx.train.measure.dry_run``)
-counts what the trainer really calls and compares.
+The counts follow from the schedule of each axis. The tensor axis communicates around every pair of matrices, the context axis in
+every attention, the expert axis around every mixture, and the pipeline between stages. FSDP gathers weights before they are needed
+and reduces gradients after each slot. A few scalars are reduced once per step. ``phalanx show --ranks`` prints the counts. The dry
+run (``phalanx.train.measure.dry_run``) counts the trainer's calls and compares.
 
-Without recomputation of activations, which runs the forward passes' collectives of a block once more, and for AdamW, which
-needs none.
+Not counted: activation recomputation, which repeats the collectives of a block's forward pass, and collectives of an optimizer
+(AdamW has none).
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from phalanx.run.layout import Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import RunSpec
 
 Calls = Counter[tuple[str, str]]
-"""Number of calls by axis and kind, such as ``("tensor", "all_gather")``; the axis ``all`` is that of all ranks."""
+"""Number of calls by axis and kind, such as ``("tensor", "all_gather")``; the axis ``all`` spans all ranks."""
 
 _EXCHANGES = {
     "reproducible": (("all_to_all",), ("all_to_all", "all_gather")),
-    # Of exponents, then of integers.
+    # First the exponents, then the integers.
     "integer": (("all_reduce", "reduce_scatter"), ("all_reduce", "all_reduce")),
     "fast": (("reduce_scatter",), ("all_reduce",)),
 }
-"""The collectives of an exchange of gradients over shards, and over replicas, by ``train.reduction``."""
+"""For each ``train.reduction``: the collectives that reduce gradients over shards, and those over replicas."""
 
 
 def rounds_per_step(spec: RunSpec, layout: Layout) -> int:
-    """The largest number of slots that a rank computes in a step."""
+    """Largest number of slots that any rank computes in a step."""
     return Deal(spec.train.slots, layout.replicate, layout.shard, layout.team).most_rounds
 
 
-def collectives(spec: RunSpec, layout: Layout, held: Holding) -> Calls:
-    """The collectives of the rank that holds ``held`` in one optimizer step of a resolved ``spec``; the same on CPU and GPU."""
-    return _RankStep(spec, layout, held).step()
+def collectives(spec: RunSpec, layout: Layout, holding: Holding) -> Calls:
+    """Count the collectives of the rank with ``holding`` in one optimizer step of a resolved ``spec``; the same on CPU and GPU."""
+    return _RankStep(spec, layout, holding).step()
 
 
 @dataclass(frozen=True)
 class _RankStep:
     spec: RunSpec
     layout: Layout
-    held: Holding
+    holding: Holding
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -62,30 +62,30 @@ class _RankStep:
 
     @cached_property
     def actions(self) -> list[Action]:
-        """The schedule's actions of this rank in one slot."""
+        """This rank's pipeline actions in one slot."""
         micro_batches = micro_batches_per_slot(self.spec)
         if self.schedule.pipeline > 1:
-            return self.schedule.actions(self.held.place.pipeline, micro_batches)
+            return self.schedule.actions(self.holding.place.pipeline, micro_batches)
         return [Action(kind, 0, number) for number in range(micro_batches) for kind in ("F", "B")]
 
     @cached_property
     def pieces(self) -> dict[int, list[HeldParameter]]:
-        """The rank's shares of parameters, by stage."""
+        """This rank's shares of parameters, by stage."""
         stages = {layer: stage for stage, layers in enumerate(stage_layers(self.spec)) for layer in layers}
-        found: dict[int, list[HeldParameter]] = {stage: [] for stage in self.held.stages}
-        for piece in self.held.pieces:
-            part = piece.parameter
-            if part.section == "block":
-                found[stages[part.layer]].append(piece)
+        by_stage: dict[int, list[HeldParameter]] = {stage: [] for stage in self.holding.stages}
+        for share in self.holding.pieces:
+            param = share.parameter
+            if param.section == "block":
+                by_stage[stages[param.layer]].append(share)
             else:
-                found[0 if part.section == "embedding" else self.schedule.stages - 1].append(piece)
-        return found
+                by_stage[0 if param.section == "embedding" else self.schedule.stages - 1].append(share)
+        return by_stage
 
     def step(self) -> Calls:
-        """All collectives of one optimizer step."""
+        """Count all collectives of one optimizer step."""
         rounds = rounds_per_step(self.spec, self.layout)
         slot: Calls = Counter()
-        for stage in self.held.stages:
+        for stage in self.holding.stages:
             passes = sum(action.kind == "F" and action.stage == stage for action in self.actions)
             slot += _times(self._tensor(stage) + self._context(stage) + self._experts(stage), passes)
         slot += self._pipeline()
@@ -97,70 +97,70 @@ class _RankStep:
         return [piece.parameter for piece in self.pieces[stage]]
 
     def _blocks(self, stage: int) -> int:
-        """Blocks of a stage, those of predictions ahead included."""
+        """Count the blocks of a stage, including those of predictions ahead."""
         return len({part.unit for part in self._parts(stage) if part.in_block and not part.stacked})
 
     def _mixtures(self, stage: int) -> int:
         return sum(part.kind == "router" for part in self._parts(stage))
 
     def _tensor(self, stage: int) -> Calls:
-        """The tensor axis's collectives of one micro-batch, forward and backward."""
+        """Collectives of the tensor axis for one micro-batch, forward and backward."""
         calls: Calls = Counter()
         if self.layout.tensor == 1:
             return calls
         train, blocks = self.spec.train, self._blocks(stage)
-        # Each looks tokens up in the embedding, and has scores.
+        # Each prediction has an embedding lookup and its own scores.
         predictions = 1 + depths(self.spec.model)
-        # A pair of divided matrices ends with one whose inputs are divided, and whose results are added up.
+        # A pair of divided matrices ends with a row-parallel one, whose partial results are summed.
         parts = self._parts(stage)
         pairs = sum(part.tensor_dim == 1 and not part.stacked for part in parts)
-        # Norms are alike on all ranks, so every block has a sum of gradients; each gather is a scatter in backward.
+        # Norms are replicated, so each block all-reduces their gradients. Each gather becomes a scatter in backward.
         gathers, scatters, sums = pairs, pairs, blocks
         if stage == 0:
             scatters += predictions
         if stage == self.schedule.stages - 1:
             gathers, sums = gathers + predictions, sums + predictions
             tokens = max(1, train.micro_batch_size or train.batch_size // train.slots) * train.seq_len
-            # Each tile is a loss of its own.
+            # The loss is computed for each tile separately.
             tiles = max(1, self.spec.model.context_tiles // self.layout.context)
             chunks = -(-tokens // self.layout.context // tiles // train.loss_chunk)
             calls["tensor", "all_gather"] += predictions * tiles * chunks
         calls["tensor", "all_gather"] += gathers + scatters
-        # Lanes are added in tree order, by those who get the others' sums.
+        # With lanes, the receiver of an all-to-all adds the parts in tree order.
         lanes = self.spec.model.lanes > 0
         calls["tensor", "all_to_all" if lanes else "reduce_scatter"] += gathers + scatters
         calls["tensor", "all_gather" if lanes else "all_reduce"] += sums
         copied = {part.unit for part in parts if 1 < part.parts_over(self.layout.tensor) < self.layout.tensor}
-        # Of each block whose key and value heads several ranks hold.
+        # One for each block whose key and value heads are on several ranks.
         calls["key_copies", "all_gather"] += len({unit for unit in copied if unit})
         return calls
 
     def _context(self, stage: int) -> Calls:
-        """The context axis's collectives of one micro-batch, forward and backward."""
+        """Collectives of the context axis for one micro-batch, forward and backward."""
         ranks, layers = self.layout.context, self._blocks(stage)
         if ranks == 1:
             return Counter()
         if self.spec.parallel.context_mode == "allgather":
-            layers *= max(1, self.spec.model.lanes // self.layout.tensor)  # of which each attends by itself
+            layers *= max(1, self.spec.model.lanes // self.layout.tensor)  # each lane runs its own attention
             calls = Counter({("context", "all_gather"): 2 * layers, ("context", "all_to_all"): layers})
             return calls + self._tile_sums(stage)
-        # Keys and values go round twice, but for the way home; their gradients once, and home.
+        # Keys and values take ranks - 1 hops in forward and again in backward; their gradients take ranks hops.
         messages = (3 * ranks - 2) * layers
         return Counter({("context", "send"): messages, ("context", "recv"): messages})
 
     def _tile_sums(self, stage: int) -> Calls:
-        """Sums over context tiles of one micro-batch: the gradients of a unit's weights, and the loss and its projection's gradient."""
+        """Sums over context tiles for one micro-batch: weight gradients by unit, the loss, and its projection's gradient."""
         if not self.spec.model.context_tiles:
             return Counter()
-        ahead = depths(self.spec.model)  # predictions, each with some weights outside of its block
+        ahead = depths(self.spec.model)  # each prediction ahead has some weights outside of its block
         losses = 1 + ahead if stage == self.schedule.stages - 1 else 0
-        # The head's is made where the loss is.
+        # The head's gradient is summed with the loss.
         units = {part.unit if part.in_block else "" for part in self._parts(stage) if not part.stacked}
         sums = len(units) + (ahead if losses else 0)
         return Counter({("context", "all_to_all"): sums + losses, ("context", "all_gather"): losses})
 
     def _experts(self, stage: int) -> Calls:
-        """The expert axes' collectives of one micro-batch, forward and backward."""
+        """Collectives of the expert axes for one micro-batch, forward and backward."""
         calls: Calls = Counter()
         moe, layout, mixtures = self.spec.model.moe, self.layout, self._mixtures(stage)
         if layout.expert > 1:
@@ -173,9 +173,9 @@ class _RankStep:
         return calls
 
     def _pipeline(self) -> Calls:
-        """Sends and receives of one slot: stage inputs and output gradients, where the neighbor stage is on another rank."""
+        """Sends and receives of one slot: stage inputs and output gradients, where the neighboring stage is on another rank."""
         calls: Calls = Counter()
-        rank, schedule = self.held.place.pipeline, self.schedule
+        rank, schedule = self.holding.place.pipeline, self.schedule
         for action in self.actions:
             neighbors = (action.stage - 1, action.stage + 1)
             before, after = neighbors if action.kind == "F" else reversed(neighbors)
@@ -188,21 +188,21 @@ class _RankStep:
     def _weights(self, rounds: int) -> Calls:
         """All-gathers of weights in one step."""
         calls: Calls = Counter()
-        for stage in self.held.stages:
+        for stage in self.holding.stages:
             kinds = [action.kind for action in self.actions if action.stage == stage]
             for unit, axis in self._units(stage).items():
-                again = rounds * _gathers(kinds, kept=unit in ("", HEAD_UNIT))
+                again = rounds * _gathers(kinds, is_kept=unit in ("", HEAD_UNIT))
                 calls[axis, "all_gather"] += again if self.spec.parallel.sharding == "zero3" else 1
             if self.spec.parallel.sharding == "zero3" and self.layout.shard * self.layout.context > 1:
                 calls["fsdp", "all_gather"] += rounds * self._wasted_prefetches(stage, kinds)
         return calls
 
     def _wasted_prefetches(self, stage: int, kinds: Iterable[str]) -> int:
-        """Number of useless FSDP2 all-gathers of a stage in one slot.
+        """Number of FSDP2 all-gathers of a stage in one slot whose result is not used.
 
-        When a backward pass ends it prefetches the unit that was used before it. After two forward passes in a row that is
-        the last block of the earlier one, which PyTorch frees at once. A stage with a root unit used that last; it is still
-        gathered, so nothing is prefetched.
+        At the end of a backward pass, FSDP2 prefetches the unit that ran before it. After two forward passes in a row, that is the last
+        block of the earlier pass, which PyTorch frees at once. In a stage with a root unit the root ran last. It is still gathered, so
+        nothing is prefetched.
         """
         blocks = {part.unit for part in self._parts(stage) if not part.stacked}
         if "" in blocks or len(blocks) == 1:
@@ -215,19 +215,19 @@ class _RankStep:
         return count
 
     def _units(self, stage: int) -> Mapping[str, str]:
-        """The units of a stage that FSDP divides, with the axis over which it does."""
+        """FSDP units of a stage that are sharded, each with its axis."""
         axes = {False: "fsdp", True: "expert_shard"}
         ranks = {False: self.layout.shard * self.layout.context, True: self.layout.expert_shard}
         stacked = {part.unit: part.stacked for part in self._parts(stage)}
         return {unit: axes[experts] for unit, experts in stacked.items() if ranks[experts] > 1}
 
     def _reduction(self, rounds: int) -> Calls:
-        """Reductions of gradients in one step."""
+        """Gradient reductions in one step."""
         calls: Calls = Counter()
         reduction = self.spec.train.reduction
         times = rounds if reduction == "reproducible" or self.spec.parallel.sharding == "zero3" else 1
         over_shards, over_replicas = _EXCHANGES[reduction]
-        for stage in self.held.stages:
+        for stage in self.holding.stages:
             for axis in self._units(stage).values():
                 for kind in over_shards:
                     calls[axis, kind] += times
@@ -237,27 +237,30 @@ class _RankStep:
         return calls
 
     def _exchanges(self) -> int:
-        """Exchanges between replicas in a step: one for each unit of FSDP, or each bucket without it."""
+        """Exchanges between replicas in a step: one for each FSDP unit, or for each bucket if FSDP is not used."""
         if self._sharded():
-            return sum(len({piece.parameter.unit for piece in self.pieces[n]}) for n in self.held.stages)
-        return len(list(in_buckets(self.held.pieces, lambda piece: piece.held)))
+            return sum(len({piece.parameter.unit for piece in self.pieces[n]}) for n in self.holding.stages)
+        return len(list(in_buckets(self.holding.pieces, lambda share: share.elements)))
 
     def _sharded(self) -> bool:
-        """True if FSDP wraps the model: its state is sharded, or it computes in another format than its weights'."""
+        """Return True if FSDP wraps the model: its state is sharded, or its compute dtype differs from that of the weights."""
         ranks = self.layout.shard * self.layout.context
         experts = self.layout.expert_shard if self.spec.model.moe else 1
         return ranks > 1 or experts > 1 or self.spec.precision.compute != "fp32"
 
 
-def _gathers(kinds: Iterable[str], *, kept: bool) -> int:
-    """Number of ZeRO-3 all-gathers of a unit in one slot: one for each pass, but root and head are kept from F to B."""
+def _gathers(kinds: Iterable[str], *, is_kept: bool) -> int:
+    """Number of ZeRO-3 all-gathers of a unit in one slot: one for each pass.
+
+    If ``is_kept`` (root and head), the weights stay gathered from F to the next pass.
+    """
     count, gathered = 0, False
     for kind in kinds:
         if kind == "W":
             continue
         if not gathered:
             count += 1
-        gathered = kept and kind == "F"
+        gathered = is_kept and kind == "F"
     return count
 
 

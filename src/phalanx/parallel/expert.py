@@ -1,10 +1,9 @@
-"""The expert axis: the routed experts of each layer dealt over a few ranks, and the all-to-all that brings tokens to them.
+"""The expert axis: the routed experts of each layer are distributed over ranks, and tokens reach them by all-to-all.
 
-A layer's experts lie on ``layout.expert`` ranks, folded over the inner axes of the mesh (``phalanx.run.layout``): the ranks
-along tensor and context, which share a slot's tokens anyhow, and as many neighboring data-parallel ranks as are needed
-beyond these. Each holds the same number of experts, whole, or with ``layout.expert_tensor`` some of their inner elements.
-The tokens travel by all-to-all. Routers and shared experts are not dealt; the tensor axis cares for
-them.
+A layer's experts are on ``layout.expert`` ranks, folded over the inner axes of the mesh (``phalanx.run.layout``). These are the
+tensor and context ranks, which share a slot's tokens already, and as many neighboring data-parallel ranks as are needed. Each rank
+has the same number of experts, complete, or with ``layout.expert_tensor`` some of their inner elements. Routers and shared experts
+are not distributed; the tensor axis handles them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ from phalanx.parallel.tensor.sequence_comm import SequenceComm
 from phalanx.run.spec import RunSpec
 
 _DIVIDED = {"gate": 1, "up": 1, "down": 2, "gate_bias": 1, "up_bias": 1, "down_bias": 1}
-"""The dimension that ranks divide: that of an expert's inner elements. Of ``down_bias`` each adds a part to its share of the sum."""
+"""The dimension that expert-tensor ranks divide: an expert's inner elements. Each rank adds a part of ``down_bias`` to its partial sum.
+"""
 
 
 def apply_experts(
@@ -47,13 +47,13 @@ def apply_experts(
     spec: RunSpec,  # noqa: ARG001  all axes are applied by the same call
     clock: CommClock,
 ) -> dict[str, Partition]:
-    """Deals the experts of ``module``, on the meta device and not yet sharded, over the expert axes of ``mesh``.
+    """Distribute the experts of ``module`` over the expert axes of ``mesh``. The module is on the meta device and not yet sharded.
 
-    Afterwards their parameters are this rank's parts, and each mixture takes the tokens that this rank has, whatever the
-    other axes made of them.
+    Afterwards the experts' parameters are this rank's parts. Each mixture takes the tokens of this rank, as the other axes have
+    divided them.
 
     Returns:
-        Where the part of each of the experts' parameters lies, also if it is the whole.
+        The partition of each expert parameter, by name; also of those that are complete on this rank.
     """
     exchange = _exchange(mesh, clock)
     partitions = {}
@@ -66,20 +66,22 @@ def apply_experts(
 
 def _exchange(mesh: Mesh, clock: CommClock) -> Exchange:
     layout = mesh.layout
-    dealt: Exchange = LocalExchange()
+    exchange: Exchange = LocalExchange()
     if layout.expert > 1:
-        dealt = ExpertExchange(mesh.expert_group, layout.team, clock, apart=not on_gpu(mesh.device))
+        exchange = ExpertExchange(mesh.expert_group, layout.team, clock, apart=not on_gpu(mesh.device))
     if layout.expert_tensor == 1:
-        return dealt
-    return DividedExperts(SequenceComm(mesh.expert_tensor_group, clock), dealt)
+        return exchange
+    return DividedExperts(SequenceComm(mesh.expert_tensor_group, clock), exchange)
 
 
 def _cut(experts: Experts, prefix: str, mesh: Mesh) -> dict[str, Partition]:
-    """Replaces the parameters of ``experts`` by this rank's parts."""
+    """Replace the parameters of ``experts`` by this rank's parts. Return the partitions by name."""
     partitions = {}
-    for name, whole in list(experts.named_parameters()):
-        partition = Partition(tuple(whole.shape), tuple(_splits(_DIVIDED[name], mesh)))
-        setattr(experts, name, nn.Parameter(whole.new_empty(partition.part[1]), whole.requires_grad))
+    for name, full_param in list(experts.named_parameters()):
+        partition = Partition(tuple(full_param.shape), tuple(_splits(_DIVIDED[name], mesh)))
+        setattr(
+            experts, name, nn.Parameter(full_param.new_empty(partition.part[1]), full_param.requires_grad)
+        )
         partitions[f"{prefix}.{name}"] = partition
         if name == "down_bias":
             experts.result_start = partition.part[0][1]
@@ -95,86 +97,90 @@ def _splits(inner: int, mesh: Mesh) -> Iterator[DimSplit]:
         yield DimSplit(inner, index, layout.expert_tensor, mesh.expert_tensor_group)
 
 
-# The expert all-to-all: sends copies of tokens to the ranks of their experts, and the results back.
+# The expert all-to-all: dispatches copies of tokens to the ranks of their experts, and returns the results.
 #
-# Expert parallelism (GShard, arXiv 2006.16668, section 3) without capacity: nothing is dropped and nothing padded, as in
-# MegaBlocks (arXiv 2211.15841). Each rank sorts the copies of its tokens by expert, and so by the rank that holds the expert.
-# The ranks tell each other how many copies are coming, then an all-to-all with uneven pieces sends exactly those. Results come
-# back by the transposed all-to-all; they are weighted and added where the token is at home, in fp32.
+# Expert parallelism (GShard, arXiv 2006.16668, section 3) without capacity: no token is dropped or padded, as in MegaBlocks
+# (arXiv 2211.15841).
 #
-# On a GPU the sizes of the pieces are needed on the host, so it waits for the device once per layer and forward pass (when
-# activations are computed again, once more). Backward has the sizes already and does not wait.
+# 1. Each rank sorts the copies of its tokens by expert, and so by the rank that has the expert.
+# 2. The ranks exchange the numbers of copies.
+# 3. An all-to-all with uneven splits sends the copies.
+# 4. The transposed all-to-all returns the results. They are weighted and added on the token's rank, in fp32.
 #
-# The ranks may belong to a team that computes several slots at once (``phalanx.run.layout``). What is computed for a slot must
-# not depend on the others: the rows of one expert and one slot are a *group* (``phalanx.model.layers.experts.expert_groups``), in the order of
-# source rank, then token. The rows of a hand are put in the order of expert, slot, position by one permutation, and go through the
-# experts as one set of grouped products, so on a GPU the number of launches does not grow with the team.
+# On a GPU the host needs the split sizes, so it waits for the device once per layer and forward pass, and once more if activations
+# are recomputed. Backward reuses the sizes and does not wait.
+#
+# The ranks may belong to a team that computes several slots at once (``phalanx.run.layout``). The result of a slot must not depend
+# on the other slots. So the rows of one expert and one slot are a *group* (``phalanx.model.layers.experts.expert_groups``), in the
+# order of source rank, then token. One permutation orders all rows by expert, slot, position. They go through the experts as one set
+# of grouped products, so the number of GPU launches does not grow with the team.
 
 
 @dataclass(frozen=True)
-class Route:
-    """The split sizes of an all-to-all: how many rows the ranks send each other."""
+class TokenRoute:
+    """Split sizes of an all-to-all: numbers of rows that the ranks send each other."""
 
     sent: list[int]
-    """To each rank."""
+    """Rows sent to each rank."""
     received: list[int]
-    """From each rank."""
+    """Rows received from each rank."""
     counts: Tensor
-    """From each rank for each expert here, ``(ranks, experts here)``, int64."""
+    """Rows from each rank for each local expert, ``(ranks, local experts)``, int64."""
     of_experts: list[int]
-    """For each expert here, from all ranks."""
+    """Rows for each local expert, from all ranks."""
 
     @property
-    def back(self) -> Route:
-        """The route of the results, which go back."""
+    def return_route(self) -> TokenRoute:
+        """The route of the results: sends and receives exchanged."""
         return replace(self, sent=self.received, received=self.sent)
 
 
 @dataclass(frozen=True)
 class ExpertExchange:
-    """Dispatch and combine over ranks that hold different experts: rank ``i`` of ``group`` holds the ``i``-th run of them."""
+    """Dispatch and combine over ranks with different experts: rank ``i`` of ``group`` has the ``i``-th run of them."""
 
     group: dist.ProcessGroup
     slots: int
-    """Number of slots that the ranks' tokens belong to; the ranks of one slot are neighbors."""
+    """Number of slots of the ranks' tokens; the ranks of one slot are neighbors."""
     clock: CommClock
     apart: bool = True
-    """True if each group's rows are a product of their own (``Groups.apart``)."""
+    """True if each group's rows are multiplied by a separate product (``Groups.apart``)."""
 
-    @uncompiled  # sizes are known only as it runs
+    @uncompiled  # split sizes depend on the data
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """Dispatches this rank's ``tokens`` ``(n, d)`` to their experts and combines the results: ``(n, d)``. A collective."""
+        """Dispatch this rank's ``tokens`` ``(n, d)`` to their experts and combine the results: ``(n, d)``. A collective."""
         ranks = self.group.size()
-        # Dispatch: copies of tokens (sent, d), sorted by expert, to the experts' ranks: (received, d). Combine: the way back.
-        order = order_by_expert(routing.experts, ranks * len(experts.up))
-        route = self._route(order.counts.view(ranks, -1))
-        copies = _exchanged(copies_by_expert(tokens, order), route, self)
-        results = _exchanged(self._through(copies, route, experts), route.back, self)
-        return combine(results, order, routing.weights)
+        order = order_by_expert(routing.experts, ranks * len(experts.up))  # step 1
+        route = self._route(order.counts.view(ranks, -1))  # step 2
+        copies = _exchanged(copies_by_expert(tokens, order), route, self)  # step 3: (received, d)
+        results = _exchanged(
+            self._compute(copies, route, experts), route.return_route, self
+        )  # step 4: (sent, d)
+        return combine(results, order, routing.weights)  # (n, d)
 
-    def _route(self, sending: Tensor) -> Route:
+    def _route(self, sending: Tensor) -> TokenRoute:
         coming = torch.empty_like(sending)
         with self.clock.measure():
             dist.all_to_all_single(coming, sending, group=self.group)
         ranks, sums = len(sending), torch.cat((sending.sum(1), coming.sum(1), coming.sum(0))).tolist()
-        return Route(sums[:ranks], sums[ranks : 2 * ranks], coming, sums[2 * ranks :])
+        return TokenRoute(sums[:ranks], sums[ranks : 2 * ranks], coming, sums[2 * ranks :])
 
-    def _through(self, copies: Tensor, route: Route, experts: Experts) -> Tensor:
-        """The results of ``copies`` ``(m, d)``, in their order: by rank, then expert, then token."""
-        # Received rows lie by source rank, then expert; a slot's sources are neighbors. So the order by expert, then source
-        # is also that by expert, then slot.
-        taken, places = by_expert(route.counts, len(copies))
+    def _compute(self, copies: Tensor, route: TokenRoute, experts: Experts) -> Tensor:
+        """Return the local experts' results for ``copies`` ``(m, d)``, in their order: by rank, then expert, then token."""
+        # Received rows are ordered by source rank, then expert, and the sources of a slot are neighbors. So an order by expert,
+        # then source is also an order by expert, then slot.
+        permutation, inverse = by_expert(route.counts, len(copies))
         counts = route.counts.view(self.slots, -1, route.counts.shape[1]).sum(1).t()  # (experts, slots)
         groups = groups_of_slots(counts.contiguous(), route.of_experts, apart=self.apart)
-        return permute(experts(permute(copies, taken, places), groups), places, taken)
+        return permute(experts(permute(copies, permutation, inverse), groups), inverse, permutation)
 
 
 @dataclass(frozen=True)
 class DividedExperts:
     """Experts whose matrices are divided over the tensor ranks, each of which has a piece of the sequence.
 
-    All of these ranks need the tokens of all: they are gathered with their routing, whose gradient therefore comes back to
-    the rank that routed them, and the ranks' partial results are summed.
+    Every rank needs the tokens of all ranks, so tokens and routing weights are gathered. The gradient of the routing returns to the
+    rank that routed the token. The ranks' partial results are summed.
     """
 
     comm: SequenceComm
@@ -182,10 +188,13 @@ class DividedExperts:
 
     @uncompiled
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """This rank's ``tokens`` ``(n, d)`` through their experts: ``(n, d)``. A collective of the tensor ranks."""
-        all_tokens, weights = self._gather(tokens), self._gather(routing.weights)
-        chosen = self.comm.stack(routing.experts).flatten(0, 1)
-        partial = self.inner(all_tokens, Routing(chosen, weights), experts)
+        """Return the expert results of this rank's ``tokens`` ``(n, d)``: ``(n, d)``. A collective of the tensor ranks."""
+        all_tokens, weights = (
+            self._gather(tokens),
+            self._gather(routing.weights),
+        )  # (n ranks, d), (n ranks, k)
+        expert_ids = self.comm.stack(routing.experts).flatten(0, 1)  # (n ranks, k)
+        partial = self.inner(all_tokens, Routing(expert_ids, weights), experts)  # (n ranks, d)
         return self.comm.sum_scatter(partial.unsqueeze(0)).squeeze(0)
 
     def _gather(self, rows: Tensor) -> Tensor:
@@ -193,18 +202,17 @@ class DividedExperts:
 
 
 def by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The permutation that puts rows into the order of expert, then source, and its inverse: ``(rows,)``, int64.
+    """Return the permutation that orders rows by expert, then source, and its inverse: ``(rows,)``, int64.
 
     Args:
-        counts: ``(sources, experts)``, int64: how many rows each source has for each expert. They lie in the order of
-            source, then expert.
-        rows: Their sum, known already; asking the device for it would mean to wait.
+        counts: Rows of each source for each expert, ``(sources, experts)``, int64. The rows are ordered by source, then expert.
+        rows: Sum of ``counts``. Passed in because reading it from the device would wait for it.
     """
     return _moved(counts, rows), _moved(counts.t(), rows)
 
 
 def _moved(sizes: Tensor, rows: int) -> Tensor:
-    """Where the rows come from when blocks of ``sizes`` ``(a, b)``, which lie by ``a``, then ``b``, are put by ``b``, ``a``."""
+    """Return the source index of each row when blocks of ``sizes`` ``(a, b)`` are reordered from ``a``, ``b`` to ``b``, ``a``."""
     begin_before = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes).t().flatten()
     moved = sizes.t().flatten()
     begin_after = moved.cumsum(0) - moved
@@ -213,27 +221,27 @@ def _moved(sizes: Tensor, rows: int) -> Tensor:
 
 
 class _ExchangeContext(FunctionContext, Protocol):
-    back: Route
+    return_route: TokenRoute
     exchange: ExpertExchange
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _ExchangeContext, rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:
-        ctx.back, ctx.exchange = route.back, exchange
+    def forward(ctx: _ExchangeContext, rows: Tensor, route: TokenRoute, exchange: ExpertExchange) -> Tensor:
+        ctx.return_route, ctx.exchange = route.return_route, exchange
         return _sent(rows, route, exchange)
 
     @staticmethod
     def backward(ctx: _ExchangeContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
-        return _sent(upstream[0], ctx.back, ctx.exchange), None, None
+        return _sent(upstream[0], ctx.return_route, ctx.exchange), None, None
 
 
-def _exchanged(rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:
-    """All-to-all of everybody's ``rows`` ``(sent, d)``: those sent here, ``(received, d)``; both in the order of ranks."""
+def _exchanged(rows: Tensor, route: TokenRoute, exchange: ExpertExchange) -> Tensor:
+    """All-to-all, with gradient: ``rows`` ``(sent, d)`` to the received rows ``(received, d)``, both in the order of ranks."""
     return apply_function(_Exchange, rows, route, exchange)
 
 
-def _sent(rows: Tensor, route: Route, exchange: ExpertExchange) -> Tensor:
+def _sent(rows: Tensor, route: TokenRoute, exchange: ExpertExchange) -> Tensor:
     received = rows.new_empty((sum(route.received), rows.shape[1]))
     with exchange.clock.measure():
         dist.all_to_all_single(received, rows.contiguous(), route.received, route.sent, group=exchange.group)

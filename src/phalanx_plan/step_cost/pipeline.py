@@ -68,7 +68,7 @@ def legal(pipes: Pipelines, *, with_gaps: bool) -> Bools:
 
 
 def _suited(pipes: Pipelines) -> Ints:
-    """Micro-batches with which a schedule's list has no gaps: at least those of the flush (``Schedule.suited``)."""
+    """Micro-batches with which a schedule's list has no gaps: at least those of the flush (``Schedule.padded_count``)."""
     batches, ranks = pipes.micro_batches, pipes.ranks
     whole: Ints = np.where(pipes.follows("interleaved"), -(-batches // ranks) * ranks, batches)
     return np.where(pipes.follows("zbv", "dualpipev"), np.maximum(batches, 2 * ranks), whole)

@@ -19,7 +19,7 @@ from typing import Literal
 from phalanx.hardware.cluster import Cluster
 from phalanx.hardware.profile import Profile
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
-from phalanx.model.facts.shape import Counts, count, parameters
+from phalanx.model.facts.shape import ModelCounts, count, parameters
 from phalanx.parallel.reduction.buckets import LONGEST_SPAN, word_bytes
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.resolve import compute_format, device_of
@@ -306,7 +306,7 @@ class Workload:
     """Fraction of causal attention's scores that is computed, mean of layers: below one with sliding windows."""
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> ModelCounts:
         """Parameters and FLOP."""
         return _counts(self.model, self.seq_len)
 
@@ -317,7 +317,7 @@ class Workload:
 
 
 @lru_cache(maxsize=64)
-def _counts(model: ModelSpec, seq_len: int) -> Counts:
+def _counts(model: ModelSpec, seq_len: int) -> ModelCounts:
     return count(model, seq_len)
 
 

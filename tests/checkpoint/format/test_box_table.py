@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from checkpoint.worlds import holdings, states
 from phalanx.checkpoint.format.box_table import BoxTable, decode_table, encode_table, joined, table_of
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.errors import CheckpointError, MismatchError, NotCoveredError
 from phalanx.checkpoint.format.image import image_layout
-from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, require_complete
+from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, StoredBox, require_complete
 
 
 def table_of_ranks(held: Sequence[Sequence[Box]]) -> BoxTable:
@@ -27,7 +27,7 @@ def covered(boxes: Sequence[Box]) -> dict[Box, list[bool]]:
     """The elements of each tensor that are in one of its boxes."""
     masks: dict[Box, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]] = {}
     for box in boxes:
-        full = whole(box.name, box.dtype, box.global_shape)
+        full = full_box(box.name, box.dtype, box.global_shape)
         masks.setdefault(full, np.zeros(box.global_shape, bool))[box.slices_in(full)] = True
     return {full: mask.reshape(-1).tolist() for full, mask in masks.items() if full.numel}
 
@@ -70,7 +70,7 @@ def test_merging_keeps_every_element_and_adds_none(held: list[list[Box]]) -> Non
 @settings(max_examples=40)
 @given(held=worlds(), data=st.data())
 def test_a_table_is_whole_exactly_when_its_boxes_are(held: list[list[Box]], data: st.DataObject) -> None:
-    required = data.draw(st.sampled_from([[], [whole("model/other", "float32", (2,))]]))
+    required = data.draw(st.sampled_from([[], [full_box("model/other", "float32", (2,))]]))
     place = BoxLocation("", "", DISK)
 
     def error_of(check: object) -> type[CheckpointError] | None:
@@ -84,7 +84,7 @@ def test_a_table_is_whole_exactly_when_its_boxes_are(held: list[list[Box]], data
     table = table_of_ranks(held)
     for one in (table, table.merged(0)):
         assert error_of(lambda one=one: one.require_whole(required)) == error_of(
-            lambda: require_complete([Held(box, place) for boxes in held for box in boxes], required)
+            lambda: require_complete([StoredBox(box, place) for boxes in held for box in boxes], required)
         )
 
 
@@ -107,37 +107,37 @@ def test_what_overlaps_is_found_as_if_every_pair_were_compared(
 
 
 def test_rows_of_one_rank_after_another_become_one_box() -> None:
-    full = whole("model/w", "float32", (1000, 8))
+    full = full_box("model/w", "float32", (1000, 8))
     held = [[full.rows(10 * rank, 10 * rank + 10)] for rank in range(100)]
     assert boxes_of(table_of_ranks(held).merged(0)) == [full]
 
 
 def test_a_grid_of_rows_and_columns_becomes_one_box() -> None:
-    full = whole("model/w", "float32", (12, 8))
+    full = full_box("model/w", "float32", (12, 8))
     held = [[full.part((row, column), (3, 2))] for row in range(0, 12, 3) for column in range(0, 8, 2)]
     assert boxes_of(table_of_ranks(held).merged(0)) == [full]
 
 
 def test_a_tensor_in_two_shapes_is_named() -> None:
-    held = [[whole("w", "float32", (4,))], [whole("w", "float32", (5,))]]
-    with pytest.raises(MismatchError, match=r"w: needed float32 \(\d,\), held float32 \(\d,\)"):
+    held = [[full_box("w", "float32", (4,))], [full_box("w", "float32", (5,))]]
+    with pytest.raises(MismatchError, match=r"w: needed float32 \(\d,\), stored float32 \(\d,\)"):
         table_of_ranks(held).merged(0).require_whole()
 
 
 def test_what_is_missing_is_named() -> None:
-    full = whole("w", "float32", (4, 2))
+    full = full_box("w", "float32", (4, 2))
     with pytest.raises(NotCoveredError, match=r"w\[2:4,0:2\]"):
         table_of_ranks([[full.rows(0, 2)]]).merged(0).require_whole()
 
 
 def test_the_boxes_of_256_regular_ranks_take_a_few_kilobytes() -> None:
-    tensors = [whole(f"model/layer{i}.weight", "float32", (4096, 512)) for i in range(50)]
+    tensors = [full_box(f"model/layer{i}.weight", "float32", (4096, 512)) for i in range(50)]
     held = [[tensor.rows(16 * rank, 16 * rank + 16) for tensor in tensors] for rank in range(256)]
     assert len(encode_table(table_of_ranks(held))) < 8192
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"x" * 64, encode_table(table_of_ranks([[whole("w", "int8", (3,))]]))[:-3]]
+    "data", [b"", b"x" * 64, encode_table(table_of_ranks([[full_box("w", "int8", (3,))]]))[:-3]]
 )
 def test_bytes_that_are_no_table_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a table of boxes"):

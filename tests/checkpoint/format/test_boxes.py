@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.worlds import shapes
-from phalanx.checkpoint.format.boxes import ITEMSIZE, Box, whole
+from phalanx.checkpoint.format.boxes import ITEMSIZE, Box, full_box
 
 
 @st.composite
 def two_boxes(draw: st.DrawFn) -> tuple[Box, Box]:
-    full = whole("t", "float32", draw(shapes))
+    full = full_box("t", "float32", draw(shapes))
 
     def part() -> Box:
         edges = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in full.global_shape]
@@ -22,7 +22,7 @@ def two_boxes(draw: st.DrawFn) -> tuple[Box, Box]:
 
 
 def elements(box: Box) -> set[int]:
-    full = whole(box.name, box.dtype, box.global_shape)
+    full = full_box(box.name, box.dtype, box.global_shape)
     numbers = np.arange(full.numel).reshape(full.shape)
     return set(numbers[box.slices_in(full)].ravel().tolist())
 
@@ -51,7 +51,7 @@ def test_containing_is_having_all_elements(boxes: tuple[Box, Box]) -> None:
 
 
 def test_a_scalar_is_one_element_and_whole() -> None:
-    scalar = whole("step", "int64", ())
+    scalar = full_box("step", "int64", ())
     assert (scalar.numel, scalar.nbytes, scalar.is_whole, str(scalar)) == (1, 8, True, "step")
     assert scalar.intersection(scalar) == scalar
     assert scalar.minus(scalar) == []
@@ -60,7 +60,7 @@ def test_a_scalar_is_one_element_and_whole() -> None:
 def test_a_rank_without_rows_holds_an_empty_box() -> None:
     empty = Box("t", "bfloat16", (5, 4), (0, 0), (0, 4))
     assert empty.nbytes == 0
-    assert empty.intersection(whole("t", "bfloat16", (5, 4))) is None
+    assert empty.intersection(full_box("t", "bfloat16", (5, 4))) is None
 
 
 @pytest.mark.parametrize(("offset", "shape"), [((4,), (3,)), ((-1,), (2,)), ((3,), (-1,))])
@@ -70,8 +70,8 @@ def test_a_box_outside_its_tensor_is_refused(offset: tuple[int, ...], shape: tup
 
 
 def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"complex256.*known: .*bfloat16"):
-        whole("t", "complex256", (1,))
+    with pytest.raises(ValueError, match=r"complex256.*supported: .*bfloat16"):
+        full_box("t", "complex256", (1,))
 
 
 def test_an_element_has_as_many_bytes_as_in_pytorch() -> None:
@@ -79,18 +79,18 @@ def test_an_element_has_as_many_bytes_as_in_pytorch() -> None:
 
 
 def test_a_box_is_named_by_what_indexes_the_full_tensor() -> None:
-    full = whole("t", "float32", (5, 4))
+    full = full_box("t", "float32", (5, 4))
     assert (str(full), full.subscript) == ("t", "0:5,0:4")
     assert str(full.rows(1, 3)) == "t[1:3,0:4]"
     assert str(full.rows(1, 4).rows(1, 3)) == "t[2:4,0:4]", "rows are counted from the box's own first one"
 
 
 def test_boxes_of_different_tensors_do_not_contain_each_other_even_if_they_are_empty() -> None:
-    one, other = whole("one", "float32", (5,)), whole("other", "float32", (5,))
+    one, other = full_box("one", "float32", (5,)), full_box("other", "float32", (5,))
     assert not one.contains(other)
     assert not one.contains(other.rows(2, 2))
     assert one.contains(one.rows(2, 2))
-    vector = whole("vector", "float32", (8,))  # of another number of dimensions
+    vector = full_box("vector", "float32", (8,))  # of another number of dimensions
     assert not one.contains(vector)
     assert not vector.contains(one)
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from checkpoint.worlds import DTYPES, box_of, grids, random_tensor, same_bits, shapes, shards_from, states
-from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import PAGE_BYTES, image_layout, spans, view_of
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.save.staging import Staging
+from phalanx.checkpoint.save.staging import StagingBuffers
 
 
 @given(st.data())
@@ -22,7 +22,7 @@ def test_the_safetensors_library_reads_back_every_tensor_and_part(data: st.DataO
     state = data.draw(states())
     boxes = [cell for name, tensor in state.items() for cell in data.draw(grids(box_of(name, tensor)))]
     shards = shards_from(state, boxes)
-    image = Staging().stage(shards).wait()
+    image = StagingBuffers().stage(shards).wait()
     loaded = load(image.data[: image.layout.nbytes].tobytes())
     assert loaded.keys() == {str(box) for box in boxes}
     assert all(same_bits(loaded[str(shard.box)], shard.tensor) for shard in shards)
@@ -33,7 +33,7 @@ def test_the_safetensors_library_reads_back_every_tensor_and_part(data: st.DataO
 )
 def test_every_dtype_round_trips(dtype: torch.dtype) -> None:
     tensor = random_tensor((3, 5), dtype, 1)
-    image = Staging().stage([Shard(box_of("t", tensor), tensor)]).wait()
+    image = StagingBuffers().stage([Shard(box_of("t", tensor), tensor)]).wait()
     assert same_bits(load(image.data[: image.layout.nbytes].tobytes())["t"], tensor)
 
 
@@ -45,7 +45,7 @@ def test_data_begins_on_a_page_and_every_box_is_aligned(state: dict[str, torch.T
 
 
 def test_the_same_box_twice_is_refused() -> None:
-    box = whole("t", "float32", (2,))
+    box = full_box("t", "float32", (2,))
     with pytest.raises(ValueError, match="given twice"):
         image_layout([box, box])
 
@@ -54,7 +54,7 @@ def test_the_same_box_twice_is_refused() -> None:
 def test_spans_hold_exactly_the_part_and_stay_within_the_limit(
     data: st.DataObject, shape: tuple[int, ...], limit_bytes: int
 ) -> None:
-    full = whole("t", "float32", shape)
+    full = full_box("t", "float32", shape)
     numbers = np.arange(math.prod(shape), dtype=np.uint32).reshape(shape)
     stored = numbers.reshape(-1).view(np.uint8)
     for part in data.draw(grids(full)):
@@ -67,7 +67,7 @@ def test_spans_hold_exactly_the_part_and_stay_within_the_limit(
 
 def test_an_image_written_to_a_file_opens_with_safetensors(tmp_path: Path) -> None:
     tensor = torch.arange(10.0)
-    image = Staging().stage([Shard(box_of("t", tensor), tensor)]).wait()
+    image = StagingBuffers().stage([Shard(box_of("t", tensor), tensor)]).wait()
     (tmp_path / "t.safetensors").write_bytes(image.data[: image.layout.nbytes].tobytes())
     from safetensors import safe_open
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from checkpoint.worlds import grids, shapes
 from phalanx.checkpoint.format.blocks import spans_in_blocks
-from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.image import view_of
 
 
@@ -18,7 +18,7 @@ from phalanx.checkpoint.format.image import view_of
 def test_pieces_hold_exactly_the_part_and_lie_in_a_block_but_for_single_elements(
     data: st.DataObject, shape: tuple[int, ...], block_bytes: int, start: int
 ) -> None:
-    full = whole("t", "float32", shape)
+    full = full_box("t", "float32", shape)
     numbers = np.arange(math.prod(shape), dtype=np.uint32).reshape(shape)
     stored = numbers.reshape(-1).view(np.uint8)
     for part in data.draw(grids(full)):
@@ -35,6 +35,6 @@ def test_pieces_hold_exactly_the_part_and_lie_in_a_block_but_for_single_elements
 
 
 def test_a_tensor_that_lies_across_blocks_is_cut_once_at_each() -> None:
-    full = whole("t", "float32", (100, 8))
+    full = full_box("t", "float32", (100, 8))
     pieces = list(spans_in_blocks(full, full, 64, 1024))
     assert [piece.stop - piece.start for piece in pieces] == [960, 1024, 1024, 192]

@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.worlds import box_of, grids, holdings, random_tensor, states
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
 from phalanx.checkpoint.format.restore_plan import (
     DISK,
     OWN_MEMORY,
     PEER,
     BoxLocation,
-    Held,
+    StoredBox,
     plan_restore,
     require_complete,
     share_of,
 )
 
-FULL = whole("t", "float32", (8, 6))
+FULL = full_box("t", "float32", (8, 6))
 
 
-def held_at(box: Box, distance: int, holder: str = "0") -> Held:
-    return Held(box, BoxLocation("tier", holder, distance))
+def held_at(box: Box, distance: int, holder: str = "0") -> StoredBox:
+    return StoredBox(box, BoxLocation("tier", holder, distance))
 
 
 @given(st.data())
@@ -82,9 +82,9 @@ def test_elements_held_nowhere_are_named() -> None:
     assert caught.value.names == ("t",)
 
 
-@pytest.mark.parametrize("other", [whole("t", "bfloat16", (8, 6)), whole("t", "float32", (8, 7))])
+@pytest.mark.parametrize("other", [full_box("t", "bfloat16", (8, 6)), full_box("t", "float32", (8, 7))])
 def test_another_dtype_or_shape_is_refused_and_named(other: Box) -> None:
-    with pytest.raises(MismatchError, match=r"needed float32 \(8, 6\), held") as caught:
+    with pytest.raises(MismatchError, match=r"needed float32 \(8, 6\), stored") as caught:
         plan_restore([FULL], [held_at(other, DISK)])
     assert caught.value.names == ("t",)
 
@@ -106,7 +106,7 @@ def test_shares_are_disjoint_and_complete(data: st.DataObject, replicas: int) ->
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 8)), min_size=1, max_size=8), st.integers(1, 9))
 def test_a_share_is_within_a_row_of_the_equal_one(sizes: list[tuple[int, int]], replicas: int) -> None:
-    boxes = [whole(f"t{i}", "float32", size) for i, size in enumerate(sizes)]
+    boxes = [full_box(f"t{i}", "float32", size) for i, size in enumerate(sizes)]
     shares = [sum(box.nbytes for box in share_of(boxes, replica, replicas)) for replica in range(replicas)]
     longest_row = max(4 * columns for _, columns in sizes)
     equal = sum(shares) / replicas
@@ -125,12 +125,12 @@ def test_a_replica_out_of_range_has_no_share() -> None:
 
 
 def test_the_name_of_a_tensor_without_elements_is_kept_by_the_first_replica_alone() -> None:
-    empty, nobodys = whole("empty", "float32", (0, 4)), whole("t", "float32", (4, 4)).rows(2, 2)
+    empty, nobodys = full_box("empty", "float32", (0, 4)), full_box("t", "float32", (4, 4)).rows(2, 2)
     assert [share_of([empty, nobodys], replica, 3) for replica in range(3)] == [[empty], [], []]
 
 
 def test_boxes_that_lie_whole_in_a_share_are_not_divided() -> None:
-    boxes = [whole(name, "float32", (4, 2)) for name in "abc"]
+    boxes = [full_box(name, "float32", (4, 2)) for name in "abc"]
     assert [share_of(boxes, replica, 3) for replica in range(3)] == [[box] for box in boxes]
     first, second = share_of(boxes, 0, 2), share_of(boxes, 1, 2)
     assert (first, second) == ([boxes[0], boxes[1].rows(0, 2)], [boxes[1].rows(2, 4), boxes[2]])
@@ -139,7 +139,7 @@ def test_boxes_that_lie_whole_in_a_share_are_not_divided() -> None:
 def test_a_set_of_boxes_is_complete_if_it_covers_every_tensor_that_it_names_and_all_that_is_required() -> (
     None
 ):
-    other = whole("u", "float32", (4,))
+    other = full_box("u", "float32", (4,))
     halves = [held_at(FULL.rows(0, 4), DISK), held_at(FULL.rows(4, 8), DISK)]
     require_complete(halves, [FULL])
     with pytest.raises(NotCoveredError, match=r"t\[4:8,0:6\]"):
@@ -148,11 +148,11 @@ def test_a_set_of_boxes_is_complete_if_it_covers_every_tensor_that_it_names_and_
         require_complete(halves, [FULL, other])
     assert caught.value.names == ("u",)
     with pytest.raises(MismatchError):
-        require_complete([*halves, held_at(whole("t", "float32", (8, 7)), DISK)])
+        require_complete([*halves, held_at(full_box("t", "float32", (8, 7)), DISK)])
 
 
 def test_a_long_list_of_missing_tensors_is_cut_and_counted() -> None:
-    needed = [whole(f"t{number:02}", "float32", (2, 3)) for number in range(22)]
+    needed = [full_box(f"t{number:02}", "float32", (2, 3)) for number in range(22)]
     with pytest.raises(NotCoveredError) as caught:
         plan_restore(needed[::-1], [])
     lines = str(caught.value).splitlines()
@@ -165,13 +165,13 @@ def test_a_long_list_of_missing_tensors_is_cut_and_counted() -> None:
 
 
 def test_every_tensor_of_another_shape_is_named_in_order() -> None:
-    needed = [whole(name, "float32", (4,)) for name in "ba"]
-    held = [held_at(whole(name, "float32", size), DISK) for size in ((5,), (6,)) for name in "ba"]
+    needed = [full_box(name, "float32", (4,)) for name in "ba"]
+    held = [held_at(full_box(name, "float32", size), DISK) for size in ((5,), (6,)) for name in "ba"]
     with pytest.raises(MismatchError) as caught:
         plan_restore(needed, held)
     assert caught.value.names == ("a", "b")
     assert str(caught.value).splitlines()[1:3] == [
-        f"  {name}: needed float32 (4,), held float32 (5,)" for name in "ab"
+        f"  {name}: needed float32 (4,), stored float32 (5,)" for name in "ab"
     ]
 
 
@@ -181,12 +181,12 @@ def test_parts_from_one_source_come_in_the_order_of_their_rows() -> None:
 
 
 def test_what_is_held_and_not_needed_is_passed_over() -> None:
-    held = [held_at(whole("other", "int64", (3,)), OWN_MEMORY), held_at(FULL, DISK)]
+    held = [held_at(full_box("other", "int64", (3,)), OWN_MEMORY), held_at(FULL, DISK)]
     assert [read.source for read in plan_restore([FULL], held)] == held[1:]
 
 
 def test_a_cut_is_moved_to_the_nearest_row() -> None:
-    box = whole("t", "float32", (5, 2))  # cuts at 13 and 26 of 40 bytes, rows of 8
+    box = full_box("t", "float32", (5, 2))  # cuts at 13 and 26 of 40 bytes, rows of 8
     assert [share_of([box], replica, 3) for replica in range(3)] == [
         [box.rows(0, 2)],
         [box.rows(2, 3)],

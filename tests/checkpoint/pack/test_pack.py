@@ -120,7 +120,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
         return write(descriptor, data, start)
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(StorageFullError, match="Nothing was left behind"):
+    with pytest.raises(StorageFullError, match="No files remain"):
         pack(run, None, tmp_path / "out" / "x.pack")
     assert list((tmp_path / "out").iterdir()) == []
 

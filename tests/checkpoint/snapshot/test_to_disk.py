@@ -63,7 +63,7 @@ def test_a_damaged_snapshot_is_not_saved_and_nobody_commits(tmp_path: Path) -> N
 def test_a_node_that_holds_nothing_of_the_step_says_so_to_all(tmp_path: Path) -> None:
     with closing(Node()) as node:
         tier = DiskTier(tmp_path)
-        with pytest.raises(Exception, match="is not held here"):
+        with pytest.raises(Exception, match="is not in this memory"):
             save_snapshots(
                 node.memory, tier, Draft(STEP, 1), [(SnapshotKey(1, 0, STEP), 0)], 1, timeout_s=1.0
             )

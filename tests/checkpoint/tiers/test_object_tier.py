@@ -291,7 +291,7 @@ def test_a_truncated_object_is_found(tmp_path: Path, keep_bytes: int) -> None:
     store.objects[key] = store.objects[key][:keep_bytes]
     with pytest.raises(CorruptError, match=key):
         loaded(tier, 1)
-    assert "its manifest says" in str(verify_tier(tier, "store")[0])
+    assert "in its manifest" in str(verify_tier(tier, "store")[0])
 
 
 def test_a_damaged_commit_is_found_and_can_be_set_aside_and_copied_anew(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ from phalanx.checkpoint.format.errors import (
 )
 from phalanx.checkpoint.format.restore_plan import OWN_MEMORY
 from phalanx.checkpoint.format.shards import Shard
-from phalanx.checkpoint.save.staging import Staging
+from phalanx.checkpoint.save.staging import StagingBuffers
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.tier import Draft, Record, Tier
+from phalanx.checkpoint.tiers.tier import Draft, StepRecord, Tier
 
 
 @contextmanager
@@ -83,39 +83,39 @@ def test_any_layout_restores_the_bits_that_any_other_saved(kind: str, data: st.D
 
 
 def test_a_step_is_not_there_before_it_is_committed(tier: Tier) -> None:
-    image = Staging().stage(shards_of(small_state())).wait()
+    image = StagingBuffers().stage(shards_of(small_state())).wait()
     tier.write(Draft(3, 0), 0, image)
     assert tier.steps() == []
-    tier.commit(Draft(3, 0), Record(3, 1, {}), timeout_s=5)
+    tier.commit(Draft(3, 0), StepRecord(3, 1, {}), timeout_s=5)
     assert tier.steps() == [3]
 
 
 def test_a_commit_without_all_ranks_is_abandoned_and_leaves_nothing(tier: Tier) -> None:
-    tier.write(Draft(3, 0), 0, Staging().stage(shards_of(small_state())).wait())
+    tier.write(Draft(3, 0), 0, StagingBuffers().stage(shards_of(small_state())).wait())
     with pytest.raises(AbandonedError, match="of 2 ranks"):
-        tier.commit(Draft(3, 0), Record(3, 2, {}), timeout_s=0.05)
+        tier.commit(Draft(3, 0), StepRecord(3, 2, {}), timeout_s=0.05)
     assert tier.steps() == []
     assert tier.sweep(attempt=1) == []
 
 
 def test_a_commit_ends_at_once_when_a_rank_says_that_it_failed(tier: Tier) -> None:
-    tier.write(Draft(3, 0), 0, Staging().stage(shards_of(small_state())).wait())
+    tier.write(Draft(3, 0), 0, StagingBuffers().stage(shards_of(small_state())).wait())
     tier.fail(Draft(3, 0), 1, "its disk is full")
     with pytest.raises(AbandonedError, match="its disk is full"):
-        tier.commit(Draft(3, 0), Record(3, 2, {}), timeout_s=3600)
+        tier.commit(Draft(3, 0), StepRecord(3, 2, {}), timeout_s=3600)
 
 
 def test_a_commit_can_be_cancelled(tier: Tier) -> None:
-    tier.write(Draft(3, 0), 0, Staging().stage(shards_of(small_state())).wait())
+    tier.write(Draft(3, 0), 0, StagingBuffers().stage(shards_of(small_state())).wait())
     with pytest.raises(AbandonedError):
-        tier.commit(Draft(3, 0), Record(3, 2, {}), timeout_s=3600, cancelled=lambda: True)
+        tier.commit(Draft(3, 0), StepRecord(3, 2, {}), timeout_s=3600, cancelled=lambda: True)
 
 
 def test_a_committed_step_is_never_replaced(tier: Tier) -> None:
     first, second = small_state(), {"model/w": torch.zeros(6, 4, dtype=torch.bfloat16)}
     save_state(tier, 3, first)
-    tier.write(Draft(3, 1), 0, Staging().stage(shards_of(second)).wait())
-    tier.commit(Draft(3, 1), Record(3, 1, {}), timeout_s=5)
+    tier.write(Draft(3, 1), 0, StagingBuffers().stage(shards_of(second)).wait())
+    tier.commit(Draft(3, 1), StepRecord(3, 1, {}), timeout_s=5)
     target = torch.empty_like(first["model/w"])
     restore(tier, 3, shards_of({"model/w": target}))
     assert same_bits(target, first["model/w"])
@@ -123,11 +123,11 @@ def test_a_committed_step_is_never_replaced(tier: Tier) -> None:
 
 def test_sweeping_takes_what_other_attempts_left_and_nothing_else(tier: Tier) -> None:
     save_state(tier, 1, small_state())
-    image = Staging().stage(shards_of(small_state())).wait()
+    image = StagingBuffers().stage(shards_of(small_state())).wait()
     tier.write(Draft(2, 7), 0, image)
     tier.write(Draft(2, 8), 0, image)
     assert len(tier.sweep(attempt=8)) == 1
-    tier.commit(Draft(2, 8), Record(2, 1, {}), timeout_s=5)
+    tier.commit(Draft(2, 8), StepRecord(2, 1, {}), timeout_s=5)
     assert tier.steps() == [1, 2]
 
 
@@ -165,7 +165,7 @@ def test_a_commit_of_half_a_tensor_is_refused(tier: Tier) -> None:
 def test_a_model_of_another_shape_is_refused_before_anything_changes(tier: Tier) -> None:
     save_state(tier, 1, {"a": torch.zeros(4), "b": torch.zeros(4)})
     a, b = torch.ones(4), torch.ones(5)
-    with pytest.raises(MismatchError, match=r"b: needed float32 \(5,\), held float32 \(4,\)"):
+    with pytest.raises(MismatchError, match=r"b: needed float32 \(5,\), stored float32 \(4,\)"):
         restore(tier, 1, shards_of({"a": a, "b": b}))
     assert torch.equal(a, torch.ones(4))
 
@@ -214,22 +214,22 @@ def test_a_rank_that_collects_others_waits_for_them_and_tells_whoever_commits_th
     tmp_path: Path,
 ) -> None:
     tier, draft = DiskTier(tmp_path, catalog_ranks=2), Draft(3, 0)
-    image = Staging().stage(shards_of(small_state())).wait()
+    image = StagingBuffers().stage(shards_of(small_state())).wait()
     for rank in (0, 1, 2):
         tier.write(draft, rank, image)
     with pytest.raises(AbandonedError, match=r"1 of 2 ranks .*first: \[3\]"):
         tier.collect(draft, 2, 4, timeout_s=0.02)
     with pytest.raises(AbandonedError, match=r"rank-00002 could not .*first: \[3\]"):
-        tier.commit(draft, Record(3, 4, {}), timeout_s=3600)
+        tier.commit(draft, StepRecord(3, 4, {}), timeout_s=3600)
     assert tier.sweep(attempt=1) == []
 
 
 def test_a_commit_names_the_ranks_whose_groups_are_not_collected(tmp_path: Path) -> None:
     tier, draft = DiskTier(tmp_path, catalog_ranks=2), Draft(3, 0)
     for rank in range(4):
-        tier.write(draft, rank, Staging().stage(shards_of(small_state())).wait())
+        tier.write(draft, rank, StagingBuffers().stage(shards_of(small_state())).wait())
     with pytest.raises(AbandonedError, match=r"1 of 1 ranks that collect others' shares .*first: \[2\]"):
-        tier.commit(draft, Record(3, 4, {}), timeout_s=0.02)
+        tier.commit(draft, StepRecord(3, 4, {}), timeout_s=0.02)
 
 
 def test_a_committed_folder_holds_images_catalogs_and_an_index_and_nothing_else(tmp_path: Path) -> None:

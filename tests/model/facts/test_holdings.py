@@ -35,7 +35,7 @@ def test_all_ranks_together_hold_each_replica_once_and_what_tensor_ranks_have_al
     total: dict[str, int] = {}
     for held in held_by_all(spec, layout):
         for piece in held.pieces:
-            total[piece.parameter.name] = total.get(piece.parameter.name, 0) + piece.held
+            total[piece.parameter.name] = total.get(piece.parameter.name, 0) + piece.elements
     for parameter in parameters(spec.model):
         copies, rest = divmod(total[parameter.name], layout.replicate * parameter.numel)
         assert rest == 0
@@ -70,6 +70,6 @@ def test_narrow_moments_take_the_bytes_of_their_format() -> None:
     spec, layout = tiny(DENSE, ParallelSpec()), Layout()
     held = fullest(spec, layout, 0)
     narrow = dataclasses.replace(spec, optimizer=OptimizerSpec(state="bf16"))
-    wide = sum(p.held for p in held.pieces if len(p.parameter.shape) == 1)
+    wide = sum(p.elements for p in held.pieces if len(p.parameter.shape) == 1)
     assert state_bytes(spec, layout, held, 4)["moments"] == 8 * held.elements
     assert state_bytes(narrow, layout, held, 4)["moments"] == 8 * wide + 4 * (held.elements - wide)

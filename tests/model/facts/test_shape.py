@@ -53,7 +53,7 @@ ODD = {
 def named_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     with torch.device("meta"):
         model = Transformer(spec)
-    counted = {name for name, _ in model.named_buffers() if name.endswith("router.seen")}
+    counted = {name for name, _ in model.named_buffers() if name.endswith("router.token_counts")}
     kept = [(name, tuple(value.shape)) for name, value in model.named_buffers() if name not in counted]
     assert [(buffer.name, buffer.shape) for buffer in buffers(spec)] == kept
     assert {name for name, _ in kept} <= set(model.state_dict())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model.layers.attention.attend import Score
-from phalanx.parallel.context.tiles import OnlineSoftmax, SavedAttention, Sight, Tile
+from phalanx.parallel.context.tiles import MaskRule, OnlineSoftmax, SavedAttention, Tile
 
 devices = pytest.mark.parametrize(
     "device",
@@ -56,7 +56,7 @@ def in_tiles(*x: Tensor, documents: Tensor | None, order: tuple[Tile, ...] = TIL
     """The same by tiles."""
     query, key, value, upstream = x
     places = torch.arange(query.shape[2])
-    known = Sight(places, places, documents=None if documents is None else (documents, documents))
+    known = MaskRule(places, places, documents=None if documents is None else (documents, documents))
     rows = OnlineSoftmax(query, value.shape[-1])
     for tile in order:
         rows.add(tile.rows, *tile.forward(query, key, value, known, SCORE))

@@ -147,7 +147,7 @@ def fill(module: Transformer, partitions: dict[str, Partition]) -> None:
     module.to_empty(device="cpu")
     whole = weights(module.spec)
     for _, router in routers(module):
-        router.seen.zero_()
+        router.token_counts.zero_()
     for name, parameter in module.named_parameters():
         place = partitions.get(name, Partition(tuple(parameter.shape)))
         offset, shape = place.local_slice(parameter)
@@ -187,7 +187,7 @@ def dealt(
         partition = partitions.get(name, Partition(tuple(parameter.shape)))
         offset, _ = partition.local_slice(parameter.grad)
         parts[name] = Part(local(parameter.grad), offset, partition.copy)
-    counted = next(router.seen.tolist() for _, router in routers(module))
+    counted = next(router.token_counts.tolist() for _, router in routers(module))
     counts = mesh.tensor_rank == 0
     return Result(mesh.data_rank, mesh.layout.team, loss if counts else 0.0, parts, counted)
 

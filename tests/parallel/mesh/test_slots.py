@@ -172,7 +172,7 @@ def test_a_run_of_slots_is_added_as_one_slot_after_another_would_be(slots: int, 
             values[first : first + length].clone(),
         )
         sums.add(rows)
-        for node, row in sums.left:
+        for node, row in sums.remaining:
             in_runs.push_node(node, rows[row])
         first += length
     for slot in range(slots):

@@ -26,7 +26,7 @@ UNITS: dict[PassKind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
     """A schedule and a number of micro-batches for which its list has no gaps."""
     schedule = draw(pipelines())
-    return schedule, schedule.suited(draw(st.integers(1, 24)))
+    return schedule, schedule.padded_count(draw(st.integers(1, 24)))
 
 
 @st.composite
@@ -131,7 +131,7 @@ def test_every_message_that_a_rank_needs_is_sent_to_it_once_over_a_link(
     lists = [schedule.actions(rank, slots * per_slot, slots) for rank in range(schedule.pipeline)]
     for rank, actions in enumerate(lists):
         sources = [source for source, target in schedule.links() if target == rank]
-        sent = [message for source in sources for message in schedule.sent(lists[source], rank)]
+        sent = [message for source in sources for message in schedule.messages_to(lists[source], rank)]
         needed = [message for action in actions if (message := need_of(schedule, action)) is not None]
         from_others = [m for m in needed if schedule.rank_of(m.stage + (-1 if m.kind == "F" else 1)) != rank]
         assert sorted(sent) == sorted(from_others)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from phalanx.model.layers.dense import Linear
 from phalanx.model.layers.experts.expert_groups import groups_of_slots
 from phalanx.model.layers.experts.moe import Experts, MoE
-from phalanx.parallel.pipeline.runner import put_off_weight_gradients
+from phalanx.parallel.pipeline.runner import postpone_weight_gradients
 from phalanx.parallel.tensor.lanes.layers import LaneParameter
 from phalanx.parallel.tensor.lanes.shares import in_place_of
 from phalanx.run.spec import ModelSpec, MoeSpec
@@ -64,7 +64,7 @@ def gradients(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def divided(module: nn.Module, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The same by two: what there is after the first, and after the second."""
-    store = put_off_weight_gradients(module)
+    store = postpone_weight_gradients(module)
     store.micro_batch = 3
     first = undivided(module, x)
     store.micro_batch = None
@@ -143,12 +143,12 @@ def test_experts_of_several_slots_add_their_gradients_in_the_same_tree() -> None
 
 def test_a_backward_pass_that_is_not_divided_puts_nothing_off() -> None:
     module, x = Linear(8, 8, bias=False), torch.randn(5, 8, requires_grad=True)
-    put_off_weight_gradients(module)
+    postpone_weight_gradients(module)
     assert undivided(module, x).keys() == {"x", "weight"}
 
 
 def test_products_with_formats_of_their_own_are_left_alone() -> None:
     module = Linear(8, 8, bias=False)
     module.product = narrow = lambda x, weight: x.bfloat16().float() @ weight.t()
-    put_off_weight_gradients(module)
+    postpone_weight_gradients(module)
     assert module.product is narrow

@@ -185,7 +185,7 @@ def test_a_stranger_in_the_store_is_refused_by_the_ranks(fleet: Fleet, value: by
         fleet.ends[0].send((fleet.addresses[0], fleet.epoch, 0, 2, False, 60.0))
         assert fleet.ends[0].poll(120.0), "the rank still waits"
         answer, _, fleet.addresses[0] = fleet.ends[0].recv()
-        assert "was not set by a rank that knows this run's token" in str(answer)
+        assert "was not set by a rank with this run's token" in str(answer)
     finally:
         stranger.kill()
         stranger.join()
@@ -203,7 +203,7 @@ def prove(tokens: list[str]) -> str:
 def test_a_rank_that_cannot_answer_the_others_challenge_is_named(ranks: Ranks) -> None:
     assert ranks.run(3, prove, [TOKEN] * 3) == ["", "", ""]
     first, second, third = ranks.run(3, prove, [TOKEN, TOKEN, "a token that a stranger made up"])
-    assert first.startswith("ranks [2] do not know this run's token")
+    assert first.startswith("ranks [2] do not have this run's token")
     assert second == first
     assert third
 

@@ -43,9 +43,11 @@ def test_any_contiguous_leaves_become_the_nodes_that_the_tree_makes_of_them(
         tree.push(leaf, values[leaf - first].clone())
     sums = level_sums(count, [(0, leaf) for leaf in range(first, end)], CPU)
     sums.add(values)
-    assert {node for node, _ in sums.left} == tree.nodes.keys()
-    assert [node[1] << node[0] for node, _ in sums.left] == sorted(node[1] << node[0] for node in tree.nodes)
-    assert all(torch.equal(values[row], tree.nodes[node]) for node, row in sums.left)
+    assert {node for node, _ in sums.remaining} == tree.nodes.keys()
+    assert [node[1] << node[0] for node, _ in sums.remaining] == sorted(
+        node[1] << node[0] for node in tree.nodes
+    )
+    assert all(torch.equal(values[row], tree.nodes[node]) for node, row in sums.remaining)
 
 
 @given(st.integers(1, 60), st.integers(0, 100), st.integers(1, 3))
@@ -58,7 +60,7 @@ def test_what_replicas_are_left_with_becomes_the_root(replicas: int, more: int, 
         tree.push_node(node, value.clone())
     sums = level_sums(leaves.count, nodes, CPU)
     sums.add(values)
-    ((node, row),) = sums.left
+    ((node, row),) = sums.remaining
     assert node == tree.root_node
     assert torch.equal(values[row], tree.take_root())
 
@@ -71,4 +73,4 @@ def test_thousands_of_replicas_are_few_launches_whether_slots_divide_evenly_or_n
         with Launches() as launches:
             sums.add(rows)
         assert launches.count <= most
-        assert rows[sums.left[0][1]].item() == len(nodes)
+        assert rows[sums.remaining[0][1]].item() == len(nodes)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parallel.reduction.thread_groups import in_one_place
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.slots import Deal, rounds_of
-from phalanx.parallel.reduction.data_parallel import Whole
+from phalanx.parallel.reduction.data_parallel import Unsharded
 from phalanx.parallel.reduction.summation import TreeSummation
 
 
@@ -32,16 +32,16 @@ class Squares(nn.Module):
         return loss + self.seldom.sum() * sample[0] if everything else loss
 
 
-def whole(slots: int, pipeline: int = 1) -> Whole:
+def whole(slots: int, pipeline: int = 1) -> Unsharded:
     mesh: Any = SimpleNamespace(replicas=1, replica=0, layout=SimpleNamespace(pipeline=pipeline))
-    return Whole([Squares()], TreeSummation(mesh, CommClock(blocking=True), Deal(slots, 1, 1)))
+    return Unsharded([Squares()], TreeSummation(mesh, CommClock(blocking=True), Deal(slots, 1, 1)))
 
 
 def samples_of(slots: int, micro_batches: int, seed: int) -> Tensor:
     return torch.randn((slots, micro_batches, 7), generator=torch.Generator().manual_seed(seed))
 
 
-def run_slots(model: Whole, samples: Tensor, only: int | None = None) -> None:
+def run_slots(model: Unsharded, samples: Tensor, only: int | None = None) -> None:
     """Forward and backward of the slots of ``samples`` ``(slots, micro-batches, 7)``, or of the first ``only``."""
     (module,) = model.parts
     for current in rounds_of(Deal(len(samples), 1, 1), 0, 0)[:only]:
@@ -54,7 +54,7 @@ def run_slots(model: Whole, samples: Tensor, only: int | None = None) -> None:
         model.end(current)
 
 
-def gradient(model: Whole) -> Tensor:
+def gradient(model: Unsharded) -> Tensor:
     weight = model.parts[0].get_parameter("weight")
     assert weight.grad is not None
     return weight.grad

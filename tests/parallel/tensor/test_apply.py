@@ -348,7 +348,7 @@ def test_the_parts_of_each_parameter_make_up_the_whole(ranks: Ranks, name: str) 
             partition, shape = mine[parameter.name]
             offset, expected_shape = partition.part
             assert shape == expected_shape
-            assert partition.whole == parameter.shape
+            assert partition.full_shape == parameter.shape
             assert partition.copies == 4 // parameter.parts_over(4)
             assert partition.copy == rank % partition.copies
             times[tuple(slice(b, b + n) for b, n in zip(offset, shape, strict=True))] += 1 / partition.copies

@@ -77,12 +77,12 @@ def test_tokens_are_counted_once(kind: str) -> None:
     plain, saving = build(MIXTURE), build(MIXTURE, recompute(kind))
     gradients_of(plain)
     gradients_of(saving)
-    seen = {name: router.seen for name, router in routers(plain)}
+    seen = {name: router.token_counts for name, router in routers(plain)}
     assert seen
     assert all(
         int(counts.sum()) == 2 * 32 * 2 for counts in seen.values()
     )  # batch x sequence x experts a token
-    assert same_bits(seen, {name: router.seen for name, router in routers(saving)})
+    assert same_bits(seen, {name: router.token_counts for name, router in routers(saving)})
 
 
 def test_full_recomputation_runs_attention_twice_and_selective_once() -> None:

@@ -1,1 +1,1 @@
-"""What is done with a committed step, whichever tier holds it: restored, verified, compared, hashed, copied, deleted by a rule."""
+"""Operations on a committed step in any tier: restore, verify, compare, hash, copy, delete by a retention rule."""

@@ -1,7 +1,7 @@
-"""Verify committed steps, and copy them from place to place, file by file: the copy has the same index and the same bytes.
+"""Verify committed steps, and copy them between tiers, file by file: the copy has the same index and the same bytes.
 
-Several processes can share the work: each copies every n-th file of a draft, and one commits when all files are there. Blocks are checked
-on the way, so a copy is never made of damage. What is in a draft already is not copied again.
+Several processes can share the work: each copies every n-th file of a draft, and one commits when all files are there. Blocks are
+verified while they are copied, so a damaged step is never copied. Files that a draft already has are not copied again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from phalanx.checkpoint.tiers.tier import Draft, never
 from phalanx.run.directory.files import files_below, folders_below, sync
 from phalanx.run.directory.paths import CHECKPOINT_INDEX
 
-# Verification: committed steps read back in full, with a report of everything that is wrong with them.
+# Verification: committed steps are read back in full, and every problem is reported.
 #
-# Every byte is under a checksum that the index leads to; on top of that the boxes must cover their tensors. Streams
-# block by block with bounded memory, and needs no torch, so that it runs on a storage node.
+# Every byte has a checksum that is reached from the index, and the boxes must cover their tensors. Blocks are streamed with bounded
+# memory and without torch, so that verification runs on a storage node.
 
 VerifyProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """Something wrong with a committed step: the file's path or URL, and what is wrong with the remedy."""
+class StepProblem:
+    """A problem of a committed step: the file's path or URL, and the error with its remedy."""
 
     step: int
     place: str
@@ -51,20 +51,22 @@ class VerifiableTier(StepFiles, Protocol):
 
     @property
     def reader(self) -> CatalogReader:
-        """Looks into the steps."""
+        """Reader of the steps' catalogs."""
         ...
 
     def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
+        """Return the committed steps, oldest first."""
         ...
 
 
 def silent(_done_bytes: int, _total_bytes: int) -> None:
-    """A progress callback that does nothing."""
+    """Do nothing; a progress callback."""
 
 
-def verify(root: Path | str, step: int | None = None, *, progress: VerifyProgress = silent) -> list[Finding]:
-    """``verify_tier`` of the checkpoints in the folder ``root``."""
+def verify(
+    root: Path | str, step: int | None = None, *, progress: VerifyProgress = silent
+) -> list[StepProblem]:
+    """Run ``verify_tier`` on the checkpoints in the folder ``root``."""
     if not Path(root).is_dir():
         raise NoSuchStepError(f"{root}: no such folder")
     return verify_tier(DiskTier(root), str(root), step, progress=progress)
@@ -72,38 +74,38 @@ def verify(root: Path | str, step: int | None = None, *, progress: VerifyProgres
 
 def verify_tier(
     tier: VerifiableTier, name: str, step: int | None = None, *, progress: VerifyProgress = silent
-) -> list[Finding]:
-    """Everything wrong with committed ``step`` of ``tier``, or with all of its steps where ``step`` is None.
+) -> list[StepProblem]:
+    """Return all problems of committed ``step`` of ``tier``, or of all of its steps if ``step`` is None.
 
-    An empty list means that every byte is as it was written. ``progress(done_bytes, total_bytes)`` is called after
-    each block; ``name`` is the tier's in messages. Raises NoSuchStepError where there is nothing to verify.
+    An empty list means that every byte is as written. ``progress(done_bytes, total_bytes)`` is called after each block; ``name`` is the
+    tier's name in messages. Raises NoSuchStepError if there is nothing to verify.
     """
-    there = tier.steps()
-    steps = there if step is None else [step]
-    if not steps or not set(steps) <= set(there):
+    committed = tier.steps()
+    steps = committed if step is None else [step]
+    if not steps or not set(steps) <= set(committed):
         raise NoSuchStepError(
             f"{name}: {f'step {step}' if step is not None else 'nothing'} is committed here"
         )
-    findings: list[Finding] = []
+    findings: list[StepProblem] = []
     catalogs: list[tuple[int, CatalogRef]] = []
-    for one in steps:
+    for number in steps:
         try:
-            good, wrong = tier.reader.wrong_catalogs(one)
+            good, wrong = tier.reader.wrong_catalogs(number)
         except CheckpointError as error:
             good, wrong = [], [("", error)]
-        catalogs += [(one, ref) for ref in good]
-        findings += [Finding(one, tier.place(one, file), error) for file, error in wrong]
+        catalogs += [(number, ref) for ref in good]
+        findings += [StepProblem(number, tier.place(number, file), error) for file, error in wrong]
     total_bytes = sum(ref.data_bytes for _, ref in catalogs)
     done_bytes = 0
-    for one, ref in catalogs:
-        catalog = tier.reader.catalog(one, ref)
+    for number, ref in catalogs:
+        catalog = tier.reader.catalog(number, ref)
         for image in catalog.images:
-            place = tier.place(one, image.file)
-            for looked_at_bytes, problem in tier.damage(one, catalog.manifest(image.rank)):
+            place = tier.place(number, image.file)
+            for verified_bytes, problem in tier.damage(number, catalog.manifest(image.rank)):
                 if problem is None:
-                    progress(done_bytes + looked_at_bytes, total_bytes)
+                    progress(done_bytes + verified_bytes, total_bytes)
                 else:
-                    findings.append(Finding(one, place, problem))
+                    findings.append(StepProblem(number, place, problem))
             done_bytes += image.nbytes
     return sorted(findings, key=lambda finding: (finding.step, finding.place))
 
@@ -112,27 +114,27 @@ _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
 
 
 class CopyDraft(Protocol):
-    """A step that is being copied to its place. Every method raises a CheckpointError where the place fails."""
+    """A step that is being copied to a tier. Every method raises a CheckpointError if the tier fails."""
 
     def sizes(self) -> dict[str, int]:
-        """The files that are there whole, with their sizes in bytes."""
+        """Return the complete files, with their sizes in bytes."""
         ...
 
     def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
-        """Writes a large file from its blocks; each is valid until the next one is taken."""
+        """Write a large file from its blocks; each is valid until the next one is taken."""
         ...
 
     def write_record(self, file: str, content: bytes) -> None:
-        """Writes a small file."""
+        """Write a small file."""
         ...
 
     def commit(self) -> bool:
-        """Makes the step visible; False if it is there already, which stays."""
+        """Make the step visible; return False if it exists already, in which case it is unchanged."""
         ...
 
 
 class ObjectDraft:
-    """A draft in an object store, of the attempt ``tag``."""
+    """Draft in an object store, by the attempt ``tag``."""
 
     def __init__(self, tier: ObjectTier, step: int, index: bytes, tag: str) -> None:
         self._tier, self._step, self._index = tier, step, index
@@ -142,7 +144,7 @@ class ObjectDraft:
         return self._tier.draft_sizes(self.folder)
 
     def write_image(self, file: str, blocks: Iterator[ByteArray], nbytes: int) -> None:
-        # The library takes a block while the one before is still on its way, so each needs memory of its own.
+        # The library takes a block while it still sends the previous one, so each needs separate memory.
         copies = (memoryview(block.tobytes()) for block in blocks)
         with store_errors():
             self._tier.store.put_blocks(f"{self.folder}/{file}", copies, nbytes)
@@ -156,7 +158,7 @@ class ObjectDraft:
 
 
 class DiskDraft:
-    """A draft in a folder of checkpoints; whatever a killed copy leaves there, the next start of a run sweeps away."""
+    """Draft in a folder of checkpoints. The next start of a run sweeps away drafts of killed copies."""
 
     def __init__(self, tier: DiskTier, step: int, index: bytes) -> None:
         self._tier, self._step, self._index = tier, step, index
@@ -200,9 +202,9 @@ class DiskDraft:
 
 
 class RateLimit:
-    """At most ``mib_s`` MiB/s on average, by sleeping; 0 is no limit. ``cancelled`` ends a sleep, with AbandonedError.
+    """Limit of ``mib_s`` MiB/s on average, by sleeping; 0 means no limit. ``cancelled`` ends a sleep, with AbandonedError.
 
-    ``clock`` returns seconds, which pass while ``sleep`` is called with them.
+    ``clock`` returns seconds; ``sleep`` waits for that many.
     """
 
     def __init__(
@@ -218,17 +220,17 @@ class RateLimit:
         self._free_s = 0.0
 
     def blocks(self, blocks: Iterator[ByteArray]) -> Iterator[ByteArray]:
-        """``blocks``, each when its turn has come."""
+        """Yield ``blocks`` at the limited rate."""
         for block in blocks:
             now_s = self._clock()
             self._free_s = max(self._free_s, now_s) + block.nbytes * self._seconds_per_byte
             yield block
             while (wait_s := self._free_s - self._clock()) > 0 and self._seconds_per_byte:
-                self._require_wanted()
+                self._raise_if_cancelled()
                 self._sleep(min(wait_s, 0.1))
-            self._require_wanted()
+            self._raise_if_cancelled()
 
-    def _require_wanted(self) -> None:
+    def _raise_if_cancelled(self) -> None:
         if self._cancelled():
             raise AbandonedError("the copy was cancelled")
 
@@ -236,14 +238,14 @@ class RateLimit:
 def copy_share(
     source: VerifiableTier, step: int, draft: CopyDraft, share: int = 0, shares: int = 1, *, limit: RateLimit
 ) -> int:
-    """Copies this process's part of a step's files into a draft: every ``shares``-th. Returns the bytes that were copied.
+    """Copy this process's share of a step's files into a draft, every ``shares``-th. Return the number of bytes copied.
 
-    Raises CorruptError where the source is damaged, and whatever source or draft raise.
+    Raises CorruptError if the source is damaged, and the errors of source and draft.
     """
-    there = draft.sizes()
+    draft_sizes = draft.sizes()
     copied_bytes = 0
     for manifest in source.reader.images(step)[share::shares]:
-        if there.get(manifest.file) == manifest.nbytes:
+        if draft_sizes.get(manifest.file) == manifest.nbytes:
             continue
         blocks = source.blocks(step, manifest, range(len(manifest.checksums)))
         draft.write_image(manifest.file, limit.blocks(blocks), manifest.nbytes)
@@ -263,30 +265,30 @@ def commit_copy(
     timeout_s: float,
     cancelled: Callable[[], bool] = never,
 ) -> bool:
-    """Waits until all files of a step are in the draft, and commits; False if the step was there already.
+    """Wait until all files of a step are in the draft, and commit. Return False if the step was already committed.
 
-    Raises AbandonedError where others have not brought theirs after ``timeout_s``, or ``cancelled()`` turns true.
+    Raises AbandonedError if files are missing after ``timeout_s``, or if ``cancelled()`` becomes true.
     """
-    wanted: dict[str, int] = {image.file: image.nbytes for image in source.reader.images(step)}
-    wanted |= {file: len(source.read_file(step, file)) for file in source.reader.records(step)}
+    expected_sizes: dict[str, int] = {image.file: image.nbytes for image in source.reader.images(step)}
+    expected_sizes |= {file: len(source.read_file(step, file)) for file in source.reader.records(step)}
     deadline_s, pause_s = time.monotonic() + timeout_s, _SHORTEST_POLL_S
     while True:
-        there = draft.sizes()
-        absent = [file for file, nbytes in wanted.items() if there.get(file) != nbytes]
+        draft_sizes = draft.sizes()
+        absent = [file for file, nbytes in expected_sizes.items() if draft_sizes.get(file) != nbytes]
         if not absent:
             return draft.commit()
         if cancelled():
             raise AbandonedError(f"step {step}: the copy was cancelled")
         if time.monotonic() > deadline_s:
             raise AbandonedError(
-                f"step {step}: {len(absent)} of {len(wanted)} files are not there after {timeout_s:g} s (first: {absent[:4]})"
+                f"step {step}: {len(absent)} of {len(expected_sizes)} files are missing after {timeout_s:g} s (first: {absent[:4]})"
             )
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LONGEST_POLL_S)
 
 
 def copy_step(source: VerifiableTier, step: int, target: DiskTier | ObjectTier) -> tuple[bool, int]:
-    """Copies a committed step, whole; True if it was not there yet, and the bytes that were copied."""
+    """Copy a committed step completely. Return whether this call committed it, and the number of bytes copied."""
     if target.has(step):
         return False, 0
     index = source.index_bytes(step)

@@ -1,9 +1,8 @@
-"""Files in large checksummed blocks: written, read, and read in the parts of boxes that a restore plan needs.
+"""Files in large checksummed blocks: writing, reading, and reading the parts of boxes that a restore plan needs.
 
-Writing goes past the page cache where the file system allows it (O_DIRECT): at several GB/s the cache costs more
-than the disk, and 8 MiB blocks from two threads reach what the device can do. Each block's checksum is taken in the
-thread that writes it. Reading verifies every block it touches, a few blocks ahead of whoever consumes them, into a
-few buffers that are used again and again, so memory stays bounded whatever the file's size.
+Writing bypasses the page cache if the file system allows it (O_DIRECT): at several GB/s the cache costs more than the disk. With 8 MiB
+blocks, two threads reach the device's bandwidth. The thread that writes a block computes its checksum. Reading verifies every
+block, a few blocks ahead of the consumer, in a few reused buffers, so memory is bounded for any file size.
 """
 
 import errno
@@ -51,7 +50,7 @@ _NO_DIRECT_IO = (errno.EINVAL, errno.ENOTSUP)
 
 @contextmanager
 def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """Turns an OSError into a CheckpointError that says what to do about it."""
+    """Convert an OSError to a CheckpointError with the remedy."""
     try:
         yield
     except OSError as error:
@@ -59,26 +58,24 @@ def storage_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
 
 
 def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
-    """The CheckpointError for ``error``, met while ``path`` was written (``needed_bytes`` > 0) or read."""
+    """Return the CheckpointError for ``error``, raised while ``path`` was written (``needed_bytes`` > 0) or read."""
     if error.errno in _FULL:
         return StorageFullError(
             f"{path}: no room ({error.strerror}): {needed_bytes:,} bytes needed, {_free_bytes(path):,} free. "
-            "This checkpoint was given up; training goes on, and checkpoints that were saved before are intact. Free space, "
+            "This checkpoint was abandoned; training continues, and earlier checkpoints are intact. Free space, "
             "raise the quota or the file size limit, or keep fewer checkpoints; the next save tries again."
         )
     if isinstance(error, FileNotFoundError) and needed_bytes:
         return AbandonedError(
-            f"{path}: the save's folder is gone: the save was given up meanwhile, or swept away."
+            f"{path}: the save's folder is gone: the save was abandoned meanwhile, or swept away."
         )
     if isinstance(error, FileNotFoundError):
         return MissingFileError(f"{path}: is missing. Restore another step, or copy the file back.")
     if isinstance(error, PermissionError):
-        return StorageError(
-            f"{path}: permission denied. Give this user the right to it, or name another folder."
-        )
+        return StorageError(f"{path}: permission denied. Grant this user access, or name another folder.")
     return StorageError(
-        f"{path}: {error.strerror} ({errno.errorcode.get(error.errno or 0, '?')}). The storage failed; checkpoints that "
-        "were saved before are untouched. Check the disk or mount, then save again or restore from elsewhere."
+        f"{path}: {error.strerror} ({errno.errorcode.get(error.errno or 0, '?')}). The storage failed; earlier checkpoints "
+        "are intact. Check the disk or mount, then save again or restore from elsewhere."
     )
 
 
@@ -89,14 +86,14 @@ def _free_bytes(path: Path) -> int:
 
 
 def require_room(folder: Path, needed_bytes: int) -> None:
-    """Raises StorageFullError where ``folder``'s file system cannot take ``needed_bytes`` more."""
+    """Raise StorageFullError if ``folder``'s file system has no room for ``needed_bytes`` more."""
     if _free_bytes(folder / "file") < needed_bytes:
         raise explain(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder, needed_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenBlocks:
-    """The checksum of each block, and whether the page cache was bypassed."""
+    """The checksum of each block, and True if the page cache was bypassed."""
 
     checksums: tuple[str, ...]
     direct: bool
@@ -109,10 +106,10 @@ def write_blocks(
     block_bytes: int = BLOCK_BYTES,
     cancelled: Callable[[], bool],
 ) -> WrittenBlocks:
-    """Writes ``data`` (uint8) to a new file at ``path``, durably (fsync), and returns its blocks' checksums.
+    """Write ``data`` (uint8) to a new file at ``path``, durably (fsync), and return its blocks' checksums.
 
-    An existing file is replaced. Raises StorageFullError, StorageError, or AbandonedError where ``cancelled()`` turns
-    true between two blocks.
+    An existing file is replaced. Raises StorageFullError, StorageError, or AbandonedError if ``cancelled()`` becomes true between two
+    blocks.
     """
     with storage_errors(path, data.nbytes):
         if data.ctypes.data % PAGE_BYTES == 0 and block_bytes % PAGE_BYTES == 0:
@@ -129,7 +126,7 @@ def _write(
 ) -> tuple[str, ...]:
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | flag, 0o644)
 
-    def write_one(start: int) -> str:
+    def write_block(start: int) -> str:
         if cancelled():
             raise AbandonedError(f"{path}: the save was cancelled")
         block = data[start : start + block_bytes]
@@ -138,10 +135,10 @@ def _write(
         return digest
 
     try:
-        # The size first: writes from two threads then fill a file instead of queueing up to extend it.
+        # Set the size first: two threads then fill a file instead of waiting for each other to extend it.
         os.ftruncate(descriptor, data.nbytes)
         with ThreadPoolExecutor(_WRITE_THREADS, "checkpoint-write") as pool:
-            futures = [pool.submit(write_one, start) for start in range(0, data.nbytes, block_bytes)]
+            futures = [pool.submit(write_block, start) for start in range(0, data.nbytes, block_bytes)]
             try:
                 checksums = tuple(future.result() for future in futures)
             finally:
@@ -154,7 +151,7 @@ def _write(
 
 
 def _padded(block: ByteArray) -> ByteArray:
-    """``block``, or where it ends within a page a copy that ends on one: direct writes take whole pages only."""
+    """Return ``block``, padded to a full page if necessary: direct writes require full pages."""
     if block.nbytes % PAGE_BYTES == 0:
         return block
     padded = page_aligned(-(-block.nbytes // PAGE_BYTES) * PAGE_BYTES)
@@ -170,19 +167,19 @@ def _write_all(descriptor: int, block: ByteArray, start: int) -> None:
 
 
 def page_aligned(nbytes: int) -> ByteArray:
-    """A new array of zeros (uint8) that begins on a page."""
+    """Return a new page-aligned array of zeros (uint8)."""
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A file that was written in blocks, as its manifest describes it."""
+    """A file that was written in blocks, with its manifest."""
 
     path: Path
     manifest: Manifest
 
     def span_of(self, index: int) -> tuple[int, int]:
-        """The bytes of block ``index``: start and stop in the file."""
+        """Return start and stop of block ``index`` in the file, in bytes."""
         start = index * self.manifest.block_bytes
         return start, min(start + self.manifest.block_bytes, self.manifest.nbytes)
 
@@ -191,52 +188,53 @@ class BlockFile:
         return verified_blocks((self, number) for number in numbers)
 
 
-Wanted = tuple[BlockFile, int]
+BlockRef = tuple[BlockFile, int]
+"""A file and the index of one of its blocks."""
 _T = TypeVar("_T")
 
 
-def verified_blocks(wanted: Iterable[Wanted]) -> Iterator[ByteArray]:
-    """The bytes of each wanted block in turn, checked; a block is valid until the next one is asked for.
+def verified_blocks(refs: Iterable[BlockRef]) -> Iterator[ByteArray]:
+    """Yield the verified bytes of each block; a block is valid until the next one is requested.
 
     Raises CorruptError, MissingFileError or StorageError, naming the file, the block and the tensors in it.
     """
-    return read_ahead(wanted, lambda block: block[0].manifest.block_bytes, _read_block, threads=_READ_THREADS)
+    return read_ahead(refs, lambda block: block[0].manifest.block_bytes, _read_block, threads=_READ_THREADS)
 
 
 def read_ahead(
-    wanted: Iterable[_T],
+    requests: Iterable[_T],
     size_of: Callable[[_T], int],
     read: Callable[[_T, ByteArray], int],
     *,
     threads: int,
 ) -> Iterator[ByteArray]:
-    """Prefetches: yields for each of ``wanted`` in turn the bytes that ``read`` puts into a buffer, ``threads`` reads ahead.
+    """Prefetch: yield for each of ``requests`` the bytes that ``read`` puts into a buffer, ``threads`` reads ahead.
 
-    A buffer has ``size_of(each)`` bytes; ``read`` returns how many it has filled, and runs in one of ``threads`` threads; what it raises
-    is raised where its bytes are due. A result is valid until the next one is asked for.
+    A buffer has ``size_of(request)`` bytes. ``read`` runs in one of ``threads`` threads and returns the number of bytes filled. Its errors
+    are raised when its bytes are due. A result is valid until the next one is requested.
     """
-    todo = iter(wanted)
+    pending = iter(requests)
     with ThreadPoolExecutor(threads, "checkpoint-read") as pool:
         spare: deque[ByteArray] = deque()
         ahead: deque[tuple[Future[int], ByteArray]] = deque()
 
-        def submit(one: _T) -> None:
-            size = size_of(one)
+        def submit(request: _T) -> None:
+            size = size_of(request)
             buffer = spare.popleft() if spare and spare[0].nbytes >= size else page_aligned(size)
-            ahead.append((pool.submit(read, one, buffer), buffer))
+            ahead.append((pool.submit(read, request, buffer), buffer))
 
-        for one in islice(todo, threads):
-            submit(one)
+        for request in islice(pending, threads):
+            submit(request)
         while ahead:
             future, buffer = ahead.popleft()
             size = future.result()
-            for one in islice(todo, 1):
-                submit(one)
+            for request in islice(pending, 1):
+                submit(request)
             yield buffer[:size]
             spare.append(buffer)
 
 
-def _read_block(block: Wanted, buffer: ByteArray) -> int:
+def _read_block(block: BlockRef, buffer: ByteArray) -> int:
     file, index = block
     start, stop = file.span_of(index)
     view = buffer.data[: stop - start]
@@ -248,17 +246,17 @@ def _read_block(block: Wanted, buffer: ByteArray) -> int:
             os.close(descriptor)
     if read < len(view):
         raise CorruptError(
-            f"{_where(file, index)}: the file ends at byte {file.path.stat().st_size:,} of {file.manifest.nbytes:,}. {_REMEDY}"
+            f"{_location(file, index)}: the file ends at byte {file.path.stat().st_size:,} of {file.manifest.nbytes:,}. {_REMEDY}"
         )
     if checksum(view) != file.manifest.checksums[index]:
-        raise CorruptError(f"{_where(file, index)}: the bytes differ from their checksum. {_REMEDY}")
+        raise CorruptError(f"{_location(file, index)}: the bytes differ from their checksum. {_REMEDY}")
     return len(view)
 
 
-_REMEDY = "Restore another step or tier, or copy the file back from where it is whole."
+_REMEDY = "Restore another step or tier, or copy the file back from an intact copy."
 
 
-def _where(file: BlockFile, index: int) -> str:
+def _location(file: BlockFile, index: int) -> str:
     start, stop = file.span_of(index)
     names = ImageLayout(b"", file.manifest.entries, file.manifest.nbytes).names_in(start, stop)
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -266,41 +264,40 @@ def _where(file: BlockFile, index: int) -> str:
 
 
 def _read_all(descriptor: int, view: memoryview, start: int) -> int:
-    done = 0
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], start + done)
+    total = 0
+    while total < len(view):
+        count = os.preadv(descriptor, [view[total:]], start + total)
         if not count:
             break
-        done += count
-    return done
+        total += count
+    return total
 
 
-# Parts of boxes that a restore plan reads out of the checksummed blocks of an image.
+# Parts of boxes that a restore plan reads from the checksummed blocks of an image.
 #
-# Whatever holds an image (a file, a segment of memory, a peer) hands out whole blocks, since only whole blocks can be checked.
-# Here the requested (possibly strided) parts of boxes are cut out of the checksummed blocks, in pieces that end where a block does: what
-# lies in one block is handed on as it is, and only an element that lies across two is put together first. If the reads come in the image's
-# order, every block is fetched once.
+# Every source of an image (a file, a memory segment, a peer) returns complete blocks, because only these can be verified. Here the
+# requested (possibly strided) parts of boxes are cut out of the blocks. A piece ends where a block ends, so it is a view of one block;
+# only an element that spans two blocks is copied. If the reads are in the image's order, every block is fetched once.
 
 
 BlockReader = Callable[[Sequence[int]], Iterator[ByteArray]]
-"""Given the numbers of blocks, their bytes in turn, checked; each is valid until the next one is asked for."""
+"""Function from block numbers to the verified bytes of each; a block is valid until the next one is requested."""
 
 
 def read_parts(
     manifest: Manifest, reads: Sequence[PlannedRead], blocks: BlockReader
 ) -> Iterator[tuple[Box, RawArray]]:
-    """Yields the parts that ``reads`` ask for of the image that ``manifest`` describes, in pieces within a block."""
+    """Yield the parts that ``reads`` request from the image that ``manifest`` describes, in pieces within a block."""
     starts = {entry.box: entry.start for entry in manifest.entries}
-    todo = [
+    pieces = [
         (ImageEntry(read.source.box, starts[read.source.box]), span)
         for read in reads
         for span in spans_in_blocks(read.source.box, read.part, starts[read.source.box], manifest.block_bytes)
     ]
-    numbers = [number for entry, span in todo for number in _blocks_of(manifest, entry, span)]
+    numbers = [number for entry, span in pieces for number in _blocks_of(manifest, entry, span)]
     distinct = [number for number, _ in groupby(numbers)]
     window = _Window(blocks(distinct), distinct, manifest.block_bytes)
-    for entry, span in todo:
+    for entry, span in pieces:
         yield (
             span.part,
             view_of(entry.box, span, window.take(entry.start + span.start, entry.start + span.stop)),
@@ -308,26 +305,29 @@ def read_parts(
 
 
 def spans_in_blocks(source: Box, part: Box, start: int, block_bytes: int) -> Iterator[ByteSpan]:
-    """Cuts ``part`` of the stored box ``source``, which begins at byte ``start`` of its image, where blocks of the image end.
+    """Cut ``part`` of the stored box ``source``, which begins at byte ``start`` of its image, where blocks of the image end.
 
-    Each piece lies in one block, or is a single element; together they are the part, in the order of their first bytes.
+    Each piece is within one block, or is a single element. Together they are the part, in the order of their first bytes.
     """
     if not part.numel:
         return
-    (whole,) = spans(source, part, source.nbytes)
-    if part.numel == 1 or (start + whole.start) // block_bytes == (start + whole.stop - 1) // block_bytes:
-        yield whole
+    (full_span,) = spans(source, part, source.nbytes)
+    if (
+        part.numel == 1
+        or (start + full_span.start) // block_bytes == (start + full_span.stop - 1) // block_bytes
+    ):
+        yield full_span
         return
     dim = next(dim for dim, size in enumerate(part.shape) if size > 1)
     stride, rows = c_strides(source)[dim], part.shape[dim]
-    row_bytes = whole.stop - whole.start - (rows - 1) * stride
+    row_bytes = full_span.stop - full_span.start - (rows - 1) * stride
     row = 0
     while row < rows:
-        begin = start + whole.start + row * stride
+        begin = start + full_span.start + row * stride
         room = block_bytes - begin % block_bytes
-        together = min(rows - row, (room - row_bytes) // stride + 1) if room >= row_bytes else 1
-        yield from spans_in_blocks(source, _rows(part, dim, row, together), start, block_bytes)
-        row += together
+        count = min(rows - row, (room - row_bytes) // stride + 1) if room >= row_bytes else 1
+        yield from spans_in_blocks(source, _rows(part, dim, row, count), start, block_bytes)
+        row += count
 
 
 def _rows(part: Box, dim: int, first: int, count: int) -> Box:
@@ -343,7 +343,7 @@ def _blocks_of(manifest: Manifest, entry: ImageEntry, span: ByteSpan) -> range:
 
 
 class _Window:
-    """A sliding window over an image's blocks, from which byte ranges are assembled."""
+    """Sliding window over an image's blocks, from which byte ranges are assembled."""
 
     def __init__(self, blocks: Iterator[ByteArray], numbers: Sequence[int], block_bytes: int) -> None:
         self._blocks = blocks
@@ -353,7 +353,7 @@ class _Window:
         self._block: ByteArray | None = None
 
     def take(self, start: int, stop: int) -> ByteArray:
-        """The image's bytes ``start:stop``, valid until the next call."""
+        """Return the image's bytes ``start:stop``, valid until the next call."""
         first, last = start // self._block_bytes, (stop - 1) // self._block_bytes
         if first == last:
             return self._at(first)[start - first * self._block_bytes : stop - first * self._block_bytes]

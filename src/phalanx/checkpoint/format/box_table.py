@@ -1,9 +1,9 @@
-"""Boxes of many ranks as columns of integers, so that hundreds of thousands of them are merged, searched and stored at once.
+"""Boxes of many ranks as columns of integers, so that hundreds of thousands are merged, searched and stored at once.
 
-A fleet's boxes are regular: rank after rank holds the next rows of the same tensors. Sorted by tensor, and as differences of
-differences, their columns are almost all zeros, so that the boxes of 256 ranks are stored in some kilobytes. Merging neighbors
-leaves of each tensor the few rectangles that a set of ranks covers together, most often one: whether a checkpoint is whole, and
-which ranks hold what a reader needs, is then decided over sets of ranks instead of ranks. NumPy only, no torch, no files.
+A fleet's boxes are regular: rank after rank has the next rows of the same tensors. Sorted by tensor, the second differences of their
+columns are almost all zeros, so the boxes of 256 ranks need some kilobytes. Merging neighbors leaves, for each tensor, the few
+rectangles that a set of ranks covers together, usually one. So completeness of a checkpoint, and the ranks that have a reader's boxes,
+are computed over sets of ranks. NumPy only, no torch, no files.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.image import ImageEntry
-from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, Held, require_complete
+from phalanx.checkpoint.format.restore_plan import DISK, BoxLocation, StoredBox, require_complete
 
 Column = npt.NDArray[np.int64]
 _SIZES = struct.Struct("<4Q")
@@ -31,17 +31,17 @@ _ZLIB_LEVEL = 1
 class BoxTable:
     """Boxes by column, sorted by tensor, holder and start. Row *i* is a box of ``tensors[tensor[i]]``.
 
-    ``begin`` and ``end`` are of shape (rows, dimensions): the box's first element, and the one after its last. Tensors with fewer
-    dimensions than the others have leading ones of extent 1, which are not stored in ``tensors``.
+    ``begin`` and ``end`` are ``(rows, dimensions)``: the box's first element, and the one after its last. Tensors with fewer dimensions
+    than others have leading ones of extent 1, which are not stored in ``tensors``.
     """
 
     tensors: tuple[Box, ...]
-    """The tensors, whole, sorted."""
+    """The full tensors, sorted."""
     tensor: Column
     holder: Column
-    """A number that says who holds the box, such as a rank."""
+    """Number of the box's holder, such as a rank."""
     start: Column
-    """The byte of the holder's image at which the box begins."""
+    """Byte offset of the box in the holder's image."""
     begin: Column
     end: Column
 
@@ -49,7 +49,7 @@ class BoxTable:
         return len(self.tensor)
 
     def box(self, row: int) -> Box:
-        """The box in a row."""
+        """Return the box of a row."""
         tensor = self.tensors[int(self.tensor[row])]
         dims = len(tensor.global_shape)
         offset = self.begin[row, self.begin.shape[1] - dims :].tolist()
@@ -57,41 +57,41 @@ class BoxTable:
         return tensor.part(tuple(offset), tuple(b - a for a, b in zip(offset, stop, strict=True)))
 
     def in_image_order(self, rows: Column) -> Column:
-        """``rows`` sorted by holder, then by where the boxes lie in its image."""
+        """Return ``rows`` sorted by holder, then by position in its image."""
         return rows[np.lexsort((self.tensor[rows], self.start[rows], self.holder[rows]))]
 
     def rows_of(self, holder: int) -> Column:
-        """The rows of one holder, in the order of its image."""
+        """Return the rows of one holder, in the order of its image."""
         return self.in_image_order(np.flatnonzero(self.holder == holder))
 
     def overlapping(self, needed: Iterable[Box]) -> Column:
-        """The rows whose boxes have elements in common with one of ``needed``.
+        """Return the rows whose boxes overlap one of ``needed``.
 
-        Of a tensor that is needed with another shape or dtype, all rows: the plan that is made of them names the mismatch.
+        For a tensor that is needed with another shape or dtype, return all rows: the restore plan then reports the mismatch.
         """
         bounds = np.searchsorted(self.tensor, np.arange(len(self.tensors) + 1))
         by_name: dict[str, list[int]] = {}
         for number, tensor in enumerate(self.tensors):
             by_name.setdefault(tensor.name, []).append(number)
-        found = np.zeros(len(self), dtype=bool)
+        is_match = np.zeros(len(self), dtype=bool)
         for box in needed:
             for number in by_name.get(box.name, ()):
                 rows = slice(bounds[number], bounds[number + 1])
                 tensor = self.tensors[number]
                 if (tensor.dtype, tensor.global_shape) != (box.dtype, box.global_shape):
-                    found[rows] = True
+                    is_match[rows] = True
                 elif box.numel:
                     first, last = self.begin.shape[1] - len(box.shape), np.array(box.offset) + box.shape
                     below = (self.begin[rows, first:] < last).all(1)
                     above = (self.end[rows, first:] > np.array(box.offset)).all(1)
-                    # An empty box at an inner place passes both tests.
-                    found[rows] |= below & above & (self.end[rows] > self.begin[rows]).all(1)
-        return np.flatnonzero(found)
+                    # An empty box inside another passes both tests, so require a positive extent.
+                    is_match[rows] |= below & above & (self.end[rows] > self.begin[rows]).all(1)
+        return np.flatnonzero(is_match)
 
     def merged(self, holder: int) -> BoxTable:
-        """The same elements in fewer boxes, all held by ``holder``: boxes side by side or over each other become one.
+        """Return the same elements in fewer boxes, all with ``holder``: adjacent and overlapping boxes are united.
 
-        Boxes are united along one dimension where they agree in all others, over and over until nothing changes: the union is exact.
+        Boxes are united along one dimension if they agree in all others, repeatedly until nothing changes: the union is exact.
         """
         full = (self.end > self.begin).all(1)
         tensor, begin, end = self.tensor[full], self.begin[full], self.end[full]
@@ -100,13 +100,13 @@ class BoxTable:
             before = len(tensor)
             for dim in range(begin.shape[1]):
                 tensor, begin, end = _merged_along(dim, tensor, begin, end)
-        nothing = np.zeros(len(tensor), dtype=np.int64)
-        return BoxTable(self.tensors, tensor, nothing + holder, nothing, begin, end)
+        zeros = np.zeros(len(tensor), dtype=np.int64)
+        return BoxTable(self.tensors, tensor, zeros + holder, zeros, begin, end)
 
     def require_whole(self, required: Sequence[Box] = ()) -> None:
-        """Raises NotCoveredError unless the boxes cover ``required`` and every tensor of the table; a merged table is quick.
+        """Raise NotCoveredError unless the boxes cover ``required`` and every tensor of the table. Fast for a merged table.
 
-        MismatchError where a tensor is held in two shapes or dtypes.
+        Raise MismatchError if a tensor is stored with two shapes or dtypes.
         """
         names = [tensor.name for tensor in self.tensors]
         single = [names.count(name) == 1 for name in names] if len(set(names)) < len(names) else None
@@ -122,15 +122,21 @@ class BoxTable:
         if not doubtful and not absent:
             return
         place = BoxLocation("", "", DISK)
-        held = [Held(self.box(row), place) for row in np.flatnonzero(np.isin(self.tensor, doubtful)).tolist()]
+        stored = [
+            StoredBox(self.box(row), place) for row in np.flatnonzero(np.isin(self.tensor, doubtful)).tolist()
+        ]
         if single:
-            held += [Held(tensor, place) for tensor, one in zip(self.tensors, single, strict=True) if not one]
-        wanted = [self.tensors[number] for number in doubtful]
-        require_complete(held, [*wanted, *absent])
+            stored += [
+                StoredBox(tensor, place)
+                for tensor, is_single in zip(self.tensors, single, strict=True)
+                if not is_single
+            ]
+        uncertain_tensors = [self.tensors[number] for number in doubtful]
+        require_complete(stored, [*uncertain_tensors, *absent])
 
 
 def _merged_along(dim: int, tensor: Column, begin: Column, end: Column) -> tuple[Column, Column, Column]:
-    """Unites rows that agree in all dimensions but ``dim`` and touch or overlap in it."""
+    """Unite rows that agree in all dimensions but ``dim`` and touch or overlap in it."""
     if not len(tensor):
         return tensor, begin, end
     others = [other for other in range(begin.shape[1]) if other != dim]
@@ -141,22 +147,22 @@ def _merged_along(dim: int, tensor: Column, begin: Column, end: Column) -> tuple
     for key in line_keys:
         in_order = key[order]
         new_line[1:] |= in_order[1:] != in_order[:-1]
-    # How far the rows of a line reach so far: lines are put one behind the other, so that one running maximum serves all.
+    # Running end of the rows of a line. Lines are shifted one after the other, so that one running maximum covers all.
     shift = np.cumsum(new_line) * (int(last.max()) + 1)
     reach = np.maximum.accumulate(last + shift)
     new_line[1:] |= first[1:] + shift[1:] > reach[:-1]
     new_line[0] = True
     heads = np.flatnonzero(new_line)
-    kept = order[heads]
-    end = end[kept]
+    first_rows = order[heads]
+    end = end[first_rows]
     end[:, dim] = np.maximum.reduceat(last, heads)
-    return tensor[kept], begin[kept], end
+    return tensor[first_rows], begin[first_rows], end
 
 
 def table_of(entries: Sequence[ImageEntry], holder: int) -> BoxTable:
-    """The boxes of one image."""
-    wholes = [whole(entry.box.name, entry.box.dtype, entry.box.global_shape) for entry in entries]
-    tensors = tuple(sorted(set(wholes)))
+    """Return the boxes of one image."""
+    full_boxes = [full_box(entry.box.name, entry.box.dtype, entry.box.global_shape) for entry in entries]
+    tensors = tuple(sorted(set(full_boxes)))
     number = {tensor: index for index, tensor in enumerate(tensors)}
     dims = max((len(tensor.global_shape) for tensor in tensors), default=0)
     begin, end = np.zeros((len(entries), dims), np.int64), np.ones((len(entries), dims), np.int64)
@@ -165,19 +171,22 @@ def table_of(entries: Sequence[ImageEntry], holder: int) -> BoxTable:
             begin[row, -len(entry.box.shape) :] = entry.box.offset
             end[row, -len(entry.box.shape) :] = np.add(entry.box.offset, entry.box.shape)
     start = np.fromiter((entry.start for entry in entries), np.int64, len(entries))
-    tensor = np.fromiter((number[one] for one in wholes), np.int64, len(entries))
+    tensor = np.fromiter((number[tensor_box] for tensor_box in full_boxes), np.int64, len(entries))
     return _sorted(BoxTable(tensors, tensor, np.full(len(entries), holder, np.int64), start, begin, end))
 
 
 def joined(tables: Sequence[BoxTable]) -> BoxTable:
-    """All rows of several tables in one."""
+    """Return all rows of several tables in one."""
     dims = max((table.begin.shape[1] for table in tables), default=0)
     tensors = tables[0].tensors if tables else ()
     if any(table.tensors != tensors for table in tables):
         tensors = tuple(sorted({tensor for table in tables for tensor in table.tensors}))
         number = {tensor: index for index, tensor in enumerate(tensors)}
         tables = [
-            replace(table, tensor=np.array([number[one] for one in table.tensors], np.int64)[table.tensor])
+            replace(
+                table,
+                tensor=np.array([number[tensor_box] for tensor_box in table.tensors], np.int64)[table.tensor],
+            )
             for table in tables
         ]
     tensor, holder, start = (
@@ -205,17 +214,19 @@ def _sorted(table: BoxTable) -> BoxTable:
 
 
 def encode_table(table: BoxTable) -> bytes:
-    """The table as bytes: sizes, the tensors as compressed JSON, and the columns as compressed second differences."""
-    names = [[one.name, one.dtype, list(one.global_shape)] for one in table.tensors]
+    """Encode the table: sizes, the tensors as compressed JSON, and the columns as compressed second differences."""
+    names = [
+        [tensor_box.name, tensor_box.dtype, list(tensor_box.global_shape)] for tensor_box in table.tensors
+    ]
     tensors = zlib.compress(json.dumps(names, separators=(",", ":")).encode(), _ZLIB_LEVEL)
     columns = np.vstack([table.tensor, table.holder, table.start, table.begin.T, table.end.T])
-    twice = np.diff(columns, n=2, axis=1, prepend=np.zeros((len(columns), 2), np.int64))
-    packed = zlib.compress(twice.astype("<i8").tobytes(), _ZLIB_LEVEL)
+    second_differences = np.diff(columns, n=2, axis=1, prepend=np.zeros((len(columns), 2), np.int64))
+    packed = zlib.compress(second_differences.astype("<i8").tobytes(), _ZLIB_LEVEL)
     return _SIZES.pack(len(table), table.begin.shape[1], len(tensors), len(packed)) + tensors + packed
 
 
 def decode_table(data: bytes) -> BoxTable:
-    """The inverse of ``encode_table``. Raises ValueError where the bytes are no table."""
+    """Inverse of ``encode_table``. Raises ValueError if the bytes are not a table."""
     try:
         rows, dims, tensor_bytes, packed_bytes = _SIZES.unpack_from(data)
         middle = _SIZES.size + tensor_bytes
@@ -232,7 +243,7 @@ def decode_table(data: bytes) -> BoxTable:
 
 @lru_cache(maxsize=64)
 def _decoded_tensors(packed: bytes) -> tuple[Box, ...]:
-    """Ranks that hold parts of the same tensors store the same bytes here: they are decoded once."""
+    """Decode the tensors of a table. Cached: ranks with parts of the same tensors store the same bytes."""
     return tuple(
-        whole(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(zlib.decompress(packed))
+        full_box(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(zlib.decompress(packed))
     )

@@ -1,4 +1,4 @@
-"""Exceptions of checkpoints; each message names the thing and the remedy."""
+"""Exceptions of checkpoints; each message has the cause and the remedy."""
 
 from collections.abc import Iterable
 
@@ -8,11 +8,11 @@ class CheckpointError(Exception):
 
 
 class NoSuchStepError(CheckpointError):
-    """The step asked for is not committed in this tier."""
+    """The requested step is not committed in this tier."""
 
 
 class NotCoveredError(CheckpointError):
-    """Elements that are needed are held nowhere. ``names`` are the tensors concerned."""
+    """No tier has some of the needed elements. ``names`` are their tensors."""
 
     def __init__(self, message: str, names: Iterable[str]) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class NotCoveredError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """A tensor is held with another global shape or dtype. ``names`` are the tensors concerned."""
+    """A tensor is stored with another global shape or dtype. ``names`` are the tensors."""
 
     def __init__(self, message: str, names: Iterable[str]) -> None:
         super().__init__(message)
@@ -28,15 +28,15 @@ class MismatchError(CheckpointError):
 
 
 class CorruptError(CheckpointError):
-    """Bytes differ from what their checksum, size or format says."""
+    """Bytes do not match their checksum, size or format."""
 
 
 class FormatVersionError(CheckpointError):
-    """Written by a version of the format that this code does not read."""
+    """The file has a format version that this code does not read."""
 
 
 class MissingFileError(CheckpointError):
-    """A file that the checkpoint's index names is not there."""
+    """A file that the checkpoint's index names does not exist."""
 
 
 class StorageFullError(CheckpointError):
@@ -48,4 +48,4 @@ class StorageError(CheckpointError):
 
 
 class AbandonedError(CheckpointError):
-    """A save was given up before its commit: a rank failed, was too late, or the save was cancelled."""
+    """A save was abandoned before its commit: a rank failed or was too late, or the save was cancelled."""

@@ -1,10 +1,9 @@
-"""The image: one rank's share of a checkpoint as one string of bytes that is also a valid safetensors file.
+"""The image: one rank's share of a checkpoint as one byte string that is also a valid safetensors file.
 
-The same bytes are staged in memory, written to disk and handed to a peer. The format is safetensors
-(https://github.com/huggingface/safetensors: 8 bytes header length, a JSON header, the tensors without gaps), so that
-any tool opens a rank's file. Here the header is padded so that the data begins on a page, and tensors are sorted by
-falling item size, so that each is aligned. A part of a tensor is stored under its name and where it lies in the full
-tensor: ``model/embedding.weight[128:256,0:64]``.
+The same bytes are staged in memory, written to disk and sent to a peer. The format is safetensors
+(https://github.com/huggingface/safetensors: 8 bytes header length, a JSON header, the tensors without gaps), so any tool opens a rank's
+file. The header is padded so that the data is page-aligned, and tensors are sorted by decreasing item size, so that each is aligned. A
+part of a tensor is stored under its name and index: ``model/embedding.weight[128:256,0:64]``.
 """
 
 import json
@@ -44,7 +43,7 @@ _SAFETENSORS_DTYPE = {
 
 @dataclass(frozen=True, slots=True)
 class ImageEntry:
-    """A box, and the byte of the image at which it begins; its bytes are C-order, little-endian."""
+    """A box and its byte offset in the image; its bytes are C-order, little-endian."""
 
     box: Box
     start: int
@@ -56,14 +55,14 @@ class ImageEntry:
 
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
-    """Where each box lies in an image of ``nbytes`` bytes that begins with ``header``."""
+    """Position of each box in an image of ``nbytes`` bytes that begins with ``header``."""
 
     header: bytes
     entries: tuple[ImageEntry, ...]
     nbytes: int
 
     def names_in(self, start: int, stop: int) -> list[str]:
-        """The boxes with bytes in ``start:stop``, as text for an error message."""
+        """Return the boxes with bytes in ``start:stop``, as text for an error message."""
         return [str(entry.box) for entry in self.entries if entry.start < stop and start < entry.stop]
 
 
@@ -76,7 +75,7 @@ class Image:
 
 
 def image_layout(boxes: Sequence[Box]) -> ImageLayout:
-    """The image layout of ``boxes``. Raises ValueError where two boxes are the same or a name cannot be stored."""
+    """Return the image layout of ``boxes``. Raises ValueError if two boxes are equal or a name cannot be stored."""
     ordered = sorted(boxes, key=lambda box: (-box.itemsize, box))
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -107,7 +106,7 @@ def _running_sum(sizes: list[int], start: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ByteSpan:
-    """``part`` of a stored box, and the range of the stored box's own bytes in which it lies."""
+    """``part`` of a stored box, and its range in the stored box's bytes."""
 
     part: Box
     start: int
@@ -115,7 +114,7 @@ class ByteSpan:
 
 
 def spans(source: Box, part: Box, limit_bytes: int) -> list[ByteSpan]:
-    """Cuts ``part`` of the stored box ``source`` into pieces that each lie within about ``limit_bytes`` stored bytes."""
+    """Cut ``part`` of the stored box ``source`` into pieces within about ``limit_bytes`` stored bytes each."""
     if not part.numel:
         return []
     strides = c_strides(source)
@@ -137,7 +136,7 @@ def spans(source: Box, part: Box, limit_bytes: int) -> list[ByteSpan]:
 
 
 def c_strides(box: Box) -> tuple[int, ...]:
-    """Bytes from one element to the next along each dimension of a C-order array that holds ``box``."""
+    """Return the strides in bytes of a C-order array of ``box``."""
     strides: list[int] = []
     step = box.itemsize
     for size in reversed(box.shape):
@@ -147,8 +146,8 @@ def c_strides(box: Box) -> tuple[int, ...]:
 
 
 def view_of(source: Box, span: ByteSpan, data: ByteArray) -> RawArray:
-    """The elements of ``span.part`` as a (strided) view of ``data``, the bytes ``span.start:span.stop`` of the stored box.
+    """Return the elements of ``span.part`` as a (strided) view of ``data``, the bytes ``span.start:span.stop`` of the stored box.
 
-    The elements are unsigned integers of the item's size: raw bits, whatever the dtype.
+    The elements are unsigned integers of the item's size: raw bits for any dtype.
     """
     return np.ndarray(span.part.shape, RAW_DTYPE[source.itemsize], data, strides=c_strides(source))

@@ -1,7 +1,7 @@
-"""The descriptions of a checkpoint: the manifest of a rank's image, the index that commits all of them, and catalogs of many manifests.
+"""Descriptions of a checkpoint: the manifest of a rank's image, the index that commits all of them, and catalogs of many manifests.
 
-On disk the manifests of many ranks stand together in a catalog (below). As JSON, one stands in the record of each snapshot in
-memory, and one beside each rank's file in checkpoints of format 1, which are still read.
+On disk the manifests of many ranks are joined in a catalog (below). A manifest as JSON is in the record of each in-memory snapshot, and
+next to each rank's file in checkpoints of format 1, which can still be read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of rank ``rank``: a file of ``nbytes`` bytes in blocks of ``block_bytes``, and the boxes in it."""
+    """Manifest of rank ``rank``: a file of ``nbytes`` bytes in blocks of ``block_bytes``, and the boxes in it."""
 
     rank: int
     file: str
@@ -37,12 +37,12 @@ class Manifest:
 
 
 def checksum(data: Any) -> str:
-    """xxh3_64 of a bytes-like object, as 16 hexadecimal digits."""
+    """Return the xxh3_64 of a bytes-like object, as 16 hexadecimal digits."""
     return f"{xxhash.xxh3_64_intdigest(data):016x}"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as a line of JSON."""
+    """Encode the manifest as a line of JSON."""
     boxes = [
         [e.box.name, e.box.dtype, list(e.box.global_shape), list(e.box.offset), list(e.box.shape), e.start]
         for e in manifest.entries
@@ -61,7 +61,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, path: str) -> Manifest:
-    """The inverse of ``encode_manifest``. ``path`` is for messages. Raises CorruptError, FormatVersionError."""
+    """Inverse of ``encode_manifest``. ``path`` is for messages. Raises CorruptError, FormatVersionError."""
     content = parse_object(data, path)
     _require_version(content, path)
     try:
@@ -72,8 +72,8 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
             block_bytes=content["block_bytes"],
             checksums=tuple(content["xxh3_64"]),
             entries=tuple(
-                ImageEntry(Box(name, dtype, tuple(whole), tuple(offset), tuple(shape)), start)
-                for name, dtype, whole, offset, shape, start in content["boxes"]
+                ImageEntry(Box(name, dtype, tuple(global_shape), tuple(offset), tuple(shape)), start)
+                for name, dtype, global_shape, offset, shape, start in content["boxes"]
             ),
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -81,7 +81,7 @@ def decode_manifest(data: bytes, path: str) -> Manifest:
 
 
 def parse_object(data: bytes, path: str) -> dict[str, Any]:
-    """The JSON object in a file's bytes. ``path`` is for messages. Raises CorruptError."""
+    """Return the JSON object in a file's bytes. ``path`` is for messages. Raises CorruptError."""
     try:
         content = json.loads(data)
     except ValueError as error:
@@ -102,11 +102,11 @@ def _require_version(content: Mapping[str, object], path: str) -> None:
         )
 
 
-# The index of a checkpoint, ``checkpoint.json``: what commits it, and the root of its checksums.
+# The index of a checkpoint, ``checkpoint.json``: it commits the checkpoint and is the root of its checksums.
 #
-# It lists the catalogs with their checksums, which list the checksums of all blocks, and carries its own: every byte of a
-# checkpoint is under a checksum that is reached from this file. Checksums are xxh3_64 (https://xxhash.com): they find rot, not forgery.
-# Format 1 had a file of JSON for each rank in place of catalogs; such a file is read as a catalog of one image.
+# It lists the catalogs with their checksums, which list the checksums of all blocks, and has its own checksum. So every byte of a
+# checkpoint has a checksum that is reached from this file. Checksums are xxh3_64 (https://xxhash.com): they detect rot, not forgery.
+# Format 1 had a JSON file for each rank instead of catalogs; such a file is read as a catalog of one image.
 
 
 FORMAT_VERSION = 2
@@ -115,7 +115,7 @@ _READABLE = (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class CatalogRef:
-    """A catalog as the index names it: whose images, its file, the checksum of its bytes, and how many bytes of data it lists."""
+    """A catalog in the index: its ranks, its file, the checksum of its bytes, and the number of data bytes that it lists."""
 
     first_rank: int
     ranks: int
@@ -126,7 +126,7 @@ class CatalogRef:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The contents of ``checkpoint.json``. ``extra`` is small JSON: tokens seen, data cursor, random states."""
+    """Contents of ``checkpoint.json``. ``extra`` is small JSON: tokens seen, data cursor, random states."""
 
     step: int
     attempt: int
@@ -136,11 +136,11 @@ class Index:
     catalogs: tuple[CatalogRef, ...]
     """Sorted by rank."""
     extents_checksum: str | None = None
-    """Checksum of the file that tells which catalogs hold what; there is one where there are several catalogs."""
+    """Checksum of the file with each catalog's extents; exists only if there are several catalogs."""
 
 
 def encode_index(index: Index) -> bytes:
-    """The index as JSON: its content, and the checksum of the content's own text."""
+    """Encode the index as JSON: its content, and the checksum of the content's text."""
     content = {
         "version": FORMAT_VERSION,
         "step": index.step,
@@ -157,18 +157,18 @@ def encode_index(index: Index) -> bytes:
 
 
 def sealed(content: Mapping[str, object]) -> bytes:
-    """``content`` as JSON, together with the checksum of its text."""
+    """Return ``content`` as JSON, with the checksum of its text."""
     text = json.dumps(content, indent=1)
     return f'{{"xxh3_64": "{checksum(text.encode())}", "content": {text}}}\n'.encode()
 
 
 def decode_index(data: bytes, path: str) -> Index:
-    """The inverse of ``encode_index``. Raises CorruptError where any byte was changed, FormatVersionError."""
+    """Inverse of ``encode_index``. Raises CorruptError if any byte was changed, FormatVersionError."""
     outer = parse_object(data, path)
     content = outer.get("content")
     if not isinstance(content, dict):
         raise CorruptError(f"{path}: has no content; the file was changed or torn. Restore another step.")
-    # The checksum first: a damaged version number is damage, not another version.
+    # Verify the checksum first: a damaged version number is damage, not another version.
     if sealed(content) != data:
         raise CorruptError(
             f"{path}: differs from its checksum; the file was changed or torn. Restore another step."
@@ -200,12 +200,12 @@ def decode_index(data: bytes, path: str) -> Index:
 
 # Catalogs: the manifests of consecutive ranks in one file, so that a checkpoint of N ranks has N / 256 of them.
 #
-# A rank writes a catalog of one image, its own manifest. The first of every 256 ranks joins theirs into one, and says in a summary
-# what it has found: the joined catalog's checksum, and the rectangles that its ranks cover together. A summary is a catalog too, with
-# catalogs in place of images; so are the extents of a checkpoint, the summaries of all its catalogs together, which tell a reader which
-# catalogs to open. Whoever commits reads N / 256 summaries and no manifest.
+# A rank writes a catalog of one image, its own manifest. The first of every 256 ranks joins these into one catalog, and writes a summary:
+# the joined catalog's checksum, and the rectangles that its ranks cover together. A summary is also a catalog, with catalogs in place of
+# images. So are the extents of a checkpoint: the summaries of all its catalogs, by which a reader selects the catalogs to open. The
+# committing rank reads N / 256 summaries and no manifest.
 #
-# In bytes: a line of JSON with the images, the table of boxes (``box_table.py``), the checksums of all blocks as 64-bit integers, and the
+# Encoding: a line of JSON with the images, the table of boxes (``box_table.py``), the checksums of all blocks as 64-bit integers, and the
 # xxh3_64 of all this. The table is the same at every step, so it is encoded once.
 
 
@@ -215,7 +215,7 @@ _SEAL_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """The file of ``rank``, of ``nbytes`` bytes in blocks of ``block_bytes``, with the checksum of each block."""
+    """File of ``rank``, of ``nbytes`` bytes in blocks of ``block_bytes``, with the checksum of each block."""
 
     rank: int
     file: str
@@ -226,19 +226,19 @@ class StoredImage:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The manifests of ``images``, sorted by rank. ``packed_table`` is an encoded table of their boxes, whose holders are ranks."""
+    """Manifests of ``images``, sorted by rank. ``packed_table`` is an encoded table of their boxes, whose holders are ranks."""
 
     images: tuple[StoredImage, ...]
     packed_table: bytes
 
     @cached_property
     def table(self) -> BoxTable:
-        """The boxes of all images. Raises ValueError where the packed table is damaged, which a checksum has ruled out."""
+        """Boxes of all images. Raises ValueError if the packed table is damaged, which its checksum has ruled out."""
         return decode_table(self.packed_table)
 
     @property
     def table_digest(self) -> int:
-        """Equal for equal boxes at equal places: the same at every step of a layout."""
+        """Digest of the packed table; equal at every step of a layout."""
         return xxhash.xxh3_64_intdigest(self.packed_table)
 
     @property
@@ -247,7 +247,7 @@ class Catalog:
         return sum(image.nbytes for image in self.images)
 
     def manifest(self, rank: int) -> Manifest:
-        """The manifest of one rank. Raises KeyError where the catalog does not have it."""
+        """Return the manifest of one rank. Raises KeyError if the catalog does not have it."""
         for image in self.images:
             if image.rank == rank:
                 entries = tuple(
@@ -260,25 +260,28 @@ class Catalog:
 
 
 def catalog_of(manifest: Manifest, packed_table: bytes | None = None) -> Catalog:
-    """The catalog of one image. ``packed_table``, where it is known, is that of the manifest's boxes."""
+    """Return the catalog of one image. ``packed_table`` may be passed if it is already encoded."""
     checksums = np.array([int(digits, 16) for digits in manifest.checksums], np.uint64)
     image = StoredImage(manifest.rank, manifest.file, manifest.nbytes, manifest.block_bytes, checksums)
     return Catalog((image,), packed_table or encode_table(table_of(manifest.entries, manifest.rank)))
 
 
 def join_catalogs(catalogs: Sequence[Catalog], packed_table: bytes | None = None) -> Catalog:
-    """The images of several catalogs in one. ``packed_table``, where it is known, is the table of all."""
-    images = sorted((image for one in catalogs for image in one.images), key=lambda image: image.rank)
-    return Catalog(tuple(images), packed_table or encode_table(joined([one.table for one in catalogs])))
+    """Join the images of several catalogs in one. ``packed_table`` may be passed if it is already encoded."""
+    images = sorted((image for catalog in catalogs for image in catalog.images), key=lambda image: image.rank)
+    return Catalog(
+        tuple(images), packed_table or encode_table(joined([catalog.table for catalog in catalogs]))
+    )
 
 
 def encode_catalog(catalog: Catalog) -> bytes:
-    """The catalog as bytes that end with their own checksum."""
+    """Encode the catalog; the bytes end with their checksum."""
     head = {
         "version": CATALOG_VERSION,
         "image_fields": ["rank", "file", "bytes", "block_bytes", "blocks"],
         "images": [
-            [one.rank, one.file, one.nbytes, one.block_bytes, len(one.checksums)] for one in catalog.images
+            [image.rank, image.file, image.nbytes, image.block_bytes, len(image.checksums)]
+            for image in catalog.images
         ],
         "table_bytes": len(catalog.packed_table),
     }
@@ -288,21 +291,21 @@ def encode_catalog(catalog: Catalog) -> bytes:
 
 
 def decode_catalog(data: bytes, path: str) -> Catalog:
-    """The inverse of ``encode_catalog``. ``path`` is for messages. Raises CorruptError, FormatVersionError."""
+    """Inverse of ``encode_catalog``. ``path`` is for messages. Raises CorruptError, FormatVersionError."""
     body = memoryview(data)[:-_SEAL_BYTES]
     if xxhash.xxh3_64_intdigest(body).to_bytes(_SEAL_BYTES, "little") != data[-_SEAL_BYTES:]:
         raise CorruptError(
             f"{path}: differs from its checksum; the file was changed or torn. Restore another step."
         )
     try:
-        line, _, rest = data[:-_SEAL_BYTES].partition(b"\n")
+        line, _, payload = data[:-_SEAL_BYTES].partition(b"\n")
         head = json.loads(line)
         if head["version"] != CATALOG_VERSION:
             raise FormatVersionError(
                 f"{path}: catalog version {head['version']!r}; this version of Phalanx reads {CATALOG_VERSION}. "
                 "Use the version that wrote it, or export it there to safetensors."
             )
-        table, checksums = rest[: head["table_bytes"]], rest[head["table_bytes"] :]
+        table, checksums = payload[: head["table_bytes"]], payload[head["table_bytes"] :]
         values = np.frombuffer(checksums, "<u8").astype(np.uint64)
         images, first = [], 0
         for rank, file, nbytes, block_bytes, blocks in head["images"]:

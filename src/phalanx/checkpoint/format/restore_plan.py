@@ -1,9 +1,9 @@
-"""Restore and share plans: which bytes come from where, as pure functions of boxes.
+"""Restore and share plans: pure functions of boxes that assign the source of every byte.
 
-Every rank knows from the run file which boxes it needs, and learns from each tier which boxes are held. The plan
-covers each needed element exactly once from the nearest holder: what the holder has is cut out, the rest (at most
-two boxes per dimension) is looked for further away. No rank plans for another one, so nothing grows with the world
-size but the list of holders. ``share_of`` is the counterpart for saving: equal ranks divide what all of them hold.
+Every rank derives its needed boxes from the run file, and gets the stored boxes from each tier. The plan covers each needed element
+exactly once from the nearest holder. The holder's part is cut out, and the remainder (at most two boxes per dimension) is looked up
+further away. No rank plans for another, so only the list of holders grows with the world size. ``share_of`` is the counterpart for
+saving: equal ranks divide the boxes that all of them have.
 """
 
 from bisect import bisect_left
@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.errors import MismatchError, NotCoveredError
 
 OWN_MEMORY, NODE_AGENT, PEER, DISK, REMOTE = range(5)
@@ -20,7 +20,7 @@ OWN_MEMORY, NODE_AGENT, PEER, DISK, REMOTE = range(5)
 
 @dataclass(frozen=True, slots=True)
 class BoxLocation:
-    """Where boxes are: a tier by name, a holder within it (a rank, an address), and how far away that is."""
+    """Location of boxes: the name of a tier, a holder within it (a rank, an address), and its distance."""
 
     tier: str
     holder: str
@@ -28,8 +28,8 @@ class BoxLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A box, and where it is held."""
+class StoredBox:
+    """A box, and its location."""
 
     box: Box
     location: BoxLocation
@@ -37,28 +37,28 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRead:
-    """One read of a restore plan: ``part`` is taken from what ``source`` holds, and lies within ``source.box``."""
+    """One read of a restore plan: ``part`` is read from ``source``, and is within ``source.box``."""
 
-    source: Held
+    source: StoredBox
     part: Box
 
 
 @dataclass(slots=True)
 class _Shelf:
-    """The holders of one tensor at one distance, sorted by their first row so that overlaps are found by bisection."""
+    """Holders of one tensor at one distance, sorted by their first row so that overlaps are found by bisection."""
 
-    held: list[tuple[int, Held]] = field(default_factory=list)
+    entries: list[tuple[int, StoredBox]] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     longest: int = 0
 
     def sort(self) -> None:
-        self.held.sort(key=lambda entry: (entry[1].box.offset[:1], entry[0]))
-        self.starts = [_rows_of(held.box)[0] for _, held in self.held]
-        self.longest = max(_rows_of(held.box)[1] for _, held in self.held)
+        self.entries.sort(key=lambda entry: (entry[1].box.offset[:1], entry[0]))
+        self.starts = [_rows_of(stored.box)[0] for _, stored in self.entries]
+        self.longest = max(_rows_of(stored.box)[1] for _, stored in self.entries)
 
-    def near(self, box: Box) -> list[tuple[int, Held]]:
+    def near(self, box: Box) -> list[tuple[int, StoredBox]]:
         start, size = _rows_of(box)
-        return self.held[
+        return self.entries[
             bisect_left(self.starts, start - self.longest + 1) : bisect_left(self.starts, start + size)
         ]
 
@@ -67,72 +67,77 @@ def _rows_of(box: Box) -> tuple[int, int]:
     return (box.offset[0], box.shape[0]) if box.shape else (0, 1)
 
 
-def plan_restore(needed: Sequence[Box], held: Sequence[Held], *, reader: int = 0) -> tuple[PlannedRead, ...]:
-    """The reads that cover each element of every needed box exactly once, nearest holders first.
+def plan_restore(
+    needed: Sequence[Box], stored: Sequence[StoredBox], *, reader: int = 0
+) -> tuple[PlannedRead, ...]:
+    """Return the reads that cover each element of every needed box exactly once, nearest holders first.
 
-    Reads come in the order in which ``held`` lists their sources, so that a file is read front to back. Where
-    several equally near places hold the same elements, ``reader`` (say, the rank that restores) rotates the choice,
-    so that equal ranks do not all ask the same holder.
+    Reads are in the order in which ``held`` lists their sources, so that a file is read front to back. If several equally near holders
+    have the same elements, ``reader`` (for example the restoring rank) rotates the choice, which spreads the load.
 
-    Raises MismatchError where a tensor is held with another global shape or dtype, NotCoveredError where elements
-    are held nowhere; both name every tensor concerned.
+    Raises MismatchError if a tensor is stored with another global shape or dtype, NotCoveredError if elements are stored nowhere. Both
+    list every such tensor.
     """
-    shelves = _shelves(needed, held)
+    shelves = _shelves(needed, stored)
     reads: list[tuple[int, PlannedRead]] = []
     uncovered: list[Box] = []
     for box in needed:
-        left = [box] if box.numel else []
+        uncovered_parts = [box] if box.numel else []
         for shelf in shelves.get(box.name, ()):
-            if not left:
+            if not uncovered_parts:
                 break
             candidates = shelf.near(box)
             turn = reader % len(candidates) if candidates else 0
             for index, source in candidates[turn:] + candidates[:turn]:
-                left = _take(left, index, source, reads)
-        uncovered += left
+                uncovered_parts = _take(uncovered_parts, index, source, reads)
+        uncovered += uncovered_parts
     if uncovered:
         raise NotCoveredError(_describe_uncovered(uncovered), sorted({box.name for box in uncovered}))
-    # Parts are cut out of what is left of a box, so they are disjoint: equal counts mean that each element is read once.
+    # Parts are cut out of the remainder of a box, so they are disjoint: equal counts mean that each element is read once.
     assert sum(read.part.numel for _, read in reads) == sum(box.numel for box in needed)
     reads.sort(key=lambda entry: (entry[0], entry[1].part.offset))
     return tuple(read for _, read in reads)
 
 
-def require_complete(held: Sequence[Held], required: Sequence[Box] = ()) -> None:
-    """Raises NotCoveredError where ``held`` does not cover ``required`` and every tensor that it names in full.
+def require_complete(stored: Sequence[StoredBox], required: Sequence[Box] = ()) -> None:
+    """Raise NotCoveredError unless ``held`` covers ``required`` and every tensor that it names.
 
-    MismatchError where holders disagree about a tensor's shape or dtype.
+    Raise MismatchError if holders disagree about a tensor's shape or dtype.
     """
-    named = {entry.box.name: whole(entry.box.name, entry.box.dtype, entry.box.global_shape) for entry in held}
-    plan_restore([*named.values(), *(box for box in required if box.name not in named)], held)
+    named = {
+        entry.box.name: full_box(entry.box.name, entry.box.dtype, entry.box.global_shape) for entry in stored
+    }
+    plan_restore([*named.values(), *(box for box in required if box.name not in named)], stored)
 
 
-def _take(left: list[Box], index: int, source: Held, reads: list[tuple[int, PlannedRead]]) -> list[Box]:
-    rest: list[Box] = []
-    for piece in left:
+def _take(
+    uncovered: list[Box], index: int, source: StoredBox, reads: list[tuple[int, PlannedRead]]
+) -> list[Box]:
+    remaining: list[Box] = []
+    for piece in uncovered:
         part = piece.intersection(source.box)
         if part is None:
-            rest.append(piece)
+            remaining.append(piece)
         else:
             reads.append((index, PlannedRead(source, part)))
-            rest += piece.minus(part)
-    return rest
+            remaining += piece.minus(part)
+    return remaining
 
 
-def _shelves(needed: Sequence[Box], held: Sequence[Held]) -> dict[str, list[_Shelf]]:
-    wanted = {box.name: box for box in needed}
+def _shelves(needed: Sequence[Box], stored: Sequence[StoredBox]) -> dict[str, list[_Shelf]]:
+    needed_by_name = {box.name: box for box in needed}
     by_distance: dict[str, dict[int, _Shelf]] = defaultdict(lambda: defaultdict(_Shelf))
     different: dict[str, Box] = {}
-    for index, entry in enumerate(held):
-        want = wanted.get(entry.box.name)
-        if want is None:
+    for index, entry in enumerate(stored):
+        needed_box = needed_by_name.get(entry.box.name)
+        if needed_box is None:
             continue
-        if (want.global_shape, want.dtype) != (entry.box.global_shape, entry.box.dtype):
-            different.setdefault(want.name, entry.box)
+        if (needed_box.global_shape, needed_box.dtype) != (entry.box.global_shape, entry.box.dtype):
+            different.setdefault(needed_box.name, entry.box)
         elif entry.box.numel:
-            by_distance[want.name][entry.location.distance].held.append((index, entry))
+            by_distance[needed_box.name][entry.location.distance].entries.append((index, entry))
     if different:
-        raise MismatchError(_describe_mismatch(wanted, different), sorted(different))
+        raise MismatchError(_describe_mismatch(needed_by_name, different), sorted(different))
     shelves = {name: [shelf for _, shelf in sorted(group.items())] for name, group in by_distance.items()}
     for group in shelves.values():
         for shelf in group:
@@ -140,21 +145,21 @@ def _shelves(needed: Sequence[Box], held: Sequence[Held]) -> dict[str, list[_She
     return shelves
 
 
-def _describe_mismatch(wanted: dict[str, Box], different: dict[str, Box]) -> str:
+def _describe_mismatch(needed_by_name: dict[str, Box], different: dict[str, Box]) -> str:
     lines = [
-        f"  {name}: needed {wanted[name].dtype} {wanted[name].global_shape}, held {box.dtype} {box.global_shape}"
+        f"  {name}: needed {needed_by_name[name].dtype} {needed_by_name[name].global_shape}, stored {box.dtype} {box.global_shape}"
         for name, box in sorted(different.items())
     ]
     return (
-        _listed("the checkpoint holds tensors of another shape or dtype than the model needs", lines)
+        _listed("the checkpoint has tensors of another shape or dtype than the model needs", lines)
         + "\nRestore with the run file the checkpoint was written with, or another checkpoint."
     )
 
 
 def _describe_uncovered(uncovered: Iterable[Box]) -> str:
     lines = [f"  {box} ({box.numel} of its elements)" for box in sorted(uncovered)]
-    return _listed("the checkpoint does not hold all that is needed; missing", lines) + (
-        "\nRestore with the run file the checkpoint was written with, or say that these tensors may be missing."
+    return _listed("the checkpoint lacks needed elements; missing", lines) + (
+        "\nRestore with the run file the checkpoint was written with, or list these tensors in may_be_missing."
     )
 
 
@@ -164,12 +169,11 @@ def _listed(head: str, lines: list[str], most: int = 20) -> str:
 
 
 def share_of(boxes: Sequence[Box], replica: int, replicas: int) -> list[Box]:
-    """The parts of ``boxes``, held alike by ``replicas`` equal ranks, that this replica writes.
+    """Return the parts of ``boxes`` that this replica writes; ``replicas`` equal ranks have all of them.
 
-    The boxes, sorted, are laid end to end and cut into ``replicas`` runs of equal bytes, each cut moved to the
-    nearest row of the box it falls into: at most ``replicas - 1`` boxes are divided, and a share is within a row
-    of the equal one. Deterministic; the shares are disjoint and together complete. Empty boxes are nobody's, but a tensor
-    without elements is replica 0's, so that its name is kept.
+    The sorted boxes are concatenated and cut into ``replicas`` runs of equal bytes. Each cut is moved to the nearest row of its box. So at
+    most ``replicas - 1`` boxes are divided, and a share differs from the equal one by at most a row. Deterministic; the shares are disjoint
+    and together complete. Empty boxes belong to no share, except a tensor without elements, which is written by replica 0 to keep its name.
     """
     if not 0 <= replica < replicas:
         raise ValueError(f"replica {replica} is not one of {replicas}")

@@ -1,6 +1,6 @@
-"""Shards: the boxes that a rank holds, with their tensors, and which other ranks hold the same.
+"""Shards: a rank's boxes with their tensors, and the other ranks that have the same boxes.
 
-A training makes them from its parameters and optimizer state (``train/step/state.py``).
+Training makes them from its parameters and optimizer state (``train/step/state.py``).
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from phalanx.checkpoint.format.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """The ranks that hold the same box: this is copy ``index`` of ``count``; ``group`` tells sets of holders apart."""
+    """The ranks with the same box: this is copy ``index`` of ``count``; ``group`` distinguishes sets of ranks."""
 
     index: int = 0
     count: int = 1
@@ -21,24 +21,24 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box and the tensor that holds its elements, of the box's shape and dtype, on any device."""
+    """A box and the tensor with its elements, of the box's shape and dtype, on any device."""
 
     box: Box
     tensor: torch.Tensor
     copies: Copies = Copies()
 
     def part(self, box: Box) -> torch.Tensor:
-        """The elements of ``box``, which lies within this shard, as a view."""
+        """Return the elements of ``box``, which is within this shard, as a view."""
         return self.tensor if box == self.box else self.tensor[box.slices_in(self.box)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` -> "bfloat16"."""
+    """Return the name of a dtype: ``torch.bfloat16`` -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The inverse of ``dtype_name``, for the dtypes of ``boxes.ITEMSIZE``."""
+    """Inverse of ``dtype_name``, for the dtypes of ``boxes.ITEMSIZE``."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is not a torch dtype")

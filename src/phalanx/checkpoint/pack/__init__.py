@@ -1,1 +1,1 @@
-"""Packs: a model's weights as one file in the order of its layers, which is how a server reads them."""
+"""Packs: a model's weights as one file in the order of its layers, which is the order in which a server reads them."""

@@ -1,10 +1,10 @@
-"""The layout of a pack and its index: tensors with their order and format, sections, and checksums.
+"""Layout of a pack and its index: tensors with their order and format, sections, and checksums.
 
-A checkpoint's images hold what each rank held, in fp32 and with the optimizer's moments. A server that reads weights as it computes wants
-the opposite: a layer's bytes side by side in the order of layers, each expert's apart from the others, because most are not needed. So a
-pack consists of *sections*, each read as one: what is always resident (final norm, routers), the embedding, each layer's body followed by
-its experts, the head, the predictions ahead. Sections of 2 MiB and more begin on 2 MiB, smaller ones on a page, so that all can be read
-past the page cache.
+A checkpoint's images are by rank, in fp32 and with the optimizer's moments. A server that reads weights while it computes needs the
+opposite: a layer's bytes together, in the order of layers, with separate experts, because most are not needed. So a pack consists of
+*sections*, each read as one: the resident part (final norm, routers), the embedding, each layer's body followed by its experts, the head,
+the predictions ahead. Sections of 2 MiB and more are aligned to 2 MiB, smaller ones to a page, so that all can be read without the page
+cache.
 
 In the narrow formats, matrices of the blocks have 8-bit elements with a scale (its exponent, one byte) for 32 neighbors of a row; embedding
 and head are bf16, and routers, norms and biases stay fp32. Pure: names and shapes in, offsets out.
@@ -31,10 +31,10 @@ PackFormat = Literal["fp32", "bf16", "fp8", "int8"]
 SectionKind = Literal["kept", "embedding", "block", "expert", "head", "ahead"]
 
 CHUNK_BYTES = 2 << 20
-"""Bytes under one checksum."""
+"""Bytes per checksum."""
 SHARING = 32
 """Elements of a row that share a scale."""
-_ALIGNMENT = 64  # of a tensor in its section: PyTorch's own, so that kernels take the same path
+_ALIGNMENT = 64  # of a tensor in its section: PyTorch's alignment, so that kernels take the same path
 _WIDE: Mapping[PackFormat, str] = {
     "fp32": "float32",
     "bf16": "bfloat16",
@@ -49,29 +49,29 @@ _ROUTER = re.compile(r".+\.router\.(weight|logit_bias|bias)")
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """A tensor (of an expert: its matrix of the stack) in its section; offsets are bytes from the section's beginning."""
+    """A tensor (or an expert's matrix of a stack) in its section; offsets are bytes from the section's start."""
 
     name: str
-    """Behind the section's prefix; of an expert, the stack's last name: ``gate``."""
+    """Name after the section's prefix; for an expert, the stack's last name: ``gate``."""
     dtype: str
     shape: Extent
     start: int
     scale_start: int | None = None
-    """Where the scales ``(rows, columns / 32 rounded up)`` lie, of which there is one exponent (uint8) each."""
+    """Offset of the scales ``(rows, columns / 32 rounded up)``, one exponent (uint8) each; ``None`` without scales."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements alone."""
+        """Bytes of the elements, without scales."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
     def scale_shape(self) -> Extent:
-        """The shape of the scales, if it has some."""
+        """Shape of the scales, if there are any."""
         return (*self.shape[:-1], -(-self.shape[-1] // SHARING))
 
     @property
     def stop(self) -> int:
-        """The end of elements and scales."""
+        """End offset of elements and scales."""
         if self.scale_start is None:
             return self.start + self.nbytes
         return self.scale_start + math.prod(self.scale_shape)
@@ -87,41 +87,41 @@ class Section:
 
     kind: SectionKind
     prefix: str
-    """Prefix of its tensors' full names: ``blocks.3.``; of an expert, ``blocks.3.ffn.experts.``."""
+    """Prefix of its tensors' full names: ``blocks.3.``; for an expert, ``blocks.3.ffn.experts.``."""
     layer: int
-    """-1 outside the blocks."""
+    """Index of the layer; -1 outside the blocks."""
     expert: int
-    """-1 unless it is one expert's."""
+    """Index of the expert; -1 if the section is not an expert's."""
     tensors: Layout
     start: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes, without what lies between this section and the next."""
+        """Bytes of the section, without the gap before the next."""
         return self.tensors[-1].stop if self.tensors else 0
 
     @property
     def chunks(self) -> int:
-        """Chunks, the last one shorter unless it happens to fit."""
+        """Number of chunks; the last one may be shorter."""
         return -(-self.nbytes // CHUNK_BYTES)
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         if self.kind == "expert":
             return f"layer {self.layer}, expert {self.expert}"
         return f"layer {self.layer}" if self.kind == "block" else self.kind
 
 
 def padded_bytes(nbytes: int) -> int:
-    """``nbytes`` up to the end of the page: what is read past the page cache."""
+    """Round ``nbytes`` up to full pages, as reads without the page cache require."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def lay_out(shapes: Mapping[str, Extent], form: PackFormat, *, custom: bool = False) -> tuple[Section, ...]:
-    """The sections of a model with tensors of these full names and shapes.
+    """Return the sections of a model with tensors of these full names and shapes.
 
-    The parts of a user's own model (``custom``) have names of the user's, so that nothing is known of experts and routers there.
+    The parts of a user's model (``custom``) have arbitrary names, so experts and routers are not recognized there.
     """
     sections: list[Section] = []
     end = PAGE_BYTES  # the header
@@ -189,9 +189,9 @@ def _placed(members: Iterable[tuple[str, Extent]], kind: SectionKind, form: Pack
 
 
 def stored_dtype(name: str, shape: Extent, kind: SectionKind, form: PackFormat) -> str:
-    """The dtype of a tensor in a pack of this format, by its name behind the section's prefix."""
+    """Return the dtype of a tensor in a pack of this format, by its name after the section's prefix."""
     if name.endswith("router.bias"):
-        return "float32"  # no parameter: it takes part in a choice that is made in fp32, whatever the rest is
+        return "float32"  # not a parameter; the router's choice is always computed in fp32
     if form in _NARROW and len(shape) == 2:
         if kind == "expert" or (kind in ("block", "ahead") and name.endswith(".weight")):
             return _NARROW[form]
@@ -204,22 +204,22 @@ def _aligned(offset: int, unit: int) -> int:
     return -(-offset // unit) * unit
 
 
-# The index of a pack: what it was made of, the position of each section, and the checksum of each chunk.
+# The index of a pack: its source, the position of each section, and the checksum of each chunk.
 #
-# The file is a header of one page, the sections, and the index as sealed JSON, which the header points to. The header is written last but one,
-# the file's name last: under its name a pack is complete. Besides the weights it carries the small files that text is made with (run file,
-# tokenizer, the publisher's files), so that one file can be served where the run directory is not.
+# The file has a header of one page, the sections, and the index as sealed JSON, to which the header points. The header is written after
+# the rest, and then the file gets its name, so a named pack is complete. It also contains the small files for text generation (run file,
+# tokenizer, the publisher's files), so that it can be served without the run directory.
 
 
 MAGIC = b"phalanx pack\n\0\0\0"
 _VERSION = 1
 _HEADER = struct.Struct("<16sQQ")
 _CHECKSUM = struct.Struct("<Q")
-REMEDY = "Pack the run again with `phalanx pack`, or copy the file back from where it is whole."
+REMEDY = "Pack the run again with `phalanx pack`, or copy the file back from an intact copy."
 
 
 class PackError(CheckpointError):
-    """A pack cannot be made or used; the message says why and what to do."""
+    """A pack cannot be made or used; the message has the cause and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,18 +227,18 @@ class Rounding:
     """Rounding errors of a format against the fp32 weights, relative to a tensor's root mean square."""
 
     relative_error: float
-    """Over all weights together."""
+    """Over all weights."""
     worst_error: float
     worst_tensor: str
 
 
 @dataclass(frozen=True, slots=True)
 class PackIndex:
-    """The contents of a pack but for the weights."""
+    """Contents of a pack except the weights."""
 
     format: PackFormat
     run: str
-    """The run's name, and the folder that it was packed from."""
+    """The run's name, and the folder of the run."""
     step: int
     weights_sha256: str
     """Hash of the fp32 weights that it was made from, as the run prints it."""
@@ -251,11 +251,11 @@ class PackIndex:
 
     @property
     def weights_id(self) -> str:
-        """The name of these weights and no others: the run's hash, and the format if it is narrower than fp32."""
+        """Unique name of these weights: the run's hash, and the format if it is narrower than fp32."""
         return self.weights_sha256 if self.format == "fp32" else f"{self.weights_sha256}-{self.format}"
 
     def find(self, kind: str, layer: int = -1, expert: int = -1) -> int | None:
-        """The number of a section, if there is such a one."""
+        """Return the index of a section, or None."""
         for number, section in enumerate(self.sections):
             if (section.kind, section.layer, section.expert) == (kind, layer, expert):
                 return number
@@ -263,24 +263,24 @@ class PackIndex:
 
 
 def encode_header(index_start: int, index_bytes: int) -> bytes:
-    """The first page."""
+    """Encode the first page."""
     head = _HEADER.pack(MAGIC, index_start, index_bytes)
     return (head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))).ljust(PAGE_BYTES, b"\0")
 
 
 def decode_header(page: bytes, path: str) -> tuple[int, int]:
-    """The inverse of ``encode_header``. Raises PackError, CorruptError."""
+    """Inverse of ``encode_header``. Raises PackError, CorruptError."""
     if page[: len(MAGIC)] != MAGIC:
         raise PackError(f"{path}: is not a pack; give a file that `phalanx pack` has written")
-    head, rest = page[: _HEADER.size], page[_HEADER.size : _HEADER.size + _CHECKSUM.size]
-    if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head)) != rest:
+    head, stored_checksum = page[: _HEADER.size], page[_HEADER.size : _HEADER.size + _CHECKSUM.size]
+    if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head)) != stored_checksum:
         raise CorruptError(f"{path}: the header differs from its checksum. {REMEDY}")
     _, start, nbytes = _HEADER.unpack(head)
     return start, nbytes
 
 
 def encode_index(index: PackIndex) -> bytes:
-    """The index as sealed JSON. Sections that are laid out alike share one list of tensors."""
+    """Encode the index as sealed JSON. Sections with the same layout share one list of tensors."""
     layouts = list(dict.fromkeys(section.tensors for section in index.sections))
     number = {layout: place for place, layout in enumerate(layouts)}
     return sealed(
@@ -296,12 +296,18 @@ def encode_index(index: PackIndex) -> bytes:
                 index.rounding.worst_tensor,
             ],
             "layouts": [
-                [[one.name, one.dtype, list(one.shape), one.start, one.scale_start] for one in layout]
+                [
+                    [tensor.name, tensor.dtype, list(tensor.shape), tensor.start, tensor.scale_start]
+                    for tensor in layout
+                ]
                 for layout in layouts
             ],
             "sections": [
-                [one.kind, one.prefix, one.layer, one.expert, number[one.tensors], one.start]
-                for one in index.sections
+                [
+                    *(section.kind, section.prefix, section.layer, section.expert),
+                    *(number[section.tensors], section.start),
+                ]
+                for section in index.sections
             ],
             "xxh3_64": ["".join(f"{digest:016x}" for digest in section) for section in index.checksums],
             "files": {name: base64.b64encode(data).decode() for name, data in index.files.items()},
@@ -310,13 +316,13 @@ def encode_index(index: PackIndex) -> bytes:
 
 
 def decode_index(data: bytes, path: str) -> PackIndex:
-    """The inverse of ``encode_index``. Raises CorruptError where any byte was changed, FormatVersionError."""
+    """Inverse of ``encode_index``. Raises CorruptError if any byte was changed, FormatVersionError."""
     try:
         content = parse_object(data, path).get("content")
-        whole = isinstance(content, dict) and sealed(content) == data
+        is_intact = isinstance(content, dict) and sealed(content) == data
     except CorruptError:
-        whole = False
-    if not whole or not isinstance(content, dict):
+        is_intact = False
+    if not is_intact or not isinstance(content, dict):
         raise CorruptError(f"{path}: the index differs from its checksum. {REMEDY}")
     if content.get("version") != _VERSION:
         raise FormatVersionError(

@@ -1,8 +1,8 @@
-"""Reads a pack: the index at once, sections when they are asked for, each chunk against its checksum.
+"""Reads a pack: the index at once, sections on demand, each chunk verified by its checksum.
 
-Reading goes past the page cache (O_DIRECT) where the file system allows it: each byte is read once in a pass, so a cache would only push
-out what others need, and count as this process's memory. The file stays open: who puts another one under its name does not change what is
-read here; who writes into it is found out by the checksums.
+Reads bypass the page cache (O_DIRECT) if the file system allows it. Each byte is read once per pass, so a cache would only evict other
+data and count as this process's memory. The file stays open: replacing the file of that name does not affect this reader. Writes into the
+open file are detected by the checksums.
 """
 
 from __future__ import annotations
@@ -43,52 +43,56 @@ class PackFile:
     index: PackIndex
     descriptor: int
     direct: bool
-    """True if reads go past the page cache."""
+    """True if reads bypass the page cache."""
     _identity: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))
 
     def close(self) -> None:
-        """Closes the file; nothing may be read after."""
+        """Close the file; no reads are possible afterwards."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def read_chunks(self, section: int, first: int, count: int, buffer: ByteArray) -> None:
-        """Fills ``buffer``, which begins on a page and ends on one, with chunks ``first:first + count`` of a section, checked.
+        """Fill ``buffer``, which is page-aligned at both ends, with the verified chunks ``first:first + count`` of a section.
 
         Raises CorruptError, StorageError, which name the file, the section and the tensors.
         """
-        one = self.index.sections[section]
-        start, stop = first * CHUNK_BYTES, min((first + count) * CHUNK_BYTES, one.nbytes)
-        self._fill(one, start, buffer[: padded_bytes(stop - start)])
+        layout = self.index.sections[section]
+        start, stop = first * CHUNK_BYTES, min((first + count) * CHUNK_BYTES, layout.nbytes)
+        self._fill(layout, start, buffer[: padded_bytes(stop - start)])
         for chunk in range(first, first + count):
             low = chunk * CHUNK_BYTES
-            bytes_of = buffer[low - start : min(low + CHUNK_BYTES, one.nbytes) - start]
-            if xxhash.xxh3_64_intdigest(bytes_of.data) != self.index.checksums[section][chunk]:
+            data = buffer[low - start : min(low + CHUNK_BYTES, layout.nbytes) - start]
+            if xxhash.xxh3_64_intdigest(data.data) != self.index.checksums[section][chunk]:
                 raise CorruptError(
-                    f"{self._where(one, chunk)}: the bytes differ from their checksum{self._suspicion()}. {REMEDY}"
+                    f"{self._location(layout, chunk)}: the bytes differ from their checksum{self._suspicion()}. {REMEDY}"
                 )
 
     def _fill(self, section: Section, start: int, buffer: ByteArray) -> None:
-        done = 0
+        filled = 0
         try:
-            while done < buffer.nbytes:
-                got = os.preadv(self.descriptor, [buffer.data[done:]], section.start + start + done)
-                if got == 0 or (self.direct and got % PAGE_BYTES and done + got < buffer.nbytes):
+            while filled < buffer.nbytes:
+                count = os.preadv(self.descriptor, [buffer.data[filled:]], section.start + start + filled)
+                if count == 0 or (self.direct and count % PAGE_BYTES and filled + count < buffer.nbytes):
                     raise CorruptError(
-                        f"{self._where(section, start // CHUNK_BYTES)}: the file ends within it{self._suspicion()}. {REMEDY}"
+                        f"{self._location(section, start // CHUNK_BYTES)}: the file ends within it{self._suspicion()}. {REMEDY}"
                     )
-                done += got
+                filled += count
         except OSError as error:
             raise StorageError(
-                f"{self._where(section, start // CHUNK_BYTES)}: {error.strerror} "
+                f"{self._location(section, start // CHUNK_BYTES)}: {error.strerror} "
                 f"({errno.errorcode.get(error.errno or 0, '?')}). The storage failed: check the disk or mount."
             ) from error
         if not self.direct:
             os.posix_fadvise(self.descriptor, section.start + start, buffer.nbytes, os.POSIX_FADV_DONTNEED)
 
-    def _where(self, section: Section, chunk: int) -> str:
+    def _location(self, section: Section, chunk: int) -> str:
         low, high = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
-        names = [section.prefix + one.name for one in section.tensors if one.start < high and low < one.stop]
+        names = [
+            section.prefix + tensor.name
+            for tensor in section.tensors
+            if tensor.start < high and low < tensor.stop
+        ]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return f"{self.path}, {section.name}, chunk {chunk} ({shown})"
 
@@ -106,14 +110,14 @@ def _identity(descriptor: int) -> tuple[int, int, int, int]:
 
 
 def is_pack(path: Path) -> bool:
-    """True if ``path`` is a file, which a pack is and a run directory is not."""
+    """Return True if ``path`` is a file, as a pack is and a run directory is not."""
     return path.is_file()
 
 
 def open_pack(path: Path, *, direct: bool = True) -> PackFile:
-    """Opens a pack and checks its header, index and size.
+    """Open a pack and check its header, index and size.
 
-    Raises PackError if it is none, CorruptError, FormatVersionError, MissingFileError, StorageError.
+    Raises PackError if the file is not a pack, CorruptError, FormatVersionError, MissingFileError, StorageError.
     """
     index = _read_index(path)
     flags = os.O_RDONLY | os.O_CLOEXEC
@@ -126,7 +130,7 @@ def open_pack(path: Path, *, direct: bool = True) -> PackFile:
             return PackFile(path, index, opened, True, _identity(opened))
         _log.warning(
             "%s: its file system refuses O_DIRECT: weights are read through the page cache, which is slower "
-            "and counts against memory limits until it is given up",
+            "and counts against memory limits until it is evicted",
             path,
         )
     descriptor = os.open(path, flags)
@@ -141,7 +145,7 @@ def _try_direct(path: Path, flags: int) -> int | None:
             return None
         raise
     try:
-        # Some file systems take the flag and refuse the read.
+        # Some file systems accept the flag and refuse the read.
         os.preadv(descriptor, [page_aligned(PAGE_BYTES).data], 0)
     except OSError as error:
         os.close(descriptor)
@@ -171,7 +175,7 @@ def _read_index(path: Path) -> PackIndex:
 
 
 def read_section(pack: PackFile, number: int, buffer: ByteArray | None = None) -> ByteArray:
-    """The bytes of a section, checked, in ``buffer`` or in new memory."""
+    """Return the verified bytes of a section, in ``buffer`` or in new memory."""
     section = pack.index.sections[number]
     out = page_aligned(padded_bytes(section.nbytes)) if buffer is None else buffer
     for first in range(section.chunks):
@@ -181,14 +185,14 @@ def read_section(pack: PackFile, number: int, buffer: ByteArray | None = None) -
 
 
 def damage(pack: PackFile, progress: Callable[[int, int], None]) -> Iterator[str]:
-    """Reads all of a pack, and yields a message for each chunk that is not what was written."""
+    """Read the full pack, and yield a message for each damaged chunk."""
     buffer = page_aligned(CHUNK_BYTES)
-    total, done = sum(one.nbytes for one in pack.index.sections), 0
+    total, read_bytes = sum(section.nbytes for section in pack.index.sections), 0
     for number, section in enumerate(pack.index.sections):
         for chunk in range(section.chunks):
             try:
                 pack.read_chunks(number, chunk, 1, buffer)
             except (CorruptError, StorageError) as error:
                 yield str(error)
-            done += min(CHUNK_BYTES, section.nbytes - chunk * CHUNK_BYTES)
-        progress(done, total)
+            read_bytes += min(CHUNK_BYTES, section.nbytes - chunk * CHUNK_BYTES)
+        progress(read_bytes, total)

@@ -1,8 +1,7 @@
 """Pack a committed step of a run: one pass over the checkpoint's boxes, one over the new file, bounded memory, narrow formats.
 
-Weights are gathered in parts of some 64 MiB, whatever layout wrote them, hashed (the run's own hash must come out), rounded and appended.
-The file has its name only when it is complete and on the disk; what fails or is killed before leaves at most a hidden file, which the next
-packing removes.
+Weights are gathered from any layout in parts of some 64 MiB, hashed (the hash must equal the run's), rounded and appended. The file gets
+its name only when it is complete and durable. A failed or killed pack leaves at most a hidden file, which the next one removes.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ import xxhash
 from torch import Tensor
 
 from phalanx.checkpoint.committed.digest import WEIGHTS, TensorDigest, combine, gather
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.errors import CorruptError, NoSuchStepError, StorageError, StorageFullError
 from phalanx.checkpoint.format.image import PAGE_BYTES, RawArray, spans
-from phalanx.checkpoint.format.restore_plan import Held
+from phalanx.checkpoint.format.restore_plan import StoredBox
 from phalanx.checkpoint.format.shards import torch_dtype
 from phalanx.checkpoint.interop.huggingface.stored_folder import published_folder, weights_tier
 from phalanx.checkpoint.pack.layout import (
@@ -50,13 +49,13 @@ from phalanx.model.narrow import quantize
 from phalanx.run.directory.files import files_below, read_small, sync
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
-# Bytes of packed tensors from fp32 weights, and tensors back from the bytes: rounding, scales, and what they have changed.
+# Conversion of fp32 weights to bytes of packed tensors, and back: rounding, scales, and rounding errors.
 
 _EXPONENT_BITS = 23
 
 
 def narrowed(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Elements ``(r, k)`` in an 8-bit ``dtype``, and the exponents of their scales ``(r, k / 32 rounded up)``, uint8."""
+    """Return elements ``(r, k)`` in an 8-bit ``dtype``, and the exponents of their scales ``(r, k / 32 rounded up)``, uint8."""
     columns = weights.shape[-1]
     values, scale = quantize(F.pad(weights, (0, -columns % SHARING)), dtype, "block")
     exponents = (scale.view(torch.int32) >> _EXPONENT_BITS).to(torch.uint8)
@@ -64,26 +63,26 @@ def narrowed(weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def widened(values: Tensor, exponents: Tensor, out: Tensor) -> None:
-    """Writes the elements ``(r, k)`` of ``values`` with the scales of these ``exponents`` into ``out``, fp32 or bf16, exactly."""
+    """Write the elements ``(r, k)`` of ``values``, scaled by ``exponents``, into ``out``, fp32 or bf16, exactly."""
     scale = (exponents.to(torch.int32) << _EXPONENT_BITS).view(torch.float32).to(out.dtype)
     out.copy_(values)
     columns = out.shape[-1]
-    together = columns // SHARING * SHARING
-    if together:
-        shared = out.as_strided((len(out), together // SHARING, SHARING), (out.stride(0), SHARING, 1))
-        shared.mul_(scale[:, : together // SHARING, None])
-    if together < columns:
-        out[:, together:].mul_(scale[:, -1:])
+    full_columns = columns // SHARING * SHARING
+    if full_columns:
+        shared = out.as_strided((len(out), full_columns // SHARING, SHARING), (out.stride(0), SHARING, 1))
+        shared.mul_(scale[:, : full_columns // SHARING, None])
+    if full_columns < columns:
+        out[:, full_columns:].mul_(scale[:, -1:])
 
 
 def tensor_in(section: Tensor, place: PackedTensor) -> Tensor:
-    """The elements of a packed tensor as a view of its section's bytes (uint8), without their scales."""
+    """Return the elements of a packed tensor as a view of its section's bytes (uint8), without their scales."""
     flat = section[place.start : place.start + place.nbytes].view(torch_dtype(place.dtype))
     return flat.view(place.shape)
 
 
 def write_wide(section: Tensor, place: PackedTensor, out: Tensor) -> None:
-    """Writes a packed tensor in ``out``'s dtype into ``out``, whose shape is the tensor's."""
+    """Write a packed tensor into ``out``, in ``out``'s dtype and of the tensor's shape."""
     stored = tensor_in(section, place)
     if place.scale_start is None:
         out.copy_(stored)
@@ -95,14 +94,14 @@ def write_wide(section: Tensor, place: PackedTensor, out: Tensor) -> None:
 
 @dataclass(slots=True)
 class RoundingMeter:
-    """Adds up how far stored weights are from the fp32 ones, tensor by tensor."""
+    """Accumulates the errors of stored weights against the fp32 ones, by tensor."""
 
     _sums: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def stored(self, name: str, weights: Tensor, dtype: torch.dtype) -> list[bytes]:
-        """The bytes of fp32 ``weights`` in ``dtype``: elements, and the exponents of scales if there are any.
+        """Return the bytes of fp32 ``weights`` in ``dtype``: elements, and the exponents of scales if there are any.
 
-        Raises PackError for numbers that the format does not have.
+        Raises PackError for numbers that the format cannot represent.
         """
         if dtype == torch.float32:
             self._add(name, 0.0, 1.0)
@@ -113,17 +112,17 @@ class RoundingMeter:
             )
         if dtype.itemsize == 1:
             values, exponents = narrowed(weights, dtype)
-            back = torch.empty_like(weights)
-            widened(values, exponents, back)
+            restored = torch.empty_like(weights)
+            widened(values, exponents, restored)
             parts = [_bytes(values), _bytes(exponents)]
         else:
             values = weights.to(dtype)
-            back = values.float()
-            if torch.isinf(back).any():
+            restored = values.float()
+            if torch.isinf(restored).any():
                 raise PackError(f"{name}: {float(weights.abs().max()):g} is beyond {dtype}; pack as fp32")
             parts = [_bytes(values)]
         norm = float(torch.linalg.vector_norm(weights, dtype=torch.float64)) ** 2
-        error = float(torch.linalg.vector_norm(back.sub_(weights), dtype=torch.float64)) ** 2
+        error = float(torch.linalg.vector_norm(restored.sub_(weights), dtype=torch.float64)) ** 2
         self._add(name, error, norm)
         return parts
 
@@ -132,7 +131,7 @@ class RoundingMeter:
         self._sums[name] = (before[0] + error, before[1] + norm)
 
     def result(self) -> Rounding:
-        """The errors of all that was stored."""
+        """Return the errors of all stored weights."""
         relative = {name: math.sqrt(error / norm) for name, (error, norm) in self._sums.items() if norm}
         worst = max(relative, key=relative.__getitem__, default="")
         lossy = [sums for sums in self._sums.values() if sums[0]]
@@ -149,11 +148,11 @@ _FLUSH_BYTES = 64 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes of the weights are packed, and of how many."""
+"""Called with the number of packed bytes, and the total."""
 
 
 def default_path(run: RunDirectory, step: int, form: PackFormat) -> Path:
-    """Where a step's pack lies unless it is put elsewhere."""
+    """Return the default path of a step's pack."""
     return run.packs / f"step-{step:08d}-{form}.pack"
 
 
@@ -163,13 +162,12 @@ def pack(
     path: Path | None = None,
     form: PackFormat = "bf16",
     *,
-    progress: Progress = lambda done, total: None,  # noqa: ARG005
+    progress: Progress = lambda packed, total: None,  # noqa: ARG005
 ) -> tuple[Path, PackIndex]:
-    """Packs committed ``step`` (by default the newest) of a run; returns the new file and its index.
+    """Pack committed ``step`` (by default the newest) of a run; return the new file and its index.
 
-    Memory: some hundred MiB, whatever the model's size. Raises RunDirectoryError, PackError where ``path`` exists or a number does not fit,
-    NoSuchStepError, CorruptError where the run's weights are not those of its hash, StorageFullError and what reading the step raises;
-    nothing is left behind then.
+    Memory: some hundred MiB for any model. Raises RunDirectoryError, PackError if ``path`` exists or a number does not fit, NoSuchStepError,
+    CorruptError if the run's weights do not match its hash, StorageFullError and the errors of reading the step; no files remain then.
     """
     run = RunDirectory(run_dir)
     spec = read_resolved(run)
@@ -177,7 +175,7 @@ def pack(
     chosen = _chosen(tier, step, run_dir)
     if path is None and published is not None:
         raise PackError(
-            f"{published}: is a published model, which a pack is not put into: name the new file (--out)"
+            f"{published}: is a published model, and packs are not written into its folder: name the new file (--out)"
         )
     out = path or default_path(run, chosen, form)
     if out.exists():
@@ -210,47 +208,49 @@ def _chosen(tier: ReadableTier, step: int | None, run_dir: Path) -> int:
 
 
 def _end(sections: tuple[Section, ...]) -> int:
-    return max((one.start + padded_bytes(one.nbytes) for one in sections), default=PAGE_BYTES)
+    return max((section.start + padded_bytes(section.nbytes) for section in sections), default=PAGE_BYTES)
 
 
 def _small_files(run: RunDirectory) -> dict[str, bytes]:
     files = {run.run_file.name: read_small(run.run_file)}
     for folder in (run.tokenizer, run.published):
         if folder.is_dir():
-            for path in sorted(one for one in files_below(folder) if one.is_file()):
+            for path in sorted(file for file in files_below(folder) if file.is_file()):
                 files[str(path.relative_to(run.path))] = read_small(path)
     return files
 
 
 class _Source:
-    """The weights of a committed step, hashed as they are taken; each tensor must be taken from its beginning to its end."""
+    """Weights of a committed step, hashed as they are read; each tensor must be read from its start to its end."""
 
     def __init__(self, tier: ReadableTier, step: int) -> None:
         self._tier, self.step = tier, step
-        self._held: dict[str, list[Held]] = defaultdict(list)
+        self._stored: dict[str, list[StoredBox]] = defaultdict(list)
         self.boxes: dict[str, Box] = {}
-        for held in tier.boxes(step):
-            if held.box.name.startswith(WEIGHTS):
-                name = held.box.name.removeprefix(WEIGHTS)
-                self._held[name].append(held)
-                self.boxes[name] = whole(held.box.name, held.box.dtype, held.box.global_shape)
-                if held.box.dtype != "float32":
-                    raise PackError(f"{name}: is {held.box.dtype} in the checkpoint; packs are made of fp32")
+        for stored in tier.boxes(step):
+            if stored.box.name.startswith(WEIGHTS):
+                name = stored.box.name.removeprefix(WEIGHTS)
+                self._stored[name].append(stored)
+                self.boxes[name] = full_box(stored.box.name, stored.box.dtype, stored.box.global_shape)
+                if stored.box.dtype != "float32":
+                    raise PackError(
+                        f"{name}: is {stored.box.dtype} in the checkpoint; packs are made of fp32"
+                    )
         if not self.boxes:
-            raise PackError(f"step {step} of {tier.name} holds no weights; take another step")
+            raise PackError(f"step {step} of {tier.name} has no weights; take another step")
         self._hashes = {name: hashlib.sha256() for name in self.boxes}
 
     def take(self, boxes: list[Box]) -> list[RawArray]:
-        """The elements of these boxes, in raw bits."""
+        """Return the elements of these boxes as raw bits, and hash them."""
         names = dict.fromkeys(box.name.removeprefix(WEIGHTS) for box in boxes)
-        held = [one for name in names for one in self._held[name]]
-        arrays = gather(self._tier, self.step, boxes, held)
+        stored = [entry for name in names for entry in self._stored[name]]
+        arrays = gather(self._tier, self.step, boxes, stored)
         for box, array in zip(boxes, arrays, strict=True):
             self._hashes[box.name.removeprefix(WEIGHTS)].update(array.reshape(-1).view(np.uint8).data)
         return arrays
 
     def sha256(self) -> str:
-        """The hash of the weights, once all were taken."""
+        """Return the hash of the weights, after all were read."""
         return combine(
             {
                 name: TensorDigest(box.dtype, box.global_shape, self._hashes[name].digest())
@@ -259,28 +259,28 @@ class _Source:
         )
 
     def recorded(self) -> str | None:
-        """The hash that the run has written down with the step, if it has."""
+        """Return the hash that the run recorded with the step, if any."""
         return self._tier.record(self.step).weights_sha256
 
 
-def _require_hash(source: _Source, found: str, run_dir: Path) -> None:
+def _require_hash(source: _Source, computed: str, run_dir: Path) -> None:
     recorded = source.recorded()
-    if recorded is not None and recorded != found:
+    if recorded is not None and recorded != computed:
         raise CorruptError(
-            f"{run_dir}: the weights of step {source.step} have the hash {found}, and the run wrote down {recorded}: they are not what "
-            "was trained. Pack another step."
+            f"{run_dir}: the weights of step {source.step} have the hash {computed}, but the run recorded {recorded}: they are not the "
+            "trained weights. Pack another step."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of a tensor (all of a small one) on their way into a section."""
+    """Rows of a tensor (all of a small one) to be written into a section."""
 
     section: int
     tensor: PackedTensor
     box: Box
     last: bool
-    """True for the tensor's last rows, behind which its scales follow."""
+    """True for the tensor's last rows, after which its scales are written."""
 
 
 def _parts(sections: tuple[Section, ...], source: _Source) -> Iterator[_Part]:
@@ -299,7 +299,7 @@ def _parts(sections: tuple[Section, ...], source: _Source) -> Iterator[_Part]:
 
 
 def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
-    """Parts side by side: experts of a layer lie together in a checkpoint's blocks, which are then read once."""
+    """Yield neighboring parts together: experts of a layer are contiguous in a checkpoint's blocks, which are then read once."""
     batch: list[_Part] = []
     size = 0
     for part in parts:
@@ -315,12 +315,12 @@ def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
 def _write_sections(
     descriptor: int, sections: tuple[Section, ...], source: _Source, progress: Progress
 ) -> tuple[tuple[tuple[int, ...], ...], RoundingMeter]:
-    meter, done = RoundingMeter(), 0
+    meter, packed_bytes = RoundingMeter(), 0
     total = sum(box.nbytes for box in source.boxes.values())
     writer = _Writer(descriptor, sections)
     scales: list[bytes] = []
     for batch in _batches(_parts(sections, source)):
-        for part, data in zip(batch, source.take([one.box for one in batch]), strict=True):
+        for part, data in zip(batch, source.take([member.box for member in batch]), strict=True):
             weights = torch.from_numpy(data.view(np.float32))
             weights = (
                 weights.reshape(-1, weights.shape[-1]) if part.tensor.scale_start is not None else weights
@@ -335,8 +335,8 @@ def _write_sections(
                 writer.at(part.section, part.tensor.scale_start)
                 writer.append(b"".join(scales))
                 scales = []
-            done += part.box.nbytes
-        progress(done, total)
+            packed_bytes += part.box.nbytes
+        progress(packed_bytes, total)
     return writer.finish(), meter
 
 
@@ -347,19 +347,19 @@ def _first(part: _Part) -> bool:
 
 @dataclass(slots=True)
 class _Writer:
-    """Appends to sections in their order; takes the checksum of each chunk on the way."""
+    """Appends to sections in their order; computes the checksum of each chunk."""
 
     descriptor: int
     sections: tuple[Section, ...]
     _number: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
     _written: int = 0
-    """Bytes of this section that are in the file."""
+    """Bytes of the current section that are in the file."""
     _unflushed: int = 0
     _digests: list[list[int]] = field(default_factory=lambda: [[]])
 
     def at(self, section: int, offset: int | None) -> None:
-        """Moves on to ``offset`` (``None``: stay) of a section, with zeros in between."""
+        """Advance to ``offset`` of a section (``None``: do not move within it), with zeros in between."""
         while self._number < section:
             self._close_section()
         if offset is not None:
@@ -377,7 +377,7 @@ class _Writer:
                 self._write_chunk()
 
     def finish(self) -> tuple[tuple[int, ...], ...]:
-        """Ends the last section; returns the checksums of all."""
+        """Close the last section; return the checksums of all."""
         while self._number < len(self.sections):
             self._close_section()
         return tuple(map(tuple, self._digests[: len(self.sections)]))
@@ -396,7 +396,7 @@ class _Writer:
         self._unflushed += len(self._buffer)
         self._buffer.clear()
         if self._unflushed >= _FLUSH_BYTES:
-            # What waits to be written is memory too, and would push out what others have in the page cache.
+            # Dirty pages are memory too, and would evict other data from the page cache.
             os.fdatasync(self.descriptor)
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             self._unflushed = 0
@@ -404,7 +404,7 @@ class _Writer:
 
 @contextmanager
 def _new_file(out: Path, needed: int) -> Iterator[int]:
-    """Yields the descriptor of a file under a hidden name; names it ``out`` when all went well, and removes it when not."""
+    """Yield the descriptor of a file with a hidden name; rename it to ``out`` on success, and remove it on failure."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     descriptor = None
     try:
@@ -416,11 +416,11 @@ def _new_file(out: Path, needed: int) -> Iterator[int]:
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         yield descriptor
         os.fsync(descriptor)
-        # A link, not a rename, takes no other's file away that has come meanwhile.
+        # A link, unlike a rename, does not replace a file that was created meanwhile.
         os.link(temporary, out)
         sync(out.parent)
     except FileExistsError as error:
-        raise PackError(f"{out}: has come up meanwhile; another packing was faster") from error
+        raise PackError(f"{out}: was created meanwhile by another `phalanx pack`") from error
     except OSError as error:
         raise _explained(error, out, needed) from error
     finally:
@@ -432,16 +432,16 @@ def _new_file(out: Path, needed: int) -> Iterator[int]:
 def _explained(error: OSError, out: Path, needed: int) -> Exception:
     if error.errno in _FULL:
         return StorageFullError(
-            f"{out}: no room for a pack of {needed:,} bytes ({error.strerror}). Nothing was left behind: free space, name another "
-            "place (--out), or a narrower format (--format int8)."
+            f"{out}: no room for a pack of {needed:,} bytes ({error.strerror}). No files remain: free space, name another "
+            "file (--out), or a narrower format (--format int8)."
         )
     return StorageError(
-        f"{error.filename or out}: {error.strerror}. Nothing was left behind; name another place (--out)."
+        f"{error.filename or out}: {error.strerror}. No files remain; name another file (--out)."
     )
 
 
 def _remove_abandoned(out: Path) -> None:
-    """Removes what a killed packing of the same name has left."""
+    """Remove files of killed packs of the same name."""
     pattern = re.compile(rf"\.{re.escape(out.name)}\.(\d+)\.partial")
     for name in os.listdir(out.parent):
         match = pattern.fullmatch(name)
@@ -452,6 +452,6 @@ def _remove_abandoned(out: Path) -> None:
 def _write_all(descriptor: int, data: bytes | bytearray, start: int) -> None:
     # Released before the buffer is cleared: an exported view would forbid it.
     with memoryview(data) as view:
-        done = 0
-        while done < len(view):
-            done += os.pwrite(descriptor, view[done:], start + done)
+        written = 0
+        while written < len(view):
+            written += os.pwrite(descriptor, view[written:], start + written)

@@ -1,9 +1,9 @@
 """Asynchronous checkpointing: the training step pays one memory copy, a background thread does the rest.
 
-``save`` stages this rank's share and returns; a background thread writes it to the tier, collects those of other ranks where
-that is this one's part (``Tier.collect``), and on rank 0 commits the step and removes expired ones. Ranks meet through the tier alone, never through collectives, so a save cannot
-disturb the trainer's communication, and a dead peer costs a timeout of the background thread of rank 0. A save that
-fails is reported by ``poll`` and never raises into the training loop.
+``save`` stages this rank's share and returns. A background thread writes it to the tier, and collects other ranks' shares if that is this
+rank's part (``Tier.collect``). On rank 0 it also commits the step and deletes expired ones. Ranks meet only through the tier, without
+collectives. So a save cannot disturb the trainer's communication, and a dead peer costs a timeout of rank 0's background thread. ``poll``
+reports failed saves; they never raise into the training loop.
 """
 
 import json
@@ -20,8 +20,8 @@ from phalanx.checkpoint.format.errors import AbandonedError, CheckpointError
 from phalanx.checkpoint.format.restore_plan import share_of
 from phalanx.checkpoint.format.shards import Copies, Shard
 from phalanx.checkpoint.save.interval import Retention
-from phalanx.checkpoint.save.staging import StagedImage, Staging
-from phalanx.checkpoint.tiers.tier import Draft, Record, Tier, always
+from phalanx.checkpoint.save.staging import StagedImage, StagingBuffers
+from phalanx.checkpoint.tiers.tier import Draft, StepRecord, Tier, always
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +30,9 @@ SaveStatus = Literal["committed", "written", "existed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class SaveReceipt:
-    """The cost of a ``save`` to the training step: ``stall_s`` in all, of it ``waited_s`` for a buffer and ``copied_s`` copying.
+    """Cost of a ``save`` to the training step: ``stall_s`` in total, with ``waited_s`` for a buffer and ``copied_s`` for the copy.
 
-    ``staged`` is false where the step was committed already and nothing was done.
+    ``staged`` is False if the step was already committed and nothing was done.
     """
 
     step: int
@@ -45,16 +45,16 @@ class SaveReceipt:
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """The outcome of a save. Rank 0 reports "committed", other ranks "written": their share is durable.
+    """Outcome of a save. Rank 0 reports "committed", other ranks "written": their share is durable.
 
-    "existed": the step was committed before. "failed": see ``error``; training and older checkpoints are untouched.
-    ``deleted``: the expired steps that went; ``retention_error`` says why they could not.
+    "existed": the step was committed before. "failed": see ``error``; training and older checkpoints are unaffected. ``deleted``: the expired
+    steps that were deleted; ``retention_error`` is the reason if deletion failed.
     """
 
     step: int
     status: SaveStatus
     nbytes: int
-    """Bytes of all ranks of a committed checkpoint, else those of this rank's share."""
+    """Bytes of all ranks for a committed checkpoint, else those of this rank's share."""
     seconds: float
     error: CheckpointError | None = None
     deleted: tuple[int, ...] = ()
@@ -65,19 +65,18 @@ class SaveOutcome:
 class _Job:
     draft: Draft
     staged: StagedImage
-    record: Record
+    record: StepRecord
     required: tuple[Box, ...]
 
 
 class AsyncSaver:
     """Saves checkpoints of a job of ``world_size`` ranks, of which this one is ``rank``, to ``tier``.
 
-    ``replica`` of ``replicas`` equal ranks: plain shards (those whose ``copies`` are the default) are held alike by all
-    of them, and each writes its share. ``attempt`` must be the same on all ranks and new after each restart or rollback.
-    ``timeout_s``: how long those that collect others' shares wait for them. ``buffers``: 1 waits while the previous save is still
-    being written, 2 takes twice the host memory and does not. ``retention``, used by rank 0, is applied after each
-    commit. ``authorize``, called on rank 0 before anything is committed or removed, raises a CheckpointError if this job
-    may not change the tier any more. On rank 0 the constructor sweeps away what other attempts left unfinished.
+    ``replica`` of ``replicas`` equal ranks: all of them have the same plain shards (with default ``copies``), and each writes its share.
+    ``attempt`` must be the same on all ranks and new after each restart or rollback. ``timeout_s`` limits the wait for other ranks' shares.
+    ``buffers``: with 1 a save waits while the previous one is being written, 2 take twice the host memory and avoid that. Rank 0 applies
+    ``retention`` after each commit. ``authorize`` is called on rank 0 before anything is committed or removed. It raises a CheckpointError if
+    this job may no longer change the tier. On rank 0 the constructor sweeps away the unfinished drafts of other attempts.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class AsyncSaver:
         self._timeout_s = timeout_s
         self._retention = retention
         self._authorize = authorize
-        self._staging = Staging(buffers=buffers)
+        self._staging = StagingBuffers(buffers=buffers)
         self._share: tuple[tuple[tuple[Box, Copies], ...], list[tuple[int, Box]]] | None = None
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
@@ -113,12 +112,12 @@ class AsyncSaver:
         if rank == 0:
             authorize()
             tier.sweep(attempt)
-        # A daemon: an interpreter that exits without close() must not wait for a slow disk. The draft is abandoned.
+        # A daemon thread: an interpreter that exits without close() must not wait for a slow disk. The draft is abandoned.
         self._thread = threading.Thread(target=self._work, name="checkpoint-save", daemon=True)
         self._thread.start()
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Allocates the staging buffers now rather than in the first save."""
+        """Allocate the staging buffers now rather than in the first save."""
         self._staging.prepare(self._own(shards))
 
     def save(
@@ -127,54 +126,54 @@ class AsyncSaver:
         shards: Sequence[Shard],
         extra: Mapping[str, object],
     ) -> SaveReceipt:
-        """Stages this rank's share of ``shards`` for ``step`` and returns; every rank calls this with its own shards.
+        """Stage this rank's share of ``shards`` for ``step`` and return; every rank calls this with its own shards.
 
-        ``extra`` is small JSON, copied at once; rank 0's is kept. The tensors may change as soon as this returns (on
-        CUDA: after ``fence``). Raises TypeError where ``extra`` is not JSON, RuntimeError after ``close``.
+        ``extra`` is small JSON, copied at once; rank 0's is stored. The tensors may change as soon as this returns (on CUDA: after ``fence``).
+        Raises TypeError if ``extra`` is not JSON, RuntimeError after ``close``.
         """
         if self._closed:
             raise RuntimeError(f"save of step {step}: the saver is closed")
         begin = time.perf_counter()
         # On the critical path: extra by way of JSON (a copy, and a check), then one memory copy of this rank's share.
-        record = Record(step, self._world_size, json.loads(json.dumps(dict(extra))))
+        record = StepRecord(step, self._world_size, json.loads(json.dumps(dict(extra))))
         if self._tier.has(step):
             _log.info("step %d is committed already; nothing to save", step)
             self._outcomes.put(SaveOutcome(step, "existed", 0, 0.0))
             return SaveReceipt(step, False, 0, time.perf_counter() - begin)
         staged = self._staging.stage(self._own(shards))
-        # A tensor of rank 0 that is in nobody's share makes the commit fail.
+        # A tensor of rank 0 that is in no rank's share makes the commit fail.
         required = tuple(shard.box for shard in shards)
         self._jobs.put(_Job(Draft(step, self._attempt), staged, record, required))
         stall_s = time.perf_counter() - begin
         return SaveReceipt(step, True, staged.image.layout.nbytes, stall_s, staged.waited_s, staged.copied_s)
 
     def keep_before(self, steps: Sequence[int]) -> None:
-        """From the next commit on, the newest checkpoint before each of these steps is not deleted."""
+        """Keep the newest checkpoint before each of these steps, from the next commit on."""
         if self._retention is not None:
             self._retention = replace(self._retention, before=tuple(steps))
 
     def fence(self) -> None:
-        """To be called before the optimizer changes weights: the copies from the GPU come first. On CPU it does nothing."""
+        """Order the copies from the GPU before later changes of the weights. Call it before the optimizer changes them. No effect on CPU."""
         self._staging.fence()
 
     def poll(self) -> list[SaveOutcome]:
-        """Returns the outcomes of saves that have ended since the last call, in order."""
+        """Return the outcomes of saves that have ended since the last call, in order."""
         outcomes: list[SaveOutcome] = []
         while not self._outcomes.empty():
             outcomes.append(self._outcomes.get())
         return outcomes
 
     def wait(self) -> None:
-        """Blocks until every save so far has ended, one way or the other."""
+        """Wait until every save so far has ended, successfully or not."""
         self._jobs.join()
 
     def cancel(self) -> None:
-        """Abandons the saves under way, soon; they end as "failed". The saver can then only be closed."""
+        """Abandon the current saves, soon; they end as "failed". The saver can then only be closed."""
         self._closed = True
         self._cancelled.set()
 
     def close(self) -> None:
-        """Waits for the saves under way and stops the thread."""
+        """Wait for the current saves and stop the thread."""
         self._closed = True
         if self._thread.is_alive():
             self._jobs.put(None)
@@ -182,7 +181,7 @@ class AsyncSaver:
             self._staging.close()
 
     def _own(self, shards: Sequence[Shard]) -> list[Shard]:
-        """This rank's share of the write: of each box that several ranks hold alike, the part that this one writes."""
+        """Return this rank's share of the write: of each box that several ranks have, the part that this rank writes."""
         key = tuple((shard.box, shard.copies) for shard in shards)
         if self._share is None or self._share[0] != key:
             self._share = key, _own_boxes(shards, self._copies)
@@ -207,7 +206,7 @@ class AsyncSaver:
         # In the background: every rank writes its share; rank 0 then waits for the others', commits, and deletes old steps.
         error = self._write(job) or self._collect(job)
         if self._rank == 0:
-            # Also after a failure of its own: this is where the draft is given up, at once.
+            # Also after its own failure: the commit then abandons the draft at once.
             committed = self._commit(job)
             if isinstance(committed, CheckpointError):
                 error = error or committed
@@ -215,7 +214,7 @@ class AsyncSaver:
                 nbytes = committed
         seconds = time.perf_counter() - begin
         if error is not None:
-            _log.error("checkpoint of step %d failed; training goes on: %s", job.draft.step, error)
+            _log.error("checkpoint of step %d failed; training continues: %s", job.draft.step, error)
             return SaveOutcome(job.draft.step, "failed", nbytes, seconds, error)
         if self._rank != 0:
             return SaveOutcome(job.draft.step, "written", nbytes, seconds)
@@ -249,13 +248,13 @@ class AsyncSaver:
             return error
         try:
             self._tier.fail(draft, self._rank, str(error))
-        except CheckpointError as unheard:
-            # Rank 0 then finds out by its timeout.
-            _log.warning("rank %d could not tell that its share failed: %s", self._rank, unheard)
+        except CheckpointError as report_error:
+            # Rank 0 then detects it by its timeout.
+            _log.warning("rank %d could not report that its share failed: %s", self._rank, report_error)
         return error
 
     def _commit(self, job: _Job) -> int | CheckpointError:
-        """Commits the step; returns the bytes of all ranks, or why it could not be committed."""
+        """Commit the step; return the bytes of all ranks, or the error."""
         try:
             return self._tier.commit(
                 job.draft,
@@ -282,7 +281,7 @@ class AsyncSaver:
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:
-    """The error itself where it is one of checkpoints, else one that names it and has it as its cause."""
+    """Return the error itself if it is a CheckpointError, else one that names it and has it as its cause."""
     if isinstance(error, CheckpointError):
         return error
     unexpected = CheckpointError(f"unexpected {type(error).__name__}: {error}")
@@ -291,13 +290,13 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
 
 
 def _own_boxes(shards: Sequence[Shard], default: Copies) -> list[tuple[int, Box]]:
-    """The boxes this rank writes, each with the index of the shard it is cut from."""
-    together: dict[Copies, list[int]] = {}
+    """Return the boxes that this rank writes, each with the index of its source shard."""
+    by_copies: dict[Copies, list[int]] = {}
     for index, shard in enumerate(shards):
         copies = default if shard.copies == Copies() else shard.copies
-        together.setdefault(copies, []).append(index)
+        by_copies.setdefault(copies, []).append(index)
     own: list[tuple[int, Box]] = []
-    for copies, members in together.items():
+    for copies, members in by_copies.items():
         by_name: dict[str, list[int]] = {}
         for index in members:
             by_name.setdefault(shards[index].box.name, []).append(index)

@@ -1,12 +1,11 @@
-"""Staging buffers: the memory copy that is all a save costs the training step, by threads or on a CUDA side stream.
+"""Staging buffers: the memory copy that is a save's only cost to the training step, by threads or on a CUDA side stream.
 
-The image that will be written is laid out in a page-aligned buffer that is kept from save to save, so that staging
-is one memory copy (by several threads: one core does not saturate memory) into pages that are already mapped; fresh
-pages cost many times the copy. The writer streams the buffer out meanwhile. While a buffer is being written, the
-next save takes the second one if there is one, else it waits, and says for how long.
+The image is laid out in a page-aligned buffer that is reused by every save. So staging is one memory copy into mapped pages; fresh pages
+cost many times as much. Several threads copy, because one core does not saturate memory. Meanwhile the writer streams the buffer out. The
+next save takes the second buffer if there is one, else it waits, and reports for how long.
 
-On CUDA the buffer is registered as pinned memory, and the copies run on a side stream: ``fence()``, called before the
-weights are next changed, keeps the optimizer from overtaking them.
+On CUDA the buffer is registered as pinned memory, and the copies run on a side stream. ``fence()``, called before the weights next change,
+prevents the optimizer from overtaking them.
 """
 
 import mmap
@@ -27,10 +26,6 @@ from phalanx.checkpoint.format.image import PAGE_BYTES, ByteArray, Image, ImageL
 from phalanx.checkpoint.format.shards import Shard
 
 # The copy of tensors into an image: by several threads, or on CUDA on a side stream.
-#
-# One core does not saturate memory, so the bytes are divided evenly over a few threads. On CUDA the image is pinned memory and
-# the copies run on a stream of their own: ``fence()``, called before the weights are next changed, keeps the optimizer from
-# overtaking them.
 
 COPY_THREADS = 2
 _ZERO_BYTES = 16 << 20
@@ -43,12 +38,12 @@ class ImageCopier:
         self._pool = ThreadPoolExecutor(COPY_THREADS, "checkpoint-stage")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._last_copied: list[tuple[torch.device, torch.cuda.Event]] = []
-        """The ends of the copies that no fence has waited for yet, with the devices that they are from."""
+        """Events at the end of copies that no fence has waited for yet, with their devices."""
 
     def copy(
         self, layout: ImageLayout, shards: Sequence[Shard], image: ByteArray
     ) -> "torch.cuda.Event | None":
-        """Fills ``image``, but for its header. Copies from a device may run on until the event that is returned."""
+        """Fill ``image``, except its header. Copies from a device may run until the returned event."""
         tensors = {shard.box: shard.tensor for shard in shards}
         simple: list[tuple[ByteArray, ByteArray]] = []
         devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -65,31 +60,31 @@ class ImageCopier:
         return copied
 
     def fill_zeros(self, data: ByteArray) -> None:
-        """Writes to every page of fresh memory, so that the first copy is as quick as the later ones."""
+        """Write to every page of fresh memory, so that the first copy is as fast as later ones."""
         parts = [data[start : start + _ZERO_BYTES] for start in range(0, data.nbytes, _ZERO_BYTES)]
         list(self._pool.map(lambda part: part.fill(0), parts))
 
     def fence(self) -> None:
-        """To be called before weights change: device copies that still run come first. Does not block the host."""
+        """Order running device copies before later changes of the weights. Call it before they change. Does not block the host."""
         for device, copied in self._last_copied:
             torch.cuda.current_stream(device).wait_event(copied)
         self._last_copied = []
 
     def close(self) -> None:
-        """Stops the copying threads."""
+        """Stop the copying threads."""
         self._pool.shutdown()
 
     def _copy_in_parallel(self, pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
         total = sum(target.nbytes for target, _ in pairs)
-        each = -(-total // COPY_THREADS) or 1
+        bytes_per_thread = -(-total // COPY_THREADS) or 1
         bins: list[list[tuple[ByteArray, ByteArray]]] = [[]]
-        room = each
+        room = bytes_per_thread
         for target, source in pairs:
             start = 0
             while start < target.nbytes:
                 if not room:
                     bins.append([])
-                    room = each
+                    room = bytes_per_thread
                 stop = min(start + room, target.nbytes)
                 bins[-1].append((target[start:stop], source[start:stop]))
                 room -= stop - start
@@ -118,12 +113,12 @@ class ImageCopier:
 
 
 def on_cuda(shards: Sequence[Shard]) -> bool:
-    """True if an image of these shards should be pinned."""
+    """Return True if an image of these shards should be pinned."""
     return any(shard.tensor.is_cuda for shard in shards)
 
 
 def pin(data: ByteArray) -> None:
-    """Registers memory with CUDA, so that copies into it are asynchronous and quick. Raises CheckpointError."""
+    """Register memory with CUDA, so that copies into it are asynchronous and fast. Raises CheckpointError."""
     status = int(_cudart().cudaHostRegister(data.ctypes.data, data.nbytes, 0))
     if status:
         raise CheckpointError(
@@ -132,7 +127,7 @@ def pin(data: ByteArray) -> None:
 
 
 def unpin(data: ByteArray) -> None:
-    """Undoes ``pin``."""
+    """Undo ``pin``."""
     _cudart().cudaHostUnregister(data.ctypes.data)
 
 
@@ -158,31 +153,31 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class StagedImage:
-    """An image in a staging buffer, to be given back with ``Staging.release`` when it has been written."""
+    """An image in a staging buffer, to be returned with ``StagingBuffers.release`` after it has been written."""
 
     image: Image
     waited_s: float
     copied_s: float
     buffer: _Buffer
     copied: "torch.cuda.Event | None" = None
-    # Memory that a side stream still reads must not be given to another tensor.
+    # Referenced so that memory that a side stream still reads is not reused.
     sources: tuple[Shard, ...] = field(default=(), repr=False)
 
     def wait(self) -> Image:
-        """The image once all of its bytes are there. Called by the writer, not by the training step."""
+        """Return the image after all of its bytes have been copied. Called by the writer, not by the training step."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.image
 
 
-class Staging:
+class StagingBuffers:
     """At most ``buffers`` buffers, each as large as the largest image so far. ``stage`` is for one thread at a time."""
 
     def __init__(self, *, buffers: int = 1) -> None:
         if buffers < 1:
             raise ValueError(f"buffers = {buffers}: must be at least 1")
         self._most = buffers
-        self._made = 0
+        self._allocated = 0
         self._free: list[_Buffer] = []
         self._returned = threading.Condition()
         self._copier = ImageCopier()
@@ -190,15 +185,17 @@ class Staging:
         self._layout_of = lru_cache(maxsize=1)(image_layout)
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Makes every buffer and maps its pages now, so that the first save is as quick as the later ones."""
+        """Allocate every buffer and map its pages now, so that the first save is as fast as later ones."""
         layout = self._layout_of(tuple(shard.box for shard in shards))
         with self._returned:
-            fresh = [self._new_buffer(layout.nbytes, on_cuda(shards)) for _ in range(self._most - self._made)]
-            self._made = self._most
+            fresh = [
+                self._new_buffer(layout.nbytes, on_cuda(shards)) for _ in range(self._most - self._allocated)
+            ]
+            self._allocated = self._most
             self._free += fresh
 
     def stage(self, shards: Sequence[Shard]) -> StagedImage:
-        """Copies the shards into an image. Blocks until a buffer is free, then for one memory copy."""
+        """Copy the shards into an image. Blocks until a buffer is free, then for one memory copy."""
         begin = time.perf_counter()
         layout = self._layout_of(tuple(shard.box for shard in shards))
         buffer = self._acquire(layout.nbytes, on_cuda(shards))
@@ -213,21 +210,21 @@ class Staging:
         return StagedImage(image, *times, buffer, copied, tuple(shards) if copied else ())
 
     def release(self, staged: StagedImage) -> None:
-        """Gives the buffer back for the next save."""
+        """Return the buffer for the next save."""
         self._give_back(staged.buffer)
 
     def fence(self) -> None:
-        """To be called before weights change: device copies that still run come first. Does not block the host."""
+        """Order running device copies before later changes of the weights. Call it before they change. Does not block the host."""
         self._copier.fence()
 
     def close(self) -> None:
-        """Stops the copying threads and lets the free buffers go."""
+        """Stop the copying threads and free the unused buffers."""
         self._copier.close()
         with self._returned:
             for buffer in self._free:
                 _unpin(buffer)
             self._free.clear()
-            self._made = self._most
+            self._allocated = self._most
 
     def _give_back(self, buffer: _Buffer) -> None:
         with self._returned:
@@ -244,8 +241,8 @@ class Staging:
 
     def _acquire(self, nbytes: int, pinned: bool) -> _Buffer:
         with self._returned:
-            if not self._free and self._made < self._most:
-                self._made += 1
+            if not self._free and self._allocated < self._most:
+                self._allocated += 1
                 return self._new_buffer(nbytes, pinned)
             self._returned.wait_for(lambda: bool(self._free))
             buffer = self._free.pop()
@@ -257,7 +254,7 @@ class Staging:
     def _new_buffer(self, nbytes: int, pinned: bool) -> _Buffer:
         capacity = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         memory = mmap.mmap(-1, capacity)
-        # Advice: kernels without huge pages refuse it, and nothing but speed is lost.
+        # Advice: kernels without huge pages refuse it, which costs only speed.
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         data = np.frombuffer(memory, dtype=np.uint8)

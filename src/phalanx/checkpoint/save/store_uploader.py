@@ -1,14 +1,14 @@
-"""Copies of committed checkpoints in an object store, made in the background by the processes that share a run: agents of a fleet, or ranks.
+"""Copies of committed checkpoints in an object store, made in the background by the processes of a run: agents of a fleet, or ranks.
 
-In a fleet the agents copy, not the workers that train: an agent outlives its workers and the epochs that they train in, and holds no Python lock
-of theirs. A plain run has no agents, so each rank copies in a thread. Both copy what is committed on disk: there the layout of an epoch is over, and a step is
-whole. (A snapshot in memory is overwritten two steps later.)
+In a fleet the agents copy, not the workers that train. An agent outlives its workers and their epochs, and does not hold their Python
+lock. A plain run has no agents, so each rank copies in a thread. Both copy steps that are committed on disk, because these are complete and
+independent of an epoch's layout. (A snapshot in memory is overwritten two steps later.)
 
-No message is needed. Each process compares the steps on disk with those in the store, and copies of each missing step the files of its
-own ranks: every n-th, by the number of ranks. The process of rank 0 commits when all are there. So a takeover needs no message: the epoch after
-a loss has dealt the ranks again, and with them the files; those that are in the draft already stay. Two processes that both copy a file
-write the same bytes under the same key, whose folder is named after a digest of the whole step; and the commit is an object that is created
-only if absent. Steps that an audit has condemned are set aside in the store before anything else is done there.
+No messages are needed. Each process compares the steps on disk with those in the store. For each missing step it copies the files of its
+own ranks: every n-th, by the number of ranks. The process of rank 0 commits when all are there. After a loss, the next epoch assigns the
+ranks again, and with them the files; files already in the draft stay. Two processes that both copy a file write the same bytes under the
+same key, because the folder is named after a digest of the full step. The commit is an object that is created only if absent. Steps that an
+audit has condemned are set aside in the store first.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ _LOST = (
 
 @dataclass(frozen=True)
 class UploadTimes:
-    """How often an uploader looks, and how long it waits, in seconds."""
+    """Polling intervals and timeouts of an uploader, in seconds."""
 
     look_s: float = 1.0
-    """Between two looks at the disk; for ranks, while an expected step is not there yet."""
+    """Interval between checks of the disk; for ranks, while an expected step is missing."""
     idle_look_s: float = 1.0
-    """Between two looks at the disk while no step is expected."""
+    """Interval between checks of the disk while no step is expected."""
     again_s: float = 60.0
-    """Until a copy that has failed is tried again, if no new step comes before."""
+    """Time until a failed copy is retried, if there is no new step before."""
     others_s: float = 600.0
-    """For so long the process that commits waits for others' files; then it copies them itself."""
+    """Time for which the committing process waits for other processes' files, before it copies them itself."""
     slice_s: float = 5.0
-    """For so long the process that commits waits at a time, before it looks whether it has to copy others' files."""
+    """Length of one wait of the committing process, after which it checks whether to copy other processes' files."""
     others_at_the_end_s: float = 30.0
-    """The same, once the run is over."""
+    """The same as ``others_s``, after the run has ended."""
 
 
 @dataclass(frozen=True)
 class CopyRules:
-    """Which steps are copied, how many copies are kept, and how fast they are made."""
+    """Steps that are copied, number of copies that are kept, and the rate limit."""
 
     every_steps: int
     last_step: int
-    kept: Retention
+    retention: Retention
     mib_s: float
     """Limit of this process's upload, in MiB/s; 0 is no limit."""
 
@@ -79,23 +79,25 @@ class CopyRules:
     def of(cls, spec: RunSpec, sharing: int = 1) -> CopyRules:
         """Return the rules of a run file, for one of ``sharing`` processes of a machine that share its limit."""
         checkpoint = spec.checkpoint
-        kept = Retention(checkpoint.store_keep_last, checkpoint.store_keep_every or None)
-        return cls(checkpoint.store_every_steps, spec.train.steps, kept, checkpoint.store_mib_s / sharing)
+        retention = Retention(checkpoint.store_keep_last, checkpoint.store_keep_every or None)
+        return cls(
+            checkpoint.store_every_steps, spec.train.steps, retention, checkpoint.store_mib_s / sharing
+        )
 
 
 @dataclass(frozen=True)
 class Condemned:
-    """Steps that an audit has found corrupt: none in a run without audits."""
+    """Steps that an audit has found corrupt; none in a run without audits."""
 
     after: Callable[[], int | None] = lambda: None
-    """Returns the step after which copies are not to be trusted and have not been set aside. Raises OSError."""
+    """Return the step after which copies are untrusted and not set aside yet. Raises OSError."""
     forget: Callable[[int], None] = lambda _: None
     """Called with that step once its copies have been set aside. Raises OSError."""
 
 
 @dataclass(frozen=True)
 class CopyShare:
-    """The ranks of ``of`` whose files a process copies; none for a spare."""
+    """The ranks, out of ``of``, whose files a process copies; none for a spare."""
 
     ranks: tuple[int, ...] = ()
     of: int = 0
@@ -107,10 +109,10 @@ class CopyShare:
 
 
 class StoreUploader:
-    """Copies one process's share of the steps that are committed on disk, in a thread of its own; see the module.
+    """Copies one process's share of the steps that are committed on disk, in a thread; see the module.
 
-    ``tag`` names the start of the run, the same for all processes: drafts of an earlier start are swept away in time.
-    ``report`` takes events from the thread, ``log`` lines for people. ``limit`` makes the limit of ``rules.mib_s``.
+    ``tag`` names the start of the run, the same for all processes; drafts of earlier starts are swept away. ``report`` receives events from the
+    thread, ``log`` receives text. ``limit`` makes the rate limit of ``rules.mib_s``.
     """
 
     def __init__(
@@ -127,23 +129,23 @@ class StoreUploader:
     ) -> None:
         self._disk, self._store, self._rules, self._tag = disk, store, rules, tag
         self._report, self._log, self._times, self._condemned = report, log, times, condemned
-        self._retention = rules.kept
-        self._limit = limit(rules.mib_s, self._given_up)
+        self._retention = rules.retention
+        self._limit = limit(rules.mib_s, self._is_superseded)
         self._share, self._passing = CopyShare(), CopyShare()
         self._cancelled = self._swept = False
         self._last_pass: int | None = None
         """The pass that ``settle`` waits for."""
         self._requested = self._answered = 0
-        """Passes over all steps that ``settle`` and ``expect`` have requested, and that have ended."""
+        """Numbers of requested and of finished passes over all steps (``settle``, ``expect``)."""
         self._expected = _NO_STEP
         self._missing: set[int] = set()
-        """Steps that the last pass was to copy, and has not seen in the store."""
+        """Steps that the last pass had to copy, and did not find in the store."""
         self._copied: set[tuple[str, CopyShare]] = set()
         """Drafts in which this process's share is complete."""
         self._failures: dict[int, str] = {}
-        """Step (or ``_NO_STEP``, ``_DELETION``) -> its failure that was reported last."""
+        """Step (or ``_NO_STEP``, ``_DELETION``) -> its last reported failure."""
         self._changed = threading.Condition()
-        # A daemon: a process that ends does not wait for a slow network.
+        # A daemon thread: a process that ends does not wait for a slow network.
         self._thread = threading.Thread(target=self._work, name="store-upload", daemon=True)
         self._thread.start()
 
@@ -168,9 +170,9 @@ class StoreUploader:
             self._changed.notify_all()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until this process has done its part for the steps that are on disk now; return False if ``timeout_s`` passed before.
+        """Wait until this process has copied its share of the steps that are on disk now. Return False if ``timeout_s`` passed before.
 
-        The next call then waits for the same.
+        The next call then waits for the same steps.
         """
         with self._changed:
             if self._last_pass is None:
@@ -186,11 +188,11 @@ class StoreUploader:
             return is_over
 
     def missing(self) -> tuple[int, ...]:
-        """Return the steps that the store still lacks; none for a process that does not commit, which does not know them."""
+        """Return the steps that the store still lacks; empty for a process that does not commit."""
         return tuple(sorted(self._missing)) if self._share.commits else ()
 
     def cancel(self) -> None:
-        """Give up the copies under way, soon; the thread ends."""
+        """Abandon the current copies, soon; the thread ends."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
@@ -198,21 +200,21 @@ class StoreUploader:
     # --- the thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
-        seen: object = None
-        again_s = math.inf
+        last_look: object = None
+        retry_s = math.inf
         while not self._cancelled:
             requested, good, pause_s = self._requested, False, self._times.look_s
             share = self._passing = self._share
             try:
                 look = (share, self._disk.steps(), self._condemned.after())
-                if look != seen or requested > self._answered or time.monotonic() >= again_s:
-                    seen = look
+                if look != last_look or requested > self._answered or time.monotonic() >= retry_s:
+                    last_look = look
                     good = self._copy_all(share)
-                    again_s = math.inf if good else time.monotonic() + self._times.again_s
+                    retry_s = math.inf if good else time.monotonic() + self._times.again_s
                 pause_s = self._pause_s()
-            except Exception as error:  # a disk or a listing that fails now: the next look may be better
+            except Exception as error:  # the disk or a listing failed; retry later
                 self._report_failure(_NO_STEP, error)
-                again_s = time.monotonic() + self._times.again_s
+                retry_s = time.monotonic() + self._times.again_s
             with self._changed:
                 self._answered = requested
                 self._changed.notify_all()
@@ -225,8 +227,8 @@ class StoreUploader:
     def _hurried(self) -> bool:
         return self._cancelled or self._requested > self._answered or self._share != self._passing
 
-    def _given_up(self) -> bool:
-        """Return True if the copy under way is not needed any more: the ranks were dealt again, or the process ends."""
+    def _is_superseded(self) -> bool:
+        """Return True if the current copy is no longer needed: the ranks were assigned again, or the process ends."""
         return self._cancelled or self._share != self._passing
 
     def _copy_all(self, share: CopyShare) -> bool:
@@ -238,26 +240,26 @@ class StoreUploader:
             self._tidy(tier)
         elif self._condemned.after() is not None:
             return False  # the process that commits sets aside first
-        there = self._disk.steps()
-        self._retention = replace(self._retention, before=self._spikes(there))
-        on_disk = [step for step in there if self._due(step)]
+        committed = self._disk.steps()
+        self._retention = replace(self._retention, before=self._spikes(committed))
+        on_disk = [step for step in committed if self._due(step)]
         stored = tier.steps()
         not_stored = [step for step in on_disk if step not in stored]
         expired = set(self._retention.expired([*stored, *on_disk, *self._missing]))
         self._report_lost(self._missing - {*on_disk, *stored} - expired, share)
         self._missing = set(not_stored) - expired
         self._failures.pop(_NO_STEP, None)
-        good, down, failure = True, False, None
+        good, store_failed, failure = True, False, None
         for step in sorted(self._missing):
-            # A store that has just failed for one step is not waited for again for each of the others.
-            failure = failure if down else self._copy(tier, step, share)
+            # After a storage failure, the remaining steps are not tried: each would wait for the store again.
+            failure = failure if store_failed else self._copy(tier, step, share)
             if failure is None:
                 continue
             good = False
-            if self._given_up():
+            if self._is_superseded():
                 break
             self._report_failure(step, failure)
-            down = isinstance(failure, StorageError)
+            store_failed = isinstance(failure, StorageError)
         if good and share.commits:
             self._retain(tier)
         return good
@@ -266,7 +268,7 @@ class StoreUploader:
         return is_copied(step, self._rules.every_steps, self._rules.last_step)
 
     def _spikes(self, on_disk: Sequence[int]) -> tuple[int, ...]:
-        """Return the first steps of the newest spikes, of the newest checkpoint that can be read: the copies before these are kept, as those on disk are."""
+        """Return the first steps of the newest spikes, from the newest readable checkpoint. As on disk, the copies before these are kept."""
         for step in reversed(on_disk):
             with suppress(CheckpointError):
                 spikes = self._disk.extra(step).get("spikes", [])
@@ -281,12 +283,12 @@ class StoreUploader:
         try:
             return tier.index_bytes(step) == self._disk.index_bytes(step)
         except NoSuchStepError:
-            return True  # deleted meanwhile, here or there: the next look tells
+            return True  # deleted meanwhile on one side; the next pass checks again
         except CorruptError:
             return False
 
     def _copy(self, tier: ObjectTier, step: int, share: CopyShare) -> CheckpointError | None:
-        """Copy this process's share of a step, and commit it if that is this process's part; return the error that kept it from that."""
+        """Copy this process's share of a step, and commit it if this is the committing process; return the error, if any."""
         began_s, draft = time.monotonic(), None
         try:
             draft = ObjectDraft(tier, step, self._disk.index_bytes(step), self._tag)
@@ -308,30 +310,32 @@ class StoreUploader:
         return None
 
     def _commit(self, step: int, draft: ObjectDraft) -> None:
-        """Wait for the files of the other processes and commit the step; copy the files that they have not copied for too long."""
+        """Wait for the files of the other processes and commit the step. After a timeout, copy the missing files."""
         began_s = time.monotonic()
         while True:
             try:
-                commit_copy(self._disk, step, draft, timeout_s=self._times.slice_s, cancelled=self._given_up)
-                return  # also if another has committed a copy: it has the same bits, or would have been set aside
+                commit_copy(
+                    self._disk, step, draft, timeout_s=self._times.slice_s, cancelled=self._is_superseded
+                )
+                return  # also if another process has committed a copy, which has the same bits
             except AbandonedError:
                 times = self._times
                 patience_s = times.others_at_the_end_s if self._last_pass else times.others_s
-                if self._given_up():
+                if self._is_superseded():
                     raise
                 if time.monotonic() - began_s >= patience_s:
                     copied_bytes = copy_share(self._disk, step, draft, limit=self._limit)
-                    self._log(f"step {step}: has brought {copied_bytes:,} bytes in the place of others")
+                    self._log(f"step {step}: copied {copied_bytes:,} bytes of other processes")
 
     def _tidy(self, tier: ObjectTier) -> None:
-        """Set aside condemned steps, and once in a life remove drafts of killed uploads."""
+        """Set aside condemned steps; once per process, remove drafts of killed uploads."""
         after = self._condemned.after()
         if after is not None:
             for step in tier.steps():
                 if step > after and not (self._disk.has(step) and self._same(tier, step)):
                     tier.set_aside(step)
                     self._warn(
-                        f"the copy of step {step} in {self._store.url} is not to be trusted, and was set aside"
+                        f"the copy of step {step} in {self._store.url} is untrusted, and was set aside"
                     )
             self._condemned.forget(after)
         if not self._swept:
@@ -357,14 +361,14 @@ class StoreUploader:
             self._report(CheckpointFailed(step, self._store.url, _LOST.format(step)))
 
     def _report_failure(self, step: int, error: Exception) -> None:
-        """Report why a copy has failed, once for as long as it is the same."""
+        """Report a failed copy, once for as long as the failure is the same."""
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         if self._failures.get(step) == text:
             return
         self._failures[step] = text
         self._log(f"step {step} was not copied to {self._store.url}: {text}")
         if step == _NO_STEP:
-            self._warn(f"checkpoints are not copied to {self._store.url} now, training goes on: {text}")
+            self._warn(f"checkpoints are not copied to {self._store.url} now, training continues: {text}")
         else:
             self._report(CheckpointFailed(step, self._store.url, text))
 
@@ -373,12 +377,12 @@ class StoreUploader:
 
 
 class RankCopies:
-    """The uploader of one rank of a plain run, whose events the training loop collects."""
+    """Uploader of one rank of a plain run; the training loop collects its events."""
 
     def __init__(
         self, disk: DiskTier, store: Store, rules: CopyRules, tag: str, share: CopyShare, timeout_s: float
     ) -> None:
-        """Begin to copy; ``timeout_s`` is how long rank 0 waits for the other ranks' files before it copies them itself."""
+        """Start copying. Rank 0 waits ``timeout_s`` for the other ranks' files before it copies them itself."""
         self._events: SimpleQueue[CopyEvent] = SimpleQueue()
         times = UploadTimes(idle_look_s=_IDLE_LOOK_S, others_s=timeout_s, others_at_the_end_s=timeout_s)
         self._uploader = StoreUploader(disk, store, rules, tag, self._events.put, _log.info, times)
@@ -394,16 +398,16 @@ class RankCopies:
         return self._uploader.url
 
     def collect(self) -> list[CopyEvent]:
-        """Return the events since the last call. A failure never ends training: the next look tries again."""
+        """Return the events since the last call. A failure never ends training; the copy is retried."""
         events: list[CopyEvent] = []
         while not self._events.empty():
             events.append(self._events.get())
         return events
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until every copy so far has ended, one way or the other; return False if ``timeout_s`` passed before."""
+        """Wait until every copy so far has ended, successfully or not; return False if ``timeout_s`` passed before."""
         return self._uploader.settle(timeout_s)
 
     def cancel(self) -> None:
-        """Give up the copies under way, soon."""
+        """Abandon the current copies, soon."""
         self._uploader.cancel()

@@ -1,1 +1,1 @@
-"""In-memory snapshots: the memory that outlives workers, its data port, and restoring from it."""
+"""In-memory snapshots: memory that outlives workers, its data port, and restores from it."""

@@ -1,8 +1,8 @@
-"""A node's data port: its messages, the server that has snapshots, and the client that pushes and reads them.
+"""A node's data port: its messages, the server of snapshots, and the client that pushes and reads them.
 
-Each request and each answer is a short message (``phalanx.wire.messages``), followed by as many raw bytes as it announces, sent from and received into
-memory without a copy. Both ends have proven that they know the run's token. This keeps strangers out, not those who can
-rewrite traffic on its way: over such a network use TLS.
+Each request and each answer is a short message (``phalanx.wire.messages``), followed by the announced number of raw bytes, sent from and
+received into memory without a copy. Both ends prove that they have the run's token. This excludes strangers, but does not protect against
+modified traffic: use TLS on such a network.
 """
 
 import logging
@@ -35,7 +35,7 @@ WireText = Annotated[str, Meta(max_length=8192)]
 
 
 class HolderLostError(CheckpointError):
-    """The connection to a holder failed, or the holder broke the protocol; another holder may do better."""
+    """The connection to a holder failed, or the holder violated the protocol; another holder may work."""
 
 
 class HolderEndedError(HolderLostError):
@@ -43,21 +43,21 @@ class HolderEndedError(HolderLostError):
 
 
 class BusyError(CheckpointError):
-    """The node serves as many requests as it can; worth another request after a pause."""
+    """The node serves its maximum number of requests; retry after a pause."""
 
     def __init__(self, text: str, *, ended: bool) -> None:
         super().__init__(text)
         self.ended = ended
-        """The connection has ended with this answer."""
+        """True if the connection was closed after this answer."""
 
 
 class SnapshotRefusedError(CheckpointError):
-    """The other side is not of this run, or does not accept what was sent."""
+    """The other side belongs to another run, or does not accept the snapshot."""
 
 
 @contextmanager
 def holder_errors() -> Iterator[None]:
-    """Raise failures of the connection to a holder as failures of the snapshot that it holds."""
+    """Convert failures of the connection to a holder to failures of its snapshot."""
     try:
         yield
     except UnprovenError as error:
@@ -102,7 +102,7 @@ class ReadImage(_Message, frozen=True):
 
 
 class OfferSnapshot(_Message, frozen=True):
-    """Offer of a snapshot. After the answer ``BytesFollow`` its record follows, then its image; the last answer is ``PushAccepted``."""
+    """Offer of a snapshot. After the answer ``BytesFollow`` the record and the image are sent; the last answer is ``PushAccepted``."""
 
     run: WireText
     key: WireKey
@@ -112,13 +112,13 @@ class OfferSnapshot(_Message, frozen=True):
 
 
 class BytesFollow(_Message, frozen=True):
-    """So many raw bytes follow: from the sender of this message; in the answer to ``OfferSnapshot``, from the receiver."""
+    """Announcement of raw bytes: from the sender of this message; in the answer to ``OfferSnapshot``, from its receiver."""
 
     nbytes: WireCount
 
 
 class PushAccepted(_Message, frozen=True):
-    """The offered snapshot is in memory, complete and checked."""
+    """The offered snapshot is in memory, complete and verified."""
 
 
 class Missing(_Message, frozen=True):
@@ -134,10 +134,10 @@ class SnapshotRefused(_Message, frozen=True):
 
 
 class Busy(_Message, frozen=True):
-    """The node serves as many requests as it can."""
+    """The node serves its maximum number of requests."""
 
     ends: bool = False
-    """The connection ends with this answer: there are too many."""
+    """True if the connection ends with this answer, because there are too many."""
 
 
 Request = Describe | ReadImage | OfferSnapshot
@@ -148,17 +148,17 @@ ANSWERS: MessageDecoder[Answer] = MessageDecoder(Answer)
 
 # The server: buddies push snapshots to it, and restoring ranks read them.
 #
-# The port is a ``ProvenPort``: strangers take no place from others. As many requests as make sense are served at once; a further one waits a
-# moment for its turn, and is then answered that the node is busy. Pushed bytes go straight into a free segment, each block is checked as it arrives, and only
-# then is the snapshot complete: a torn push leaves what was there before.
+# The port is a ``ProvenPort``: strangers cannot exhaust its connections. A limited number of requests is served at once; a further one waits
+# briefly, and then gets the answer that the node is busy. Pushed bytes are received into a free segment, and each block is verified as it
+# arrives. Only then is the snapshot complete, so a torn push leaves the earlier one.
 
 
 _log = logging.getLogger(__name__)
 _IDLE_S = 600.0
 _TRANSFER_S = 30.0
-"""A client that takes or sends nothing for so long, in the middle of a request, is given up: others wait for its place."""
+"""Timeout of a client that takes or sends nothing in the middle of a request: others wait for its turn."""
 _QUEUE_S = 2.0
-"""Time that a request waits for a place, before its client is told to ask again; shorter than clients' patience with silence."""
+"""Time for which a request waits for its turn before the answer "busy"; shorter than the clients' timeout."""
 
 
 class SnapshotServer:
@@ -180,17 +180,17 @@ class SnapshotServer:
         """Listen on any free port of ``host`` (see ``port``). A connection that is silent for ten minutes is closed.
 
         Args:
-            memory: The snapshots to serve, and the place of pushed ones.
-            token: The token that both ends of a connection must know.
+            memory: The snapshots to serve, and the destination of pushed ones.
+            token: The token that both ends of a connection must have.
             host: The address to listen at.
             tls: For TLS.
-            most_newcomers: Connections during their handshake.
-            most_connections: Connections that have proven themselves; further ones are answered that the node is busy.
-            most_requests: Requests that are served at once.
-            handshake_timeout_s: Limit of a whole handshake, TLS included.
-            queue_timeout_s: Time that a request waits for its turn before the server replies that it is busy.
+            most_newcomers: Maximum number of connections during their handshake.
+            most_connections: Maximum number of authenticated connections; further ones get the answer "busy".
+            most_requests: Maximum number of concurrent requests.
+            handshake_timeout_s: Limit of a full handshake, including TLS.
+            queue_timeout_s: Time for which a request waits for its turn before the answer "busy".
 
-        Raises OSError if the port cannot be had.
+        Raises OSError if the port cannot be opened.
         """
         self._memory, self._queue_timeout_s = memory, queue_timeout_s
         self._room = threading.BoundedSemaphore(most_connections)
@@ -220,7 +220,7 @@ class SnapshotServer:
         self._port.close()
 
     def _converse(self, peer: SealedConnection) -> None:
-        wire = peer.raw  # each block has a checksum of its own
+        wire = peer.raw  # blocks have checksums, so frames need none
         wire.set_timeout(_IDLE_S)
         if not self._room.acquire(blocking=False):
             if wire.receive_message_or_end(REQUESTS) is not None:
@@ -300,7 +300,7 @@ def _offered(record: bytes, offer: OfferSnapshot, peer: str) -> Snapshot:
 
 
 def _receive_image(wire: FramedConnection, snapshot: Snapshot, image: ByteArray) -> None:
-    """Fill ``image``. Raises CorruptError, after all of it has arrived, if a block does not have its checksum."""
+    """Fill ``image``. Raises CorruptError, after all of it has arrived, if a block does not match its checksum."""
     manifest = snapshot.manifest
     damaged = []
     for index, start in enumerate(range(0, manifest.nbytes, manifest.block_bytes)):
@@ -314,24 +314,23 @@ def _receive_image(wire: FramedConnection, snapshot: Snapshot, image: ByteArray)
 
 # The client: pushes a snapshot to a buddy, and reads one, or a part of it, from any holder.
 #
-# The agent pushes, from its own segments, what its workers have taken; a worker that restores reads. Calls block: an event
-# loop makes them in a thread.
+# The agent pushes its workers' snapshots from its own segments; a restoring worker reads. Calls block: an event loop makes them in a
+# thread.
 
 
 class SnapshotClient:
     """A connection to the data port of a node's agent; for one thread at a time.
 
-    Every method raises HolderLostError if the connection fails, SnapshotRefusedError if the other side refuses, BusyError
-    if it serves too many others now, and NoSuchStepError if it does not hold the snapshot. After a HolderLostError the connection is of no
-    more use.
+    Every method raises HolderLostError if the connection fails, SnapshotRefusedError if the other side refuses, BusyError if it serves too
+    many others now, and NoSuchStepError if it does not have the snapshot. After a HolderLostError the connection cannot be used.
     """
 
     def __init__(
         self, address: str, token: str, *, tls: ssl.SSLContext | None = None, timeout_s: float = 10.0
     ) -> None:
-        """Connect to ``address`` ("host:port"). ``timeout_s`` limits the time in which the other side sends nothing.
+        """Connect to ``address`` ("host:port"). ``timeout_s`` limits the time for which the other side may be silent.
 
-        Raises HolderEndedError if the other side ends the connection before the proof: it may have had no place.
+        Raises HolderEndedError if the other side closes the connection before authentication: it may have too many.
         """
         self._wire = _connect(address, tls, timeout_s)
         try:
@@ -342,7 +341,7 @@ class SnapshotClient:
             raise
 
     def record(self, key: SnapshotKey) -> bytes:
-        """Return the record of a snapshot, as ``decode_record`` takes it."""
+        """Return the record of a snapshot, encoded for ``decode_record``."""
         with holder_errors():
             nbytes = self._announced(Describe(WireKey.of(key)))
             if nbytes > LONGEST_RECORD_BYTES:
@@ -350,7 +349,7 @@ class SnapshotClient:
             return self._wire.receive(nbytes)
 
     def read_into(self, key: SnapshotKey, start: int, view: memoryview) -> None:
-        """Fill ``view`` with the bytes of a snapshot's image from byte ``start`` on. Not checked: see ``verified``."""
+        """Fill ``view`` with the bytes of a snapshot's image from byte ``start`` on. They are not verified: see ``verified``."""
         with holder_errors():
             nbytes = self._announced(ReadImage(WireKey.of(key), start, start + len(view)))
             if nbytes != len(view):
@@ -358,9 +357,9 @@ class SnapshotClient:
             self._wire.receive_into(view)
 
     def push(self, memory: SnapshotMemory, key: SnapshotKey) -> None:
-        """Copy a snapshot that ``memory`` holds to the other side; on return it is there, complete and checked.
+        """Copy a snapshot of ``memory`` to the other side; on return it is there, complete and verified.
 
-        SnapshotRefusedError also if the bytes were damaged on the way, or the snapshot was replaced meanwhile.
+        Raises SnapshotRefusedError also if the bytes were damaged in transit, or the snapshot was replaced meanwhile.
         """
         with memory.reading(key) as (segment, snapshot), holder_errors():
             record = segment.record()
@@ -420,9 +419,9 @@ def _failure(answer: Answer, peer: str) -> Exception:
         case SnapshotRefused(text):
             return SnapshotRefusedError(f"{peer}: {text}")
         case Busy(ends):
-            return BusyError(f"{peer}: serves as many requests as it can; ask again later", ended=ends)
+            return BusyError(f"{peer}: serves its maximum number of requests; retry later", ended=ends)
         case _:
-            return HolderLostError(f"{peer}: answers {type(answer).__name__} to another question")
+            return HolderLostError(f"{peer}: sent {type(answer).__name__}, which does not answer the request")
 
 
 def push(
@@ -434,6 +433,6 @@ def push(
     tls: ssl.SSLContext | None = None,
     timeout_s: float = 10.0,
 ) -> None:
-    """Push over a connection of its own (``SnapshotClient.push``)."""
+    """Push over a new connection (``SnapshotClient.push``)."""
     with SnapshotClient(address, token, tls=tls, timeout_s=timeout_s) as client:
         client.push(memory, key)

@@ -1,9 +1,9 @@
-"""A snapshot as a tier to restore from, wherever its ranks' states are: one step, of one layout.
+"""A snapshot as a tier to restore from, with its ranks' states at any holders: one step, of one layout.
 
-Who restores is told where each rank's state is held: in segments of its own, with its node's agent, with peers. What it needs
-it takes from the nearest; of equally near ones different readers take different ones (``restore_plan.py``). Only the blocks that contain
-something needed are moved, each under its checksum from the moment the snapshot was taken. A holder that fails or returns
-damaged bytes is not asked again, so that the same restore, tried anew, uses another: ``restore_from_holders`` does that.
+The restoring rank gets a list of the holders of each rank's state: its own segments, its node's agent, peers. It reads from the nearest;
+among equally near ones, different readers use different holders (``restore_plan.py``). Only blocks with needed elements are read, verified
+by the checksums taken with the snapshot. A holder that fails or returns damaged bytes is not used again, so a retry of the same restore
+uses another: ``restore_from_holders`` does that.
 """
 
 import logging
@@ -23,7 +23,7 @@ from phalanx.checkpoint.format.blocks import read_ahead, read_parts
 from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CheckpointError, CorruptError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray, RawArray
-from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, PEER, BoxLocation, Held, PlannedRead
+from phalanx.checkpoint.format.restore_plan import OWN_MEMORY, PEER, BoxLocation, PlannedRead, StoredBox
 from phalanx.checkpoint.format.shards import Shard
 from phalanx.checkpoint.snapshot.data_port import BusyError, HolderEndedError, SnapshotClient
 from phalanx.checkpoint.snapshot.segments import (
@@ -33,22 +33,22 @@ from phalanx.checkpoint.snapshot.segments import (
     decode_record,
     verified,
 )
-from phalanx.checkpoint.tiers.tier import ReadableTier, Record
+from phalanx.checkpoint.tiers.tier import ReadableTier, StepRecord
 
 _log = logging.getLogger(__name__)
 _DESCRIBERS = 16
 _CONNECTIONS = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _PATIENCE_S = 300.0
-"""Time for which a holder may say that it is busy: a whole fleet may be reading from it."""
+"""Time for which a holder may be busy: the full fleet may be reading from it."""
 _MOST_TURNED_AWAY = 6
-"""Connections that may end before the holder knows who we are: strangers may crowd its port."""
+"""Maximum number of connections that end before authentication: strangers may crowd the holder's port."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHolder:
-    """Where the state of ``rank`` is held: the data port ("host:port") of an agent; ``distance`` as in ``restore_plan.py``."""
+    """Holder of the state of ``rank``: the data port ("host:port") of an agent; ``distance`` as in ``restore_plan.py``."""
 
     rank: int
     address: str
@@ -71,7 +71,7 @@ class _OwnMemory:
 
     @property
     def moved_bytes(self) -> int:
-        """Nothing goes over a wire."""
+        """0: local memory is not read over the network."""
         return 0
 
     def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
@@ -86,11 +86,11 @@ class _OwnMemory:
 
 
 class _TurnedAwayError(Exception):
-    """A holder ended the connection before it knew who we are."""
+    """A holder closed the connection before authentication."""
 
-    def __init__(self, why: HolderEndedError) -> None:
-        super().__init__(str(why))
-        self.why = why
+    def __init__(self, cause: HolderEndedError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class _Peer:
@@ -105,7 +105,7 @@ class _Peer:
         pause: Callable[[float], None],
         *,
         keeps_connections: bool,
-        known: Snapshot | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
         self.rank = holder.rank
         self.distance = holder.distance
@@ -117,7 +117,7 @@ class _Peer:
         self._pause, self._keeps_connections = pause, keeps_connections
         self._idle: deque[SnapshotClient] = deque()
         self._read_bytes: deque[int] = deque()  # by several threads
-        self._snapshot = known
+        self._snapshot = snapshot
 
     def snapshot(self) -> Snapshot:
         if self._snapshot is None:
@@ -125,8 +125,8 @@ class _Peer:
         return self._snapshot
 
     def record(self) -> bytes:
-        """The record of the snapshot, as the holder gives it."""
-        record = self._patiently(lambda client: client.record(self._key))
+        """Return the record of the snapshot, from the holder."""
+        record = self._retrying(lambda client: client.record(self._key))
         if not self._keeps_connections:
             self.close()
         return record
@@ -148,13 +148,13 @@ class _Peer:
         manifest = self.snapshot().manifest
         start = number * manifest.block_bytes
         size = min(manifest.block_bytes, manifest.nbytes - start)
-        self._patiently(lambda client: client.read_into(self._key, start, buffer[:size].data))
+        self._retrying(lambda client: client.read_into(self._key, start, buffer[:size].data))
         self._read_bytes.append(size)
         verified(manifest, number, buffer[:size], self.name)
         return size
 
-    def _patiently(self, use: Callable[[SnapshotClient], _T]) -> _T:
-        """The result of ``use``, which is tried anew, after pauses that grow, while the holder is busy or has no place for us."""
+    def _retrying(self, use: Callable[[SnapshotClient], _T]) -> _T:
+        """Return the result of ``use``; retry with growing pauses while the holder is busy or refuses connections."""
         until_s = time.monotonic() + _PATIENCE_S
         pause_s, turned_away = _FIRST_PAUSE_S, 0
         while True:
@@ -167,13 +167,13 @@ class _Peer:
             except _TurnedAwayError as error:
                 turned_away += 1
                 if turned_away >= _MOST_TURNED_AWAY:
-                    raise error.why from error
+                    raise error.cause from error
             self._pause(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     @contextmanager
     def _connected(self) -> Iterator[SnapshotClient]:
-        """A connection that nobody else uses; it is kept for the next use unless this one fails."""
+        """Context with an exclusive connection; it is kept for reuse unless this use fails."""
         try:
             client = self._idle.popleft()
         except IndexError:
@@ -198,10 +198,10 @@ class _Peer:
 _Source = _OwnMemory | _Peer
 
 
-def _decoded(record: bytes, key: SnapshotKey, where: str) -> Snapshot:
-    snapshot = decode_record(record, where)
+def _decoded(record: bytes, key: SnapshotKey, location: str) -> Snapshot:
+    snapshot = decode_record(record, location)
     if snapshot.key != key:
-        raise CorruptError(f"{where}: gave {snapshot.key} for {key}; restore from another holder")
+        raise CorruptError(f"{location}: gave {snapshot.key} for {key}; restore from another holder")
     return snapshot
 
 
@@ -214,15 +214,15 @@ def describe(
     tls: ssl.SSLContext | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> dict[int, bytes]:
-    """The records of snapshots, by rank: each from the first of its holders that gives a good one; without those that nobody gives.
+    """Return the records of snapshots, by rank: each from the first of its holders with a good one. Ranks without one are left out.
 
-    Readers that need the records of all ranks each ask for a share of them and tell each other, so that nobody is asked by all.
+    Readers that need the records of all ranks each read a share of them and exchange these, so that no holder serves all readers.
     """
     by_rank: dict[int, list[SnapshotHolder]] = defaultdict(list)
     for holder in holders:
         by_rank[holder.rank].append(holder)
 
-    def ask(rank: int) -> bytes | None:
+    def read_record(rank: int) -> bytes | None:
         key = SnapshotKey(ranks, rank, step)
         for holder in by_rank[rank]:
             with closing(_Peer(key, holder, token, tls, pause, keeps_connections=False)) as peer:
@@ -230,18 +230,18 @@ def describe(
                     record = peer.record()
                     _decoded(record, key, peer.name)
                 except CheckpointError as error:
-                    _log.warning("the snapshot of %s is passed over: %s", peer.name, error)
+                    _log.warning("the snapshot of %s is skipped: %s", peer.name, error)
                 else:
                     return record
         return None
 
     with ThreadPoolExecutor(_DESCRIBERS, "snapshot-describe") as pool:
-        found = zip(by_rank, pool.map(ask, by_rank), strict=True)
-        return {rank: record for rank, record in found if record is not None}
+        found_records = zip(by_rank, pool.map(read_record, by_rank), strict=True)
+        return {rank: record for rank, record in found_records if record is not None}
 
 
 class SnapshotTier:
-    """The reading side of a tier over the snapshot of one step of one layout; for one thread. Close it after the restore."""
+    """Reading side of a tier over the snapshot of one step of one layout; for one thread. Close it after the restore."""
 
     def __init__(
         self,
@@ -256,23 +256,31 @@ class SnapshotTier:
         reader: int = 0,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """The snapshot of ``step`` taken on ``ranks`` ranks. ``own`` are segments of this process (those with something else are
-        ignored); from ``holders`` it is read over their data ports, with a few connections to each. ``records`` are those of ranks that are
-        known already (``describe``): their holders are not asked for them. ``reader`` is the number of
-        this reader among all: each begins with another holder. ``pause`` waits so many seconds before a busy holder is asked again, and may
-        raise to end the restore."""
+        """Open the snapshot of ``step`` that was taken on ``ranks`` ranks.
+
+        Args:
+            ranks: Number of ranks of the layout.
+            step: The step.
+            own: Segments of this process; those with another snapshot are ignored.
+            holders: Holders that are read over their data ports, with a few connections to each.
+            records: Records that the caller already has, by rank (``describe``); they are not read again.
+            token: The run's token.
+            tls: For TLS.
+            reader: Index of this reader among all; each starts with another holder.
+            pause: Waits that many seconds before a busy holder is retried; may raise to end the restore.
+        """
         self._ranks = ranks
         self._step = step
-        found = [(segment, segment.snapshot()) for segment in own]
+        snapshots = [(segment, segment.snapshot()) for segment in own]
         self._sources: list[_Source] = [
-            _OwnMemory(segment, held)
-            for segment, held in found
-            if held is not None and (held.key.ranks, held.key.step) == (ranks, step)
+            _OwnMemory(segment, snapshot)
+            for segment, snapshot in snapshots
+            if snapshot is not None and (snapshot.key.ranks, snapshot.key.step) == (ranks, step)
         ]
-        known: dict[int, Snapshot] = {}
+        decoded: dict[int, Snapshot] = {}
         for rank, record in (records or {}).items():
-            with suppress(CorruptError):  # then each holder is asked
-                known[rank] = _decoded(record, SnapshotKey(ranks, rank, step), f"the record of rank {rank}")
+            with suppress(CorruptError):  # then it is read from a holder
+                decoded[rank] = _decoded(record, SnapshotKey(ranks, rank, step), f"the record of rank {rank}")
         self._sources += [
             _Peer(
                 SnapshotKey(ranks, holder.rank, step),
@@ -281,7 +289,7 @@ class SnapshotTier:
                 tls,
                 pause,
                 keeps_connections=len(holders) <= _DESCRIBERS,
-                known=known.get(holder.rank),
+                snapshot=decoded.get(holder.rank),
             )
             for holder in holders
         ]
@@ -294,17 +302,17 @@ class SnapshotTier:
 
     @property
     def reader(self) -> int:
-        """This reader's number among all."""
+        """Index of this reader among all."""
         return self._reader
 
     @property
     def failed(self) -> frozenset[str]:
-        """The holders that have failed, which are not asked any more."""
+        """The holders that have failed and are not used any more."""
         return frozenset(self._failed)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that have come from other processes, without records."""
+        """Bytes read from other processes, without records."""
         return sum(source.moved_bytes for source in self._sources)
 
     def steps(self) -> list[int]:
@@ -313,12 +321,12 @@ class SnapshotTier:
     def has(self, step: int) -> bool:
         return step in self.steps()
 
-    def record(self, step: int) -> Record:
-        return Record(step, self._ranks, self.extra(step))
+    def record(self, step: int) -> StepRecord:
+        return StepRecord(step, self._ranks, self.extra(step))
 
     def extra(self, step: int) -> dict[str, object]:
         self._require(step)
-        for source in sorted(self._good(), key=lambda one: one.distance):
+        for source in sorted(self._good(), key=lambda candidate: candidate.distance):
             snapshot = self._described(source)
             if snapshot is not None:
                 return snapshot.extra
@@ -328,19 +336,19 @@ class SnapshotTier:
         self,
         step: int,
         rank: int | None = None,
-        needed: Sequence[Box] | None = None,  # noqa: ARG002  a memory of few ranks, whose records are at hand
-    ) -> tuple[Held, ...]:
+        needed: Sequence[Box] | None = None,  # noqa: ARG002  the records of few ranks are in memory anyway
+    ) -> tuple[StoredBox, ...]:
         self._require(step)
         by_rank: dict[int, list[_Source]] = defaultdict(list)
         for source in self._good():
             if rank is None or source.rank == rank:
                 by_rank[source.rank].append(source)
         with ThreadPoolExecutor(_DESCRIBERS, "snapshot-describe") as pool:
-            held = sorted(by_rank)
-            first = self._reader % len(held) if held else 0
-            nearest = pool.map(self._nearest, (by_rank[one] for one in held[first:] + held[:first]))
+            ranks = sorted(by_rank)
+            first = self._reader % len(ranks) if ranks else 0
+            nearest = pool.map(self._nearest, (by_rank[number] for number in ranks[first:] + ranks[:first]))
             return tuple(
-                Held(entry.box, BoxLocation(self.name, source.name, source.distance))
+                StoredBox(entry.box, BoxLocation(self.name, source.name, source.distance))
                 for group in nearest
                 for source, snapshot in group
                 for entry in snapshot.manifest.entries
@@ -358,7 +366,7 @@ class SnapshotTier:
                 raise
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Close all connections."""
         for source in self._sources:
             source.close()
 
@@ -370,8 +378,9 @@ class SnapshotTier:
             raise NoSuchStepError(f"these are the snapshots of step {self._step}, not of step {step}")
 
     def _nearest(self, sources: Sequence[_Source]) -> list[tuple[_Source, Snapshot]]:
-        """The nearest holders of one rank's state that answer."""
-        for _, group in groupby(sorted(sources, key=lambda one: one.distance), key=lambda one: one.distance):
+        """Return the nearest holders of one rank's state that answer, with their snapshots."""
+        by_distance = sorted(sources, key=lambda source: source.distance)
+        for _, group in groupby(by_distance, key=lambda source: source.distance):
             answers = [(source, self._described(source)) for source in group]
             if any(snapshot is not None for _, snapshot in answers):
                 return [(source, snapshot) for source, snapshot in answers if snapshot is not None]
@@ -381,7 +390,7 @@ class SnapshotTier:
         try:
             return source.snapshot()
         except CheckpointError as error:
-            _log.warning("the snapshot of %s is passed over: %s", source.name, error)
+            _log.warning("the snapshot of %s is skipped: %s", source.name, error)
             self._failed.add(source.name)
             return None
 
@@ -395,9 +404,9 @@ def restore_from_holders(
     further: Sequence[ReadableTier] = (),
     may_be_missing: Collection[str] = (),
 ) -> dict[str, object]:
-    """``restore`` from ``snapshot`` (and ``further`` tiers), anew as long as another holder can replace one that failed.
+    """Run ``restore`` from ``snapshot`` (and ``further`` tiers); retry as long as another holder can replace a failed one.
 
-    Raises as ``restore`` does: NotCoveredError where too many have failed.
+    Raises the errors of ``restore``: NotCoveredError if too many have failed.
     """
     while True:
         failed = snapshot.failed
@@ -413,4 +422,4 @@ def restore_from_holders(
         except CheckpointError as error:
             if snapshot.failed == failed:
                 raise
-            _log.warning("step %d: another holder is asked: %s", step, error)
+            _log.warning("step %d: another holder is tried: %s", step, error)

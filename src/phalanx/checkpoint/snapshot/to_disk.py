@@ -1,8 +1,8 @@
-"""Snapshots in memory written as a checkpoint, by the agents that hold them and without any worker.
+"""Snapshots in memory written as a checkpoint, by the agents that have them and without any worker.
 
-A snapshot's image and a rank's file of a checkpoint are the same bytes (``format/image.py``), so this is a copy, each block of which is
-checked against the checksum that was taken with the snapshot. Several nodes write one checkpoint, each its share; they meet in the draft
-only, as ranks do, and whoever holds state 0 commits it. No torch.
+A snapshot's image and a rank's file of a checkpoint are the same bytes (``format/image.py``), so this is a copy. Each block is verified
+by the checksum that was taken with the snapshot. Several nodes write shares of one checkpoint. They meet only in the draft, as ranks do,
+and the node with state 0 commits it. No torch.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.image import Image, ImageLayout
 from phalanx.checkpoint.snapshot.segments import SnapshotKey, SnapshotMemory, verified
-from phalanx.checkpoint.tiers.tier import Draft, Record, Tier, never
+from phalanx.checkpoint.tiers.tier import Draft, StepRecord, Tier, never
 
 
 def save_snapshots(
@@ -23,34 +23,34 @@ def save_snapshots(
     timeout_s: float,
     cancelled: Callable[[], bool] = never,
 ) -> bool:
-    """Writes a node's share of a checkpoint of ``states`` different states; True if it has committed it too.
+    """Write a node's share of a checkpoint of ``states`` different states; return True if it has also committed it.
 
     Args:
-        memory: Holds the snapshots.
-        tier: Where the checkpoint is to be.
-        draft: The step, and a number that no other try has had.
-        share: The snapshots to write, each with the number of its state; who has number 0 commits.
-        states: Number of different states: the checkpoint is whole with them.
-        timeout_s: Time for which the other nodes are waited for before the commit.
+        memory: The snapshots.
+        tier: Destination of the checkpoint.
+        draft: The step, and an attempt number that was not used before.
+        share: The snapshots to write, each with the number of its state; the node with number 0 commits.
+        states: Number of different states; the checkpoint is complete with them.
+        timeout_s: Limit of the wait for other nodes before the commit.
         cancelled: Ends the wait once it is true.
 
     Raises:
-        AbandonedError: Another node could not write, or did not in time.
-        CheckpointError: This one cannot: its memory is damaged, or the disk is full. The others are told, by the draft.
+        AbandonedError: Another node could not write, or was too late.
+        CheckpointError: This node's memory is damaged, or the disk is full. The draft passes the failure to the others.
     """
     extra: dict[str, object] | None = None
     for key, number in share:
         try:
-            found = _write(memory, tier, draft, key, number, cancelled)
+            step_extra = _write(memory, tier, draft, key, number, cancelled)
         except CheckpointError as error:
             tier.fail(draft, number, str(error))
             raise
-        extra = found if number == 0 else extra
+        extra = step_extra if number == 0 else extra
     for _, number in share:
         tier.collect(draft, number, states, timeout_s=timeout_s, cancelled=cancelled)
     if extra is None:
         return False
-    tier.commit(draft, Record(draft.step, states, extra), timeout_s=timeout_s, cancelled=cancelled)
+    tier.commit(draft, StepRecord(draft.step, states, extra), timeout_s=timeout_s, cancelled=cancelled)
     return True
 
 
@@ -62,7 +62,7 @@ def _write(
     number: int,
     cancelled: Callable[[], bool],
 ) -> dict[str, object]:
-    """Writes one snapshot as the file of state ``number``; returns its ``extra``, which is the same in all of a step."""
+    """Write one snapshot as the file of state ``number``; return its ``extra``, which is the same in all of a step."""
     with memory.reading(key) as (segment, snapshot):
         manifest = snapshot.manifest
         image = segment.image(manifest.nbytes)

@@ -1,10 +1,10 @@
 """The worker's side of snapshots: after a step, one memory copy of the state into memory that outlives the worker.
 
-Of its two segments (``segments.py``) a worker writes the one that does not hold the step which all ranks would roll back to. The
-copy is all that the training step waits for; a thread then takes the checksums and marks the snapshot complete. On
-CUDA the copy itself runs on a side stream (``fence()`` before weights change), and the thread waits for it.
+A worker has two segments (``segments.py``). It writes the one without the step that all ranks would roll back to. The training step waits
+only for the copy; then a thread computes the checksums and marks the snapshot complete. On CUDA the copy runs on a side stream
+(``fence()`` before weights change), and the thread waits for it.
 
-The caller keeps the rule that makes this safe: ``take`` only when the newest snapshot is known to be safe on all ranks.
+The caller must call ``take`` only after the newest snapshot is safe on all ranks.
 """
 
 import time
@@ -33,7 +33,7 @@ from phalanx.checkpoint.snapshot.segments import (
 
 @dataclass(frozen=True, slots=True)
 class TakenSnapshot:
-    """A snapshot that was taken, and what it cost the step: waiting for the one before to be complete, and the copy."""
+    """A snapshot, and its cost to the step: the wait for the completion of the previous one, and the copy."""
 
     epoch: int
     key: SnapshotKey
@@ -44,7 +44,7 @@ class TakenSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class _BoundRank:
-    """The rank that this worker holds in the present epoch."""
+    """The rank of this worker in the current epoch."""
 
     epoch: int
     ranks: int
@@ -62,7 +62,7 @@ class SnapshotWriter:
         on_complete: Callable[[TakenSnapshot], None] | None = None,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        """``segments`` are the worker's two; ``on_complete`` is called, in a thread, when a snapshot is complete."""
+        """Use the worker's two ``segments``. ``on_complete`` is called, in a thread, when a snapshot is complete."""
         if len(segments) != 2:
             raise ValueError(f"{len(segments)} segments: a worker has two, one to write and one to keep")
         self._segments = tuple(segments)
@@ -74,7 +74,7 @@ class SnapshotWriter:
         self._hashers = ThreadPoolExecutor(COPY_THREADS, "snapshot-checksum")
         self._pending: tuple[Future[None], int, int] | None = None
         self._bound: _BoundRank | None = None
-        self._kept: int | None = None
+        self._protected_index: int | None = None
         self._previous = NO_STEP
         # The boxes of a rank are the same at every step.
         self._layout_of = lru_cache(maxsize=1)(image_layout)
@@ -82,68 +82,70 @@ class SnapshotWriter:
         self._pinned: list[ByteArray | None] = [None, None]
 
     def bind(self, epoch: int, ranks: int, rank: int, resumed_step: int = NO_STEP) -> None:
-        """Becomes a rank of an epoch that begins at ``resumed_step`` (-1: from no snapshot), which must not be overwritten.
+        """Become a rank of an epoch that begins at ``resumed_step`` (-1: from no snapshot), which must not be overwritten.
 
-        What this worker holds of later steps is forgotten: it belongs to a past that did not happen.
+        This worker's snapshots of later steps are discarded, because the rollback has undone these steps.
         """
         if self._pending is not None:
             self._pending[0].exception()
             self._pending = None
         self._bound = _BoundRank(epoch, ranks, rank)
-        self._previous, self._kept = resumed_step, None
+        self._previous, self._protected_index = resumed_step, None
         for index, segment in enumerate(self._segments):
-            held = segment.snapshot()
-            if held is not None and held.key.step == resumed_step:
-                self._kept = index
-            elif held is not None and held.key.step > resumed_step:
+            snapshot = segment.snapshot()
+            if snapshot is not None and snapshot.key.step == resumed_step:
+                self._protected_index = index
+            elif snapshot is not None and snapshot.key.step > resumed_step:
                 segment.void()
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Makes room in both segments and maps their pages now, so that the first snapshot is as quick as later ones."""
+        """Reserve both segments and map their pages now, so that the first snapshot is as fast as later ones."""
         layout = self._layout_of(tuple(shard.box for shard in shards))
         for index, segment in enumerate(self._segments):
             segment.reserve(layout.nbytes)
             self._pin(index, segment.image(layout.nbytes), shards)
 
     def take(self, step: int, shards: Sequence[Shard], extra: Mapping[str, object]) -> TakenSnapshot:
-        """Copies the state after ``step`` into the segment that need not be kept. Blocks for one memory copy.
+        """Copy the state after ``step`` into the segment that is not protected. Blocks for one memory copy.
 
-        Raises what kept the snapshot before from becoming complete, if anything did; RuntimeError before ``bind``.
+        Raises the error of the previous snapshot's completion, if any; RuntimeError before ``bind``.
         """
         bound = self._bound
         if bound is None:
-            raise RuntimeError("a snapshot needs to know whose it is: call bind first")
+            raise RuntimeError("a snapshot needs a rank: call bind first")
         begin = time.perf_counter()
         self.wait()
         waited = time.perf_counter()
         layout = self._layout_of(tuple(shard.box for shard in shards))
-        index = 0 if self._kept is None else 1 - self._kept
+        index = 0 if self._protected_index is None else 1 - self._protected_index
         image = self._segments[index].begin(layout.nbytes)
         self._pin(index, image, shards)
         image[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
         copied = self._copier.copy(layout, shards, image)
         key = SnapshotKey(bound.ranks, bound.rank, step)
-        taken = TakenSnapshot(bound.epoch, key, layout.nbytes, waited - begin, time.perf_counter() - waited)
+        snapshot = TakenSnapshot(
+            bound.epoch, key, layout.nbytes, waited - begin, time.perf_counter() - waited
+        )
         sources = tuple(shards) if copied is not None else ()
         finished = self._finisher.submit(
-            self._finish, index, taken, layout, dict(extra), self._previous, copied, sources
+            self._finish, index, snapshot, layout, dict(extra), self._previous, copied, sources
         )
         self._pending = finished, index, step
-        return taken
+        return snapshot
 
     def wait(self) -> None:
-        """Until the last snapshot is complete. Raises what kept it from that."""
+        """Wait until the last snapshot is complete. Raises its error."""
         if self._pending is not None:
             (finished, index, step), self._pending = self._pending, None
             finished.result()
-            self._kept, self._previous = index, step
+            self._protected_index, self._previous = index, step
 
     def fence(self) -> None:
-        """To be called before weights change: device copies that still run come first. Does not block the host."""
+        """Order running device copies before later changes of the weights. Call it before they change. Does not block the host."""
         self._copier.fence()
 
     def close(self) -> None:
-        """Stops the threads; the segments and what they hold stay."""
+        """Stop the threads; the segments and their snapshots stay."""
         for pool in (self._finisher, self._hashers):
             pool.shutdown()
         self._copier.close()
@@ -153,14 +155,12 @@ class SnapshotWriter:
     def _finish(
         self,
         index: int,
-        taken: TakenSnapshot,
+        taken_snapshot: TakenSnapshot,
         layout: ImageLayout,
         extra: dict[str, object],
         previous: int,
         copied: "torch.cuda.Event | None",
-        _sources: tuple[
-            Shard, ...
-        ],  # memory that a side stream still reads must not be given to another tensor
+        _sources: tuple[Shard, ...],  # referenced so that memory that a side stream still reads is not reused
     ) -> None:
         if copied is not None:
             copied.synchronize()
@@ -172,16 +172,16 @@ class SnapshotWriter:
         digests = np.fromiter(
             self._hashers.map(xxhash.xxh3_64_intdigest, blocks), dtype="<u8", count=len(blocks)
         )
-        manifest = Manifest(taken.key.rank, "", layout.nbytes, self._block_bytes, (), layout.entries)
-        snapshot = Snapshot(self._run, taken.epoch, taken.key, previous, extra, manifest)
+        manifest = Manifest(taken_snapshot.key.rank, "", layout.nbytes, self._block_bytes, (), layout.entries)
+        snapshot = Snapshot(self._run, taken_snapshot.epoch, taken_snapshot.key, previous, extra, manifest)
         segment.complete(
             layout.nbytes, encode_record(snapshot, self._boxes_of(manifest, layout), digests.tobytes())
         )
         if self._on_complete is not None:
-            self._on_complete(taken)
+            self._on_complete(taken_snapshot)
 
     def _boxes_of(self, manifest: Manifest, layout: ImageLayout) -> bytes:
-        """The part of a record that is the same for every snapshot of a layout."""
+        """Return the part of a record that is the same for every snapshot of a layout."""
         if self._boxes is None or self._boxes[0] is not layout or self._boxes[1] != manifest.rank:
             self._boxes = layout, manifest.rank, encode_manifest(manifest)
         return self._boxes[2]

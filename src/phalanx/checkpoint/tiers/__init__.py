@@ -1,1 +1,1 @@
-"""Places that hold checkpoints: disks and object stores."""
+"""Storage back ends of checkpoints: disks and object stores."""

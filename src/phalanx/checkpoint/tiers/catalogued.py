@@ -1,7 +1,7 @@
-"""Committed steps described by an index and catalogs, wherever their files are, and the drafts that become such steps.
+"""Committed steps described by an index and catalogs, for any storage, and the drafts that become such steps.
 
-A place gives bytes by the step's file names (``StepFiles``); here they are checked and decoded, in the order in which each is under a
-checksum of the one before: index, catalogs, blocks of images.
+A storage returns bytes by the step's file names (``StepFiles``). Here they are verified and decoded in the order in which each is covered
+by a checksum of the previous: index, catalogs, blocks of images.
 """
 
 from __future__ import annotations
@@ -39,28 +39,30 @@ from phalanx.checkpoint.format.manifest import (
     encode_catalog,
     join_catalogs,
 )
-from phalanx.checkpoint.format.restore_plan import BoxLocation, Held, PlannedRead
+from phalanx.checkpoint.format.restore_plan import BoxLocation, PlannedRead, StoredBox
 from phalanx.run.directory.files import write_atomically
 
-# Drafts on disk, gathered from what the ranks have written: in two levels, so that no rank's work grows with the fleet.
+# Drafts on disk, collected in two levels, so that no rank's work grows with the fleet.
 #
-# Every rank leaves its image and its manifest. The first of every ``catalog_ranks`` waits for the others of its group, joins their
-# manifests into a catalog, and leaves a summary of it: its checksum, and the rectangles that the group covers. Whoever commits does so
-# for the first group, then waits for the summaries: at 100,000 ranks 256 manifests and 390 summaries instead of 100,000 manifests. The
-# boxes of a rank are the same at every save, so what is worked out from them is kept: which rectangles they are, and that they cover
-# every tensor.
+# 1. Every rank writes its image and its manifest.
+# 2. The first of every ``catalog_ranks`` ranks waits for the others of its group, joins their manifests into a catalog, and writes a
+#    summary: its checksum, and the rectangles that the group covers.
+# 3. The committing rank does this for the first group, then waits for the summaries: at 100,000 ranks 256 manifests and 390 summaries
+#    instead of 100,000 manifests.
+#
+# The boxes of a rank are the same at every save, so derived results are cached: the rectangles, and that they cover every tensor.
 
 CATALOG_RANKS = 256
 EXTENTS = "extents.catalog"
 SUMMARIES = "summaries"
 DELETING = ".deleting-"
-"""The prefix of a folder that has been given up and is being removed."""
+"""Prefix of a folder that is being removed."""
 _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long others are waited for, and what ends the wait before."""
+class WaitLimit:
+    """Timeout of the wait for other ranks, and a predicate that cancels it."""
 
     timeout_s: float
     cancelled: Callable[[], bool]
@@ -72,31 +74,31 @@ class Collector:
     def __init__(self, catalog_ranks: int = CATALOG_RANKS) -> None:
         self.catalog_ranks = catalog_ranks
         self._withdrawn: deque[Path] = deque()
-        # For one group and one checkpoint: the digests of the tables that were joined, and what came of them.
+        # Caches for one group and one checkpoint: the digests of the joined tables, and the results.
         self._group: tuple[tuple[int, ...], bytes, bytes] | None = None
-        self._whole: tuple[tuple[int, ...], tuple[Box, ...], bytes] | None = None
+        self._checkpoint: tuple[tuple[int, ...], tuple[Box, ...], bytes] | None = None
 
     def image_folder(self, rank: int) -> str:
-        """The folder of a rank's image within a step's: "" for the first group, so that small checkpoints have one folder."""
+        """Return the folder of a rank's image within a step's: "" for the first group, so that small checkpoints have one folder."""
         first = rank - rank % self.catalog_ranks
         return f"ranks-{first:05d}" if first else ""
 
     def manifest_folder(self, rank: int) -> str:
-        """The folder within a draft where a rank leaves its manifest."""
+        """Return the folder within a draft for a rank's manifest."""
         return f"manifests-{rank - rank % self.catalog_ranks:05d}"
 
     def leads(self, rank: int) -> bool:
-        """True if ``rank`` joins the manifests of its group."""
+        """Return True if ``rank`` joins the manifests of its group."""
         return rank % self.catalog_ranks == 0
 
-    def collect(self, folder: Path, first: int, world_size: int, patience: Patience) -> Catalog:
-        """Writes the catalog of the group that ``first`` leads, removes its manifests, and returns the catalog's summary."""
+    def collect(self, folder: Path, first: int, world_size: int, patience: WaitLimit) -> Catalog:
+        """Write the catalog of the group that ``first`` leads, remove its manifests, and return the catalog's summary."""
         place = folder / self.manifest_folder(first)
         ranks = range(first, min(first + self.catalog_ranks, world_size))
-        wanted = {_manifest_name(rank): rank for rank in ranks}
-        _await_files(folder, place, wanted, f"{len(ranks)} ranks", patience)
+        expected = {_manifest_name(rank): rank for rank in ranks}
+        _await_files(folder, place, expected, f"{len(ranks)} ranks", patience)
         members: list[Catalog] = []
-        for name in wanted:
+        for name in expected:
             path = place / name
             with storage_errors(path):
                 member = decode_catalog(path.read_bytes(), str(path))
@@ -113,36 +115,36 @@ class Collector:
         return Catalog((StoredImage(first, file, catalog.data_bytes, catalog.data_bytes, seal),), extent)
 
     def summarize(self, folder: Path, summary: Catalog) -> None:
-        """Tells whoever commits what ``collect`` has found."""
+        """Write the summary of ``collect`` for the committing rank."""
         with storage_errors(folder, 1):
             (folder / SUMMARIES).mkdir(exist_ok=True)
         write_record(folder / SUMMARIES / _summary_name(summary.images[0].rank), encode_catalog(summary))
 
     def gather(
-        self, folder: Path, world_size: int, required: Sequence[Box], patience: Patience
+        self, folder: Path, world_size: int, required: Sequence[Box], patience: WaitLimit
     ) -> tuple[tuple[CatalogRef, ...], str | None]:
-        """Collects the first group, waits for the summaries of the others, and makes sure that nothing is missing.
+        """Collect the first group, wait for the summaries of the others, and check that nothing is missing.
 
-        Returns the catalogs, and the checksum of the extents, which are written where there are several catalogs.
+        Returns the catalogs, and the checksum of the extents, which are written if there are several catalogs.
         """
         summaries = [self.collect(folder, 0, world_size, patience)]
-        wanted = {
+        expected = {
             _summary_name(first): first for first in range(self.catalog_ranks, world_size, self.catalog_ranks)
         }
         _await_files(
             folder,
             folder / SUMMARIES,
-            wanted,
-            f"{len(wanted)} ranks that collect others' shares",
+            expected,
+            f"{len(expected)} ranks that collect others' shares",
             patience,
         )
-        for name in wanted:
+        for name in expected:
             path = folder / SUMMARIES / name
             with storage_errors(path):
                 summaries.append(decode_catalog(path.read_bytes(), str(path)))
         extents = self._proven(summaries, tuple(required))
         refs = tuple(self._ref(summary.images[0], world_size) for summary in summaries)
-        if not wanted:
+        if not expected:
             return refs, None
         data = encode_catalog(join_catalogs(summaries, extents))
         write_record(folder / EXTENTS, data)
@@ -150,18 +152,18 @@ class Collector:
         return refs, checksum(data)
 
     def clear_away(self) -> None:
-        """Removes the manifests and summaries that are in catalogs now; nobody waits for that."""
+        """Remove the manifests and summaries that are in catalogs now, after the commit."""
         while self._withdrawn:
             with suppress(IndexError):  # another thread of this process
                 shutil.rmtree(self._withdrawn.popleft(), ignore_errors=True)
 
     def _withdraw(self, place: Path) -> None:
-        """Takes a folder out of the draft, at once."""
+        """Rename a folder out of the draft, at once."""
         draft = place.parent
-        gone = draft.parent / f"{DELETING}{draft.name.lstrip('.')}-{place.name}-{time.monotonic_ns()}"
+        withdrawn = draft.parent / f"{DELETING}{draft.name.lstrip('.')}-{place.name}-{time.monotonic_ns()}"
         with storage_errors(place, 1):
-            os.rename(place, gone)
-        self._withdrawn.append(gone)
+            os.rename(place, withdrawn)
+        self._withdrawn.append(withdrawn)
 
     def _ref(self, catalog: StoredImage, world_size: int) -> CatalogRef:
         ranks = min(self.catalog_ranks, world_size - catalog.rank)
@@ -170,27 +172,27 @@ class Collector:
         )
 
     def _tables_of(self, members: Sequence[Catalog], first: int) -> tuple[bytes, bytes]:
-        """The table of all members, and the rectangles that they cover together."""
+        """Return the table of all members, and the rectangles that they cover together."""
         digests = tuple(member.table_digest for member in members)
-        known = self._group
-        if known is None or known[0] != digests:
+        cached = self._group
+        if cached is None or cached[0] != digests:
             table = joined([member.table for member in members])
-            known = self._group = digests, encode_table(table), encode_table(table.merged(first))
-        return known[1], known[2]
+            cached = self._group = digests, encode_table(table), encode_table(table.merged(first))
+        return cached[1], cached[2]
 
     def _proven(self, summaries: Sequence[Catalog], required: tuple[Box, ...]) -> bytes:
-        """The rectangles of all catalogs; raises NotCoveredError unless they cover every tensor, and ``required``."""
+        """Return the rectangles of all catalogs; raise NotCoveredError unless they cover every tensor, and ``required``."""
         digests = tuple(summary.table_digest for summary in summaries)
-        known = self._whole
-        if known is None or known[:2] != (digests, required):
+        cached = self._checkpoint
+        if cached is None or cached[:2] != (digests, required):
             table = joined([summary.table for summary in summaries])
             table.merged(0).require_whole(required)
-            known = self._whole = digests, required, encode_table(table)
-        return known[2]
+            cached = self._checkpoint = digests, required, encode_table(table)
+        return cached[2]
 
 
 def leave_manifest(place: Path, catalog: Catalog) -> None:
-    """Writes a rank's manifest, durable, for whoever collects it: where it is, all of the rank's bytes are."""
+    """Write a rank's manifest, durably, for its collector. It exists only after all of the rank's bytes."""
     (image,) = catalog.images
     with storage_errors(place, 1):
         place.mkdir(exist_ok=True)
@@ -198,27 +200,27 @@ def leave_manifest(place: Path, catalog: Catalog) -> None:
 
 
 def leave_failure(folder: Path, rank: int, reason: str) -> None:
-    """Tells whoever waits for ``rank`` that it cannot deliver."""
+    """Record that ``rank`` cannot deliver, for the ranks that wait for it."""
     (folder / f"rank-{rank:05d}.failed").write_text(reason)
 
 
 def require_size(path: Path, nbytes: int) -> None:
-    """Raises CorruptError unless the file has ``nbytes`` bytes, MissingFileError where it is not there."""
+    """Raise CorruptError unless the file has ``nbytes`` bytes, MissingFileError if it does not exist."""
     with storage_errors(path):
         size = path.stat().st_size
     if size != nbytes:
         raise wrong_size(str(path), size, nbytes)
 
 
-def wrong_size(place: str, found_bytes: int, nbytes: int) -> CorruptError:
-    """The error for an image that is not as large as its manifest says."""
+def wrong_size(place: str, actual_bytes: int, nbytes: int) -> CorruptError:
+    """Return the error for an image whose size differs from its manifest."""
     return CorruptError(
-        f"{place}: {found_bytes:,} bytes; its manifest says {nbytes:,}. Restore another step."
+        f"{place}: {actual_bytes:,} bytes, but {nbytes:,} in its manifest. Restore another step."
     )
 
 
 def write_record(path: Path, content: bytes) -> None:
-    """Writes a small file, durable and at once."""
+    """Write a small file, durably and atomically."""
     with storage_errors(path, len(content)):
         write_atomically(path, content)
 
@@ -231,29 +233,31 @@ def _summary_name(first: int) -> str:
     return f"ranks-{first:05d}.summary"
 
 
-def _await_files(folder: Path, place: Path, wanted: Mapping[str, int], whom: str, patience: Patience) -> None:
-    """Waits until all ``wanted`` files, by name with the rank that writes each, are in ``place``.
+def _await_files(
+    folder: Path, place: Path, expected: Mapping[str, int], writers: str, patience: WaitLimit
+) -> None:
+    """Wait until all ``expected`` files, by name with the rank that writes each, are in ``place``.
 
-    Raises AbandonedError where a rank has said in ``folder`` that it cannot, where the wait is cancelled or takes too long.
+    Raises AbandonedError if a rank has recorded a failure in ``folder``, or the wait is cancelled or times out.
     """
     deadline = time.monotonic() + patience.timeout_s
     pause_s = _SHORTEST_POLL_S
     while True:
         with storage_errors(folder, 1):
-            told = os.listdir(folder)
-            names = set(os.listdir(place)) if place.name in told else set[str]()
-        failed = sorted(name for name in told if name.endswith(".failed"))
+            entries = os.listdir(folder)
+            names = set(os.listdir(place)) if place.name in entries else set[str]()
+        failed = sorted(name for name in entries if name.endswith(".failed"))
         if failed:
             reason = (folder / failed[0]).read_text(errors="replace")
             raise AbandonedError(f"{folder.name}: {Path(failed[0]).stem} could not write its share: {reason}")
-        absent = [rank for name, rank in wanted.items() if name not in names]
+        absent = [rank for name, rank in expected.items() if name not in names]
         if not absent:
             return
         if patience.cancelled():
             raise AbandonedError(f"{folder.name}: the save was cancelled")
         if time.monotonic() > deadline:
             raise AbandonedError(
-                f"{folder.name}: {len(absent)} of {whom} have not written after {patience.timeout_s} s "
+                f"{folder.name}: {len(absent)} of {writers} have not written after {patience.timeout_s} s "
                 f"(first: {absent[:8]}). They died or their storage is slow; the older checkpoints are intact."
             )
         time.sleep(pause_s)
@@ -261,54 +265,54 @@ def _await_files(folder: Path, place: Path, wanted: Mapping[str, int], whom: str
 
 
 class StepFiles(Protocol):
-    """A place of committed steps, by the names of their files. Every method raises a CheckpointError where the place fails."""
+    """Storage of committed steps, by the names of their files. Every method raises a CheckpointError if the storage fails."""
 
     def index(self, step: int) -> Index:
-        """The index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
+        """Return the index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
         ...
 
     def index_bytes(self, step: int) -> bytes:
-        """The encoded index. Raises NoSuchStepError."""
+        """Return the encoded index. Raises NoSuchStepError."""
         ...
 
     def place(self, step: int, file: str) -> str:
-        """The path or URL of a step's file, for messages; of its index where ``file`` is empty."""
+        """Return the path or URL of a step's file, for messages; of its index if ``file`` is empty."""
         ...
 
     def read_file(self, step: int, file: str) -> bytes:
-        """A small file of the step. Raises MissingFileError."""
+        """Return a small file of the step. Raises MissingFileError."""
         ...
 
     def blocks(self, step: int, manifest: Manifest, numbers: Sequence[int]) -> Iterator[ByteArray]:
-        """Blocks of an image in turn, checked; a block is valid until the next one is asked for."""
+        """Yield the verified blocks of an image; a block is valid until the next one is requested."""
         ...
 
     def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
-        """Reads a whole image back: yields how many of its bytes have been looked at, with what is wrong with the last of them."""
+        """Read a full image back: yield the number of bytes read so far, with the error of the last block, if any."""
         ...
 
 
 class CatalogReader:
-    """Looks into the committed steps of ``files``; boxes are said to be at ``distance`` in the tier ``name``."""
+    """Reads the committed steps of ``files``; boxes get the location ``name`` and ``distance``."""
 
     def __init__(self, files: StepFiles, name: str, distance: int) -> None:
         self._files = files
         self._name = name
         self._distance = distance
-        # Committed steps never change; a restore reads the same catalogs twice (to plan, to read), in the order of ranks.
+        # Cached: committed steps never change, and a restore reads the same catalogs twice (to plan, to read), by rank.
         self._catalog = lru_cache(maxsize=64)(self._load_catalog)
         self._manifest = lru_cache(maxsize=256)(self._load_manifest)
 
     def catalog(self, step: int, ref: CatalogRef) -> Catalog:
-        """A catalog that the step's index names, checked. Raises CorruptError, MissingFileError."""
+        """Return a verified catalog of the step's index. Raises CorruptError, MissingFileError."""
         return self._catalog(step, ref)
 
     def extents(self, step: int, digits: str) -> Catalog:
-        """Which catalogs hold what: the rectangles of each, under the number of its first rank. Raises as ``catalog`` does."""
+        """Return the rectangles of each catalog, under the number of its first rank. Raises the errors of ``catalog``."""
         return decode_catalog(self._checked_bytes(step, EXTENTS, digits), self._files.place(step, EXTENTS))
 
-    def boxes(self, step: int, rank: int | None, needed: Sequence[Box] | None) -> tuple[Held, ...]:
-        """As ``ReadableTier.boxes``."""
+    def boxes(self, step: int, rank: int | None, needed: Sequence[Box] | None) -> tuple[StoredBox, ...]:
+        """See ``ReadableTier.boxes``."""
         index = self._files.index(step)
         refs = index.catalogs
         if rank is not None:
@@ -317,10 +321,10 @@ class CatalogReader:
             extents = self.extents(step, index.extents_checksum).table
             firsts = set(extents.holder[extents.overlapping(needed)].tolist())
             refs = tuple(ref for ref in refs if ref.first_rank in firsts)
-        return tuple(held for ref in refs for held in self._held(self.catalog(step, ref), rank, needed))
+        return tuple(box for ref in refs for box in self._stored_boxes(self.catalog(step, ref), rank, needed))
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
-        """As ``ReadableTier.read``."""
+        """See ``ReadableTier.read``."""
         refs = self._files.index(step).catalogs
         firsts = [ref.first_rank for ref in refs]
         for holder, group in groupby(reads, key=lambda read: read.source.location.holder):
@@ -329,17 +333,17 @@ class CatalogReader:
             yield from read_parts(manifest, list(group), partial(self._files.blocks, step, manifest))
 
     def images(self, step: int) -> list[Manifest]:
-        """The manifests of a step's images, by rank."""
+        """Return the manifests of a step's images, by rank."""
         catalogs = [self.catalog(step, ref) for ref in self._files.index(step).catalogs]
         return [catalog.manifest(image.rank) for catalog in catalogs for image in catalog.images]
 
     def records(self, step: int) -> list[str]:
-        """The names of a step's files that are neither image nor index."""
+        """Return the names of a step's files that are neither image nor index."""
         index = self._files.index(step)
         return [ref.file for ref in index.catalogs] + ([EXTENTS] if index.extents_checksum else [])
 
     def wrong_catalogs(self, step: int) -> tuple[list[CatalogRef], list[tuple[str, CheckpointError]]]:
-        """The good catalogs of a step; and, by file, what is wrong with the others and with the extents."""
+        """Return the good catalogs of a step; and, by file, the errors of the others and of the extents."""
         index = self._files.index(step)
         good: list[CatalogRef] = []
         extents: list[BoxTable] = []
@@ -380,7 +384,9 @@ class CatalogReader:
             )
         return data
 
-    def _held(self, catalog: Catalog, rank: int | None, needed: Sequence[Box] | None) -> Iterator[Held]:
+    def _stored_boxes(
+        self, catalog: Catalog, rank: int | None, needed: Sequence[Box] | None
+    ) -> Iterator[StoredBox]:
         table = catalog.table
         rows = np.arange(len(table)) if needed is None else table.overlapping(needed)
         if rank is not None:
@@ -389,18 +395,18 @@ class CatalogReader:
         for row in table.in_image_order(rows).tolist():
             holder = int(table.holder[row])
             place = places.setdefault(holder, BoxLocation(self._name, str(holder), self._distance))
-            yield Held(table.box(row), place)
+            yield StoredBox(table.box(row), place)
 
 
 def look_through(
-    manifest: Manifest, blocks: Callable[[Sequence[int]], Iterator[ByteArray]], there: int
+    manifest: Manifest, blocks: Callable[[Sequence[int]], Iterator[ByteArray]], block_count: int
 ) -> Iterator[tuple[int, CheckpointError | None]]:
-    """``StepFiles.damage`` of an image of which ``there`` blocks are there. ``blocks`` reads ahead; after a bad block it begins again behind it."""
+    """``StepFiles.damage`` of an image with ``block_count`` blocks. ``blocks`` reads ahead; after a bad block it restarts with the next."""
     number = 0
-    while number < there:
+    while number < block_count:
         problem: CheckpointError | None = None
         try:
-            for _ in blocks(range(number, there)):
+            for _ in blocks(range(number, block_count)):
                 number += 1
                 yield min(number * manifest.block_bytes, manifest.nbytes), None
         except CheckpointError as error:

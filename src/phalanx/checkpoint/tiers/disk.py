@@ -4,15 +4,14 @@
     <root>/step-00000100/ranks-00000.catalog           manifests of up to 256 ranks: boxes, offsets, a checksum for each 8 MiB
     <root>/step-00000100/rank-00000.safetensors        the bytes of a rank
     <root>/step-00000100/ranks-00256/...               those of ranks 256 to 511, whose catalog is ranks-00256.catalog; and so on
-    <root>/step-00000100/extents.catalog               where there are several catalogs: which of them hold what
+    <root>/step-00000100/extents.catalog               if there are several catalogs: the extents of each
     <root>/.partial-step-00000100-3/                   a draft of attempt 3
     <root>/.partial-step-00000100-3/manifests-00000/   the ranks' manifests, until they are in a catalog
-    <root>/.deleting-.../                              on its way out
+    <root>/.deleting-.../                              being removed
 
-Ranks meet only here: each writes its file and manifest durably into the draft, the first of every 256 joins the manifests of its
-group, rank 0 waits for all groups (``catalogued.py``), writes the index and renames the folder. A folder named ``step-...`` with an
-index is therefore complete, whatever crashed when, and nothing in it is ever rewritten. Whatever is removed is first renamed, so
-that it stops existing at once even where removing takes long.
+Ranks meet only here. Each writes its file and manifest durably into the draft. The first of every 256 joins the manifests of its group.
+Rank 0 waits for all groups (``catalogued.py``), writes the index and renames the folder. So a folder named ``step-...`` with an index is
+complete after any crash, and its files are never rewritten. A folder is renamed before it is removed, so that it disappears at once.
 """
 
 import logging
@@ -37,13 +36,13 @@ from phalanx.checkpoint.format.boxes import Box
 from phalanx.checkpoint.format.errors import CheckpointError, NoSuchStepError
 from phalanx.checkpoint.format.image import ByteArray, Image, ImageEntry, RawArray
 from phalanx.checkpoint.format.manifest import Index, Manifest, catalog_of, decode_index, encode_index
-from phalanx.checkpoint.format.restore_plan import DISK, Held, PlannedRead
+from phalanx.checkpoint.format.restore_plan import DISK, PlannedRead, StoredBox
 from phalanx.checkpoint.tiers.catalogued import (
     CATALOG_RANKS,
     DELETING,
     CatalogReader,
     Collector,
-    Patience,
+    WaitLimit,
     leave_failure,
     leave_manifest,
     look_through,
@@ -51,7 +50,7 @@ from phalanx.checkpoint.tiers.catalogued import (
     write_record,
     wrong_size,
 )
-from phalanx.checkpoint.tiers.tier import Draft, Record, always, never
+from phalanx.checkpoint.tiers.tier import Draft, StepRecord, always, never
 from phalanx.run.directory.files import files_below, sync
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, committed_steps, is_committed, step_folder
 
@@ -60,10 +59,10 @@ _PARTIAL = re.compile(r"\.partial-step-(\d{8,})-(\d+)")
 
 
 class DiskTier:
-    """Checkpoints in the folder ``root``, which is made where it is missing.
+    """Checkpoints in the folder ``root``, which is created if it is missing.
 
-    Images are written and checked in blocks of ``block_bytes``; ``catalog_ranks`` manifests are joined in a catalog, by one of the ranks,
-    so that must be the same on all of them. A commit first makes sure that the ranks' boxes cover every tensor that they name.
+    Images are written and verified in blocks of ``block_bytes``. One rank joins ``catalog_ranks`` manifests in a catalog, so that number must
+    be the same on all of them. A commit first checks that the ranks' boxes cover every tensor that they name.
     """
 
     name = "disk"
@@ -80,18 +79,18 @@ class DiskTier:
             self.root.mkdir(parents=True, exist_ok=True)
 
     def folder(self, step: int) -> Path:
-        """The folder of a committed step, which may not exist yet."""
+        """Return the folder of a committed step, which may not exist yet."""
         return step_folder(self.root, step)
 
     def draft_folder(self, draft: Draft) -> Path:
-        """The folder in which a draft is written."""
+        """Return the folder in which a draft is written."""
         return self.root / f".partial-step-{draft.step:08d}-{draft.attempt}"
 
     # Saving
 
     def write(self, draft: Draft, rank: int, image: Image, *, cancelled: Callable[[], bool] = never) -> None:
         folder = self.draft_folder(draft)
-        # The image first, durable; the manifest last and by a rename: where it is, all of the rank's bytes are.
+        # The image is written first, durably; the manifest last and by a rename, so it implies that all of the rank's bytes exist.
         data = image.data[: image.layout.nbytes]
         place = self._collector.image_folder(rank)
         file = f"{place}/rank-{rank:05d}.safetensors".lstrip("/")
@@ -111,14 +110,14 @@ class DiskTier:
         leave_manifest(folder / place, catalog_of(manifest, self._packed_table(manifest.entries, rank)))
 
     def _packed_table(self, entries: tuple[ImageEntry, ...], rank: int) -> bytes:
-        """The table of a rank's boxes, which are the same at every save."""
-        known = self._packed
-        if known is None or known[0] is not entries or known[1] != rank:
-            known = self._packed = entries, rank, encode_table(table_of(entries, rank))
-        return known[2]
+        """Return the table of a rank's boxes; cached, because it is the same at every save."""
+        cached = self._packed
+        if cached is None or cached[0] is not entries or cached[1] != rank:
+            cached = self._packed = entries, rank, encode_table(table_of(entries, rank))
+        return cached[2]
 
     def _make(self, folder: Path) -> None:
-        """Makes a draft's folder, and the root again if somebody has removed it: later saves must not fail for that."""
+        """Create a draft's folder, and the root again if it was removed, so that later saves do not fail."""
         self.root.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True, parents=True)
 
@@ -141,11 +140,11 @@ class DiskTier:
             return
         folder = self.draft_folder(draft)
         try:
-            summary = self._collector.collect(folder, rank, world_size, Patience(timeout_s, cancelled))
+            summary = self._collector.collect(folder, rank, world_size, WaitLimit(timeout_s, cancelled))
             self._collector.summarize(folder, summary)
             self._collector.clear_away()
         except CheckpointError as error:
-            if folder.is_dir():  # else the draft has been given up, and nobody waits
+            if folder.is_dir():  # else the draft was abandoned, and no rank waits
                 with suppress(CheckpointError):
                     self.fail(draft, rank, str(error))
             raise
@@ -153,7 +152,7 @@ class DiskTier:
     def commit(
         self,
         draft: Draft,
-        record: Record,
+        record: StepRecord,
         *,
         timeout_s: float,
         required: Sequence[Box] = (),
@@ -162,10 +161,10 @@ class DiskTier:
     ) -> int:
         folder = self.draft_folder(draft)
         try:
-            # 1. Every rank's manifest is there, so every rank's bytes are, in files of the right size.
+            # 1. Every rank's manifest exists, so every rank's bytes do, in files of the right size.
             # 2. Together they cover every tensor.
             catalogs, extents = self._collector.gather(
-                folder, record.world_size, required, Patience(timeout_s, cancelled)
+                folder, record.world_size, required, WaitLimit(timeout_s, cancelled)
             )
             index = Index(
                 step=record.step,
@@ -176,10 +175,10 @@ class DiskTier:
                 catalogs=catalogs,
                 extents_checksum=extents,
             )
-            # 3. The index, durable in the draft, where nobody looks for it.
+            # 3. Write the index, durably, into the draft, which readers ignore.
             write_record(folder / CHECKPOINT_INDEX, encode_index(index))
             authorize()
-            # 4. One rename makes the step visible: before it there is a draft, after it a whole checkpoint.
+            # 4. One rename makes the step visible: before it there is a draft, after it a complete checkpoint.
             self._publish(folder, draft.step)
             self._drop_earlier(draft)
             self._collector.clear_away()
@@ -193,11 +192,11 @@ class DiskTier:
             try:
                 os.rename(folder, self.folder(step))
             except OSError:
-                # A folder of that name that is not empty: an earlier attempt has committed the step, which stays.
+                # A non-empty folder of that name: if an earlier attempt has committed the step, that one stays.
                 if self.has(step):
                     self._discard(folder)
                 elif self.folder(step).exists():
-                    _log.warning("%s is no whole checkpoint: it is moved aside", self.folder(step))
+                    _log.warning("%s is not a complete checkpoint: it is set aside", self.folder(step))
                     self.set_aside(step)
                     os.rename(folder, self.folder(step))
                 else:
@@ -205,14 +204,14 @@ class DiskTier:
             sync(self.root)
 
     def _drop_earlier(self, draft: Draft) -> None:
-        """Removes drafts of earlier steps: every rank has written this one, so none still writes an earlier one."""
+        """Remove drafts of earlier steps: every rank has written this step, so no rank still writes an earlier one."""
         with storage_errors(self.root):
             names = os.listdir(self.root)
         for match in filter(None, map(_PARTIAL.fullmatch, names)):
             if int(match[1]) < draft.step and int(match[2]) == draft.attempt:
                 self._discard(self.root / match[0])
 
-    # Looking
+    # Listing
 
     def steps(self) -> list[int]:
         with storage_errors(self.root):
@@ -222,7 +221,7 @@ class DiskTier:
         return is_committed(self.folder(step))
 
     def index(self, step: int) -> Index:
-        """The index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
+        """Return the index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
         return decode_index(self.index_bytes(step), self.place(step, ""))
 
     def index_bytes(self, step: int) -> bytes:
@@ -234,27 +233,27 @@ class DiskTier:
             return path.read_bytes()
 
     def data_bytes(self, step: int) -> int:
-        """Bytes of all files of a step."""
+        """Return the bytes of all files of a step."""
         folder = self.folder(step)
         with storage_errors(folder):
             return sum(file.stat().st_size for file in files_below(folder) if file.is_file())
 
     def require_files(self, step: int) -> None:
-        """Raises a CheckpointError unless every file of a committed step is there in its size; reads no tensor."""
+        """Raise a CheckpointError unless every file of a committed step exists in its size; reads no tensor."""
         for ref in self.index(step).catalogs:
             for image in self.reader.catalog(step, ref).images:
                 require_size(self.folder(step) / image.file, image.nbytes)
 
-    def record(self, step: int) -> Record:
+    def record(self, step: int) -> StepRecord:
         index = self.index(step)
-        return Record(index.step, index.world_size, index.extra, index.weights_sha256)
+        return StepRecord(index.step, index.world_size, index.extra, index.weights_sha256)
 
     def extra(self, step: int) -> dict[str, object]:
         return self.index(step).extra
 
     def boxes(
         self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
-    ) -> tuple[Held, ...]:
+    ) -> tuple[StoredBox, ...]:
         return self.reader.boxes(step, rank, needed)
 
     def place(self, step: int, file: str) -> str:
@@ -274,7 +273,7 @@ class DiskTier:
         return BlockFile(self.folder(step) / manifest.file, manifest).blocks(numbers)
 
     def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
-        # Past the page cache, so that it is the disk that is read.
+        # Drop cached pages, so that the disk is read.
         path = self.folder(step) / manifest.file
         try:
             with storage_errors(path):
@@ -285,8 +284,8 @@ class DiskTier:
             return
         if size != manifest.nbytes:
             yield 0, wrong_size(str(path), size, manifest.nbytes)
-        there = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
-        yield from look_through(manifest, partial(self.blocks, step, manifest), there)
+        block_count = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
+        yield from look_through(manifest, partial(self.blocks, step, manifest), block_count)
 
     # Removing
 
@@ -296,7 +295,7 @@ class DiskTier:
         self._discard(self.folder(step))
 
     def set_aside(self, step: int) -> None:
-        """Renames the folder to ``.damaged-...``, so that it can still be looked at."""
+        """Rename the folder to ``.damaged-...``, so that it can be inspected."""
         folder = self.folder(step)
         with storage_errors(folder):
             os.rename(folder, self.root / f".damaged-{folder.name}-{time.time_ns()}")
@@ -322,12 +321,12 @@ class DiskTier:
             except FileNotFoundError:
                 return
             sync(self.root)
-        # What a slow file system keeps back, the next sweep takes.
+        # The next sweep removes leftovers of a slow file system.
         shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _drop_cached(path: Path) -> None:
-    """Drops the file from the page cache, so that the disk itself is read."""
+    """Drop the file from the page cache, so that the disk is read."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,12 +1,12 @@
-"""Checkpoints in an object store, where there is neither rename nor lock: a step is committed by one small object.
+"""Checkpoints in an object store, without rename or lock: a step is committed by one small object.
 
-    ROOT/data/step-00000100-TAG-DIGEST/rank-00000.safetensors    the files of a step, as on disk (``disk.py``) but for its index
-    ROOT/committed/00000100.json                                 the index, and in which folder of ``data`` the files are
+    ROOT/data/step-00000100-TAG-DIGEST/rank-00000.safetensors    the files of a step, as on disk (``disk.py``), without its index
+    ROOT/committed/00000100.json                                 the index, and the folder of ``data`` with the files
     ROOT/damaged/00000100-NS.json                                a commit that was set aside; its files stay
 
-The object in ``committed`` is created only if absent, as the last thing of an upload, so of several attempts at a step one commits and
-no reader ever finds half of one. A folder's name holds the tag of the attempt that fills it and a digest of the index, and so of every
-byte: attempts that could differ never share a key, and a stale writer cannot touch what is committed. Deleting removes the commit first.
+The object in ``committed`` is created only if absent, as the last step of an upload. So one of several attempts commits, and no reader
+ever sees a partial step. A folder's name contains the tag of its attempt and a digest of the index, and so of every byte. Attempts that
+could differ never share a key, and a stale writer cannot modify a committed step. Deletion removes the commit first.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from phalanx.checkpoint.format.errors import (
 )
 from phalanx.checkpoint.format.image import ByteArray, RawArray
 from phalanx.checkpoint.format.manifest import Index, Manifest, checksum, decode_index, parse_object, sealed
-from phalanx.checkpoint.format.restore_plan import REMOTE, Held, PlannedRead
+from phalanx.checkpoint.format.restore_plan import REMOTE, PlannedRead, StoredBox
 from phalanx.checkpoint.tiers.catalogued import CatalogReader, look_through, wrong_size
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.tier import Record
+from phalanx.checkpoint.tiers.tier import StepRecord
 from phalanx.run.directory.files import range_locked
 from phalanx.run.directory.paths import step_folder, step_of
 from phalanx.store.open_store import is_url, joined, open_store
@@ -59,60 +59,60 @@ from phalanx.store.store import (
     require_create,
 )
 
-# Blocks of a checkpoint in a store, fetched once by the ranks of one machine that all restore it.
+# Blocks of a checkpoint in a store, fetched once for all ranks of a machine that restore it.
 #
-# Equal ranks need equal blocks, and read them in the same order at about the same time. So a file in memory (tmpfs) of bounded size is
-# enough, in which each block has one place: whoever needs a block looks there, and else fetches it and leaves it there, under a lock on the
-# place. As in a dataset's cache, nothing says what a place holds but its checksum, which the checkpoint's catalog gives: a hole, another block, half of
-# one are all the same, a block to be fetched. Each rank holds a shared lock on the file while it restores; the last one removes it, and
-# what killed ranks have left the next restore on the machine.
+# Equal ranks need equal blocks, and read them in the same order at about the same time. So a file in memory (tmpfs) of bounded size
+# suffices as a cache, in which each block has one position. A rank reads the block there, or fetches it and writes it there, under a lock
+# on the position. The content is identified only by the checksum from the checkpoint's catalog. A hole, another block and a partial block
+# all fail it, and the block is fetched. Each rank has a shared lock on the file while it restores; the last one removes it. The next
+# restore on the machine removes the files of killed ranks.
 
 _MOST_BYTES = 2 << 30
 _SHARE_OF_FREE = 0.25
-"""Part of the free room of the file system that the file may take."""
+"""Fraction of the file system's free space that the file may use."""
 _SIZE_LOCK = 1 << 60
-"""The byte, behind any block, whose lock is for the file's size."""
+"""Byte beyond any block, whose lock protects the file's size."""
 
 
 class SharedBlocks:
-    """The blocks that ranks of this machine have fetched from ``place`` lately. Threads may share it; close it when all have restored."""
+    """Recently fetched blocks of ``place``, shared by the ranks of this machine. Thread-safe; close it when all have restored."""
 
     def __init__(self, place: str, folder: Path | None = None, most_bytes: int = _MOST_BYTES) -> None:
         folder = memory_folder() if folder is None else folder
         prefix = f"phalanx-restore-{os.getuid()}-"
         self._path = folder / f"{prefix}{hashlib.sha256(place.encode()).hexdigest()[:32]}"
         self._descriptor = -1
-        # Without the file each rank fetches for itself.
+        # Without the file each rank fetches all blocks.
         with suppress(OSError):
-            for left in folder.glob(f"{prefix}*"):
+            for leftover in folder.glob(f"{prefix}*"):
                 with suppress(OSError):  # another removes it
-                    _remove_unless_held(left)
-            self._descriptor = _opened(self._path)
-            found = os.statvfs(folder)
-            most_bytes = min(most_bytes, int(found.f_bavail * found.f_frsize * _SHARE_OF_FREE))
+                    _remove_unless_held(leftover)
+            self._descriptor = _open_locked(self._path)
+            stat = os.statvfs(folder)
+            most_bytes = min(most_bytes, int(stat.f_bavail * stat.f_frsize * _SHARE_OF_FREE))
             most_bytes = _agreed_bytes(self._path, self._descriptor, most_bytes)
         self._most_bytes = most_bytes
 
     def block(self, manifest: Manifest, number: int, fetch: Callable[[], memoryview]) -> memoryview:
-        """A block of an image: as another rank has left it here, or what ``fetch`` returns, which must be checked still."""
-        places = self._most_bytes // manifest.block_bytes
-        if self._descriptor < 0 or not places:
+        """Return a block of an image from the cache, or the result of ``fetch``, which is not verified yet."""
+        slots = self._most_bytes // manifest.block_bytes
+        if self._descriptor < 0 or not slots:
             return fetch()
-        # Those that follow each other in an image have places beside each other, so that none drives out one that was just fetched.
-        start = (zlib.crc32(manifest.file.encode()) + number) % places * manifest.block_bytes
+        # Successive blocks of an image have successive positions, so that none evicts one that was just fetched.
+        start = (zlib.crc32(manifest.file.encode()) + number) % slots * manifest.block_bytes
         nbytes = min(manifest.block_bytes, manifest.nbytes - number * manifest.block_bytes)
         with range_locked(self._path, start, start + manifest.block_bytes):
             with suppress(OSError):
-                found = os.pread(self._descriptor, nbytes, start)
-                if checksum(found) == manifest.checksums[number]:
-                    return memoryview(found)
+                cached = os.pread(self._descriptor, nbytes, start)
+                if checksum(cached) == manifest.checksums[number]:
+                    return memoryview(cached)
             data = fetch()
             with suppress(OSError):  # no room: the others fetch it too
                 os.pwrite(self._descriptor, data, start)
         return data
 
     def close(self) -> None:
-        """Lets go of the file, and removes it if nobody else holds it."""
+        """Release the file, and remove it if no other process uses it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -121,17 +121,17 @@ class SharedBlocks:
 
 
 def memory_folder() -> Path:
-    """A folder in memory, if this system has one that can be written."""
+    """Return a writable folder in memory, or the temporary folder if this system has none."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK | os.X_OK) else Path(gettempdir())
 
 
-def _opened(path: Path) -> int:
-    """The file at ``path``, held; made if it is not there. Raises ``OSError`` also where it is another user's."""
+def _open_locked(path: Path) -> int:
+    """Open the file at ``path`` with a shared lock; create it if missing. Raises ``OSError`` also if another user owns it."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            # Before the lock: another user who holds one on a file of this name would be waited for without end.
+            # Checked before locking: another user's lock on a file of this name could block forever.
             if os.fstat(descriptor).st_uid != os.getuid():
                 raise PermissionError(f"{path} belongs to another user")
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -144,10 +144,10 @@ def _opened(path: Path) -> int:
 
 
 def _agreed_bytes(path: Path, descriptor: int, most_bytes: int) -> int:
-    """The size of the file, which is what the first of its ranks finds room for: by another size, a rank would look for blocks at other places."""
+    """Return the size of the file, which its first rank has set: with another size, a rank would use other positions."""
     with range_locked(path, _SIZE_LOCK, _SIZE_LOCK + 1):
         if not os.fstat(descriptor).st_size:
-            os.ftruncate(descriptor, most_bytes)  # a hole: it takes room as blocks are left in it
+            os.ftruncate(descriptor, most_bytes)  # a hole, which takes space as blocks are written
         return os.fstat(descriptor).st_size
 
 
@@ -167,14 +167,14 @@ _COMMIT_VERSION = 1
 _COMMIT = re.compile(r"committed/(\d{8,})\.json")
 _READS_AT_ONCE = 8
 _AHEAD = 2 * _READS_AT_ONCE
-"""Blocks that are asked for or waiting to be taken: more than come at once, so that one that is late leaves no request unmade."""
+"""Blocks in flight or waiting to be consumed: more than the concurrent reads, so that one slow block does not delay requests."""
 
 
 class ObjectTier:
-    """The checkpoints below the URL that ``store`` was opened with."""
+    """The checkpoints below the URL of ``store``."""
 
     def __init__(self, store: Store, block_reads: HedgedReads | None = None) -> None:
-        """``block_reads`` hedges the reads of blocks; a new one by default."""
+        """Open the tier; ``block_reads`` hedges the reads of blocks, by default a new one."""
         self.store = store
         self.name = store.url
         self.reader = CatalogReader(self, self.name, REMOTE)
@@ -182,37 +182,37 @@ class ObjectTier:
         self.block_reads = block_reads or HedgedReads()
         self._shared: SharedBlocks | None = None
 
-    # Looking
+    # Listing
 
     def steps(self) -> list[int]:
         with store_errors():
-            found = [_COMMIT.fullmatch(info.key) for info in self.store.list(COMMITTED)]
-        return sorted(int(match[1]) for match in found if match)
+            matches = [_COMMIT.fullmatch(info.key) for info in self.store.list(COMMITTED)]
+        return sorted(int(match[1]) for match in matches if match)
 
     def has(self, step: int) -> bool:
         return step in self.steps()
 
     def index(self, step: int) -> Index:
-        """The index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
+        """Return the index of a committed step. Raises NoSuchStepError, CorruptError, FormatVersionError."""
         return decode_index(self.index_bytes(step), self.place(step, ""))
 
     def index_bytes(self, step: int) -> bytes:
         return self._commit(step)[1]
 
-    def record(self, step: int) -> Record:
+    def record(self, step: int) -> StepRecord:
         index = self.index(step)
-        return Record(index.step, index.world_size, index.extra, index.weights_sha256)
+        return StepRecord(index.step, index.world_size, index.extra, index.weights_sha256)
 
     def extra(self, step: int) -> dict[str, object]:
         return self.index(step).extra
 
     def boxes(
         self, step: int, rank: int | None = None, needed: Sequence[Box] | None = None
-    ) -> tuple[Held, ...]:
+    ) -> tuple[StoredBox, ...]:
         return self.reader.boxes(step, rank, needed)
 
     def data_bytes(self, step: int) -> int:
-        """Bytes of all files of a step but its index."""
+        """Return the bytes of all files of a step except its index."""
         with store_errors():
             return sum(info.nbytes for info in self.store.list(self._commit(step)[0]))
 
@@ -229,9 +229,9 @@ class ObjectTier:
         return self.reader.read(step, reads)
 
     def blocks(self, step: int, manifest: Manifest, numbers: Iterable[int]) -> Iterator[ByteArray]:
-        """Each block is a request of its own, several ahead of whoever takes them; it is the memory in which it came, and read-only.
+        """Yield blocks, each from a separate request, several ahead of the consumer. A block is the received memory, and read-only.
 
-        One that takes far longer than the others is asked for twice: all ranks of a fleet wait for the slowest of all their blocks.
+        A block that takes far longer than the others is requested twice: all ranks of a fleet wait for the slowest of all their blocks.
         """
         key, shared = self._key(step, manifest.file), self._shared
 
@@ -239,11 +239,11 @@ class ObjectTier:
             start = number * manifest.block_bytes
             stop = min(start + manifest.block_bytes, manifest.nbytes)
 
-            def ask() -> memoryview:
+            def read_range() -> memoryview:
                 with store_errors():
                     return self.block_reads.read(lambda: self.store.ranges(key, [(start, stop)]))[0]
 
-            data = ask() if shared is None else shared.block(manifest, number, ask)
+            data = read_range() if shared is None else shared.block(manifest, number, read_range)
             if checksum(data) != manifest.checksums[number]:
                 raise CorruptError(
                     f"{self.store.url}/{key}, block {number} (bytes {start:,} to {stop:,}): the bytes differ from their "
@@ -251,19 +251,19 @@ class ObjectTier:
                 )
             return np.frombuffer(data, np.uint8)
 
-        todo = iter(numbers)
+        pending = iter(numbers)
         with ThreadPoolExecutor(_READS_AT_ONCE, "checkpoint-fetch") as pool:
-            ahead = deque(pool.submit(fetch, number) for number in islice(todo, _AHEAD))
+            ahead = deque(pool.submit(fetch, number) for number in islice(pending, _AHEAD))
             while ahead:
                 block = ahead.popleft().result()
-                ahead.extend(pool.submit(fetch, number) for number in islice(todo, 1))
+                ahead.extend(pool.submit(fetch, number) for number in islice(pending, 1))
                 yield block
 
     @contextmanager
     def shared_on_this_machine(self) -> Iterator[None]:
-        """Until it ends, each block is fetched by one of the ranks of this machine that read it meanwhile in this way too.
+        """Context in which each block is fetched once for all ranks of this machine in the same context.
 
-        For restores of all ranks together, none of whom ends it before all have restored.
+        For restores of all ranks together; no rank may leave it before all have restored.
         """
         self._shared = SharedBlocks(self.store.url)
         try:
@@ -284,22 +284,22 @@ class ObjectTier:
             return
         if size != manifest.nbytes:
             yield 0, wrong_size(f"{self.store.url}/{key}", size, manifest.nbytes)
-        there = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
-        yield from look_through(manifest, partial(self.blocks, step, manifest), there)
+        block_count = len(manifest.checksums) if size >= manifest.nbytes else size // manifest.block_bytes
+        yield from look_through(manifest, partial(self.blocks, step, manifest), block_count)
 
     # Writing
 
     def draft_folder(self, step: int, tag: str, index: bytes) -> str:
-        """Where an attempt with ``tag`` puts the files of a step."""
+        """Return the folder for the files of a step of the attempt ``tag``."""
         return f"{DATA}/step-{step:08d}-{tag}-{checksum(index)}"
 
     def draft_sizes(self, folder: str) -> dict[str, int]:
-        """The files that are in a draft, with their sizes in bytes."""
+        """Return the files in a draft, with their sizes in bytes."""
         with store_errors():
             return {info.key.removeprefix(f"{folder}/"): info.nbytes for info in self.store.list(folder)}
 
     def commit(self, step: int, folder: str, index: bytes) -> bool:
-        """Makes a step visible whose files are all in ``folder``; False if another attempt has committed it, which stays."""
+        """Make a step visible whose files are all in ``folder``; return False if another attempt has committed it, which stays."""
         content = {"version": _COMMIT_VERSION, "data": folder, "index": index.decode()}
         try:
             with store_errors():
@@ -313,7 +313,7 @@ class ObjectTier:
     # Removing
 
     def delete(self, step: int) -> None:
-        """Removes a committed step; its data go after its commit. Raises NoSuchStepError."""
+        """Remove a committed step: first its commit, then its data. Raises NoSuchStepError."""
         try:
             folder = self._load_commit(step)[0]
         except CorruptError:
@@ -324,27 +324,27 @@ class ObjectTier:
                 self.store.delete([info.key for info in self.store.list(folder)])
 
     def set_aside(self, step: int) -> None:
-        """Takes a damaged step out of the list; its data stay, to be looked at."""
+        """Remove a damaged step from the list; its data stays for inspection."""
         with store_errors():
             content = self.store.get(commit_key(step))
             self.store.create(f"{DAMAGED}/{step:08d}-{time.time_ns()}.json", content)
         self._forget(step)
 
     def sweep(self, tag: str, *, older_than_s: float = DAY_S) -> list[str]:
-        """Removes drafts of other attempts than ``tag`` that were never committed. Returns their folders.
+        """Remove uncommitted drafts of attempts other than ``tag``. Return their folders.
 
-        Only those in which nothing was written for ``older_than_s``: whoever still writes one could commit it meanwhile.
+        Only drafts without a write for ``older_than_s`` are removed: an active writer could still commit.
         """
         drafts: dict[str, list[Info]] = {}
         with store_errors():
             for info in self.store.list(DATA):
                 drafts.setdefault("/".join(info.key.split("/")[:2]), []).append(info)
-            # Read after the drafts, so that what was committed in between is seen.
+            # Read after the drafts, so that commits in between are seen.
             named = {
                 self._named_by(info.key) for part in (COMMITTED, DAMAGED) for info in self.store.list(part)
             }
         if None in named:
-            return []  # a damaged commit may name any of them
+            return []  # a damaged commit may refer to any of them
         old = [
             folder
             for folder, infos in drafts.items()
@@ -356,7 +356,7 @@ class ObjectTier:
         return old
 
     def _named_by(self, key: str) -> str | None:
-        """The folder of data that the commit ``key`` names; None where that cannot be read."""
+        """Return the folder of data in the commit ``key``; None if the commit cannot be read."""
         try:
             return decode_commit(self.store.get(key), key)[0]
         except MissingObjectError:
@@ -380,7 +380,7 @@ class ObjectTier:
         return decode_commit(content, f"{self.store.url}/{key}")
 
     def _forget(self, step: int) -> None:
-        """Removes a commit, here and in the store."""
+        """Remove a commit, from the store and the caches."""
         with store_errors():
             self.store.delete([commit_key(step)])
         self._commit.cache_clear()
@@ -388,12 +388,12 @@ class ObjectTier:
 
 
 def commit_key(step: int) -> str:
-    """The key of the object that commits a step."""
+    """Return the key of the object that commits a step."""
     return f"{COMMITTED}/{step:08d}.json"
 
 
 def decode_commit(data: bytes, place: str) -> tuple[str, bytes]:
-    """The folder of a step's files, and its encoded index. Raises CorruptError."""
+    """Return the folder of a step's files, and its encoded index. Raises CorruptError."""
     content = parse_object(data, place).get("content")
     if not isinstance(content, dict) or sealed(content) != data:
         raise CorruptError(f"{place}: differs from its checksum. Restore another step.")
@@ -405,14 +405,14 @@ def decode_commit(data: bytes, place: str) -> tuple[str, bytes]:
 
 
 def require_conditional_store(store: Store) -> None:
-    """Makes sure, by trying it, that the store refuses to create what is there. Raises StorageError."""
+    """Check, by trying it, that the store refuses to create an existing object. Raises StorageError."""
     with store_errors():
         require_create(store, f"probe/{secrets.token_hex(8)}")
 
 
 @contextmanager
 def store_errors() -> Iterator[None]:
-    """Turns a StoreError, which names URL and remedy, into the CheckpointError of its kind."""
+    """Convert a StoreError, which has the URL and the remedy, to the corresponding CheckpointError."""
     try:
         yield
     except MissingObjectError as error:
@@ -425,15 +425,15 @@ def store_errors() -> Iterator[None]:
         raise StorageError(str(error)) from error
 
 
-# The checkpoint that a run begins from, in a folder or in an object store, under one name: PLACE/step-00000100.
+# The checkpoint that a run starts from, in a folder or in an object store, under one name: PLACE/step-00000100.
 #
-# In a store there is no folder of that name; it stands for the step that is committed there, so that both kinds are pinned to one step alike.
+# A store has no folder of that name; it means the step that is committed there, so that both kinds are pinned to a step in the same way.
 
 
 def pinned_in_store(url: str) -> str | None:
-    """The checkpoint that ``url`` means: the step that it names, or the newest now; ``None`` if the store has none.
+    """Return the checkpoint that ``url`` means: the step that it names, or the newest now; ``None`` if the store has none.
 
-    Raises CheckpointError where the store cannot be reached, StoreError where the URL names none.
+    Raises CheckpointError if the store cannot be reached, StoreError if the URL names none.
     """
     place, step = _place_and_step(url)
     if step is None:
@@ -442,7 +442,7 @@ def pinned_in_store(url: str) -> str | None:
 
 
 def open_origin(start: str) -> tuple[DiskTier | ObjectTier, int]:
-    """The place of the checkpoint ``start``, PLACE/step-00000100, and its step; whether it is there has not been looked at."""
+    """Return the tier of the checkpoint ``start``, PLACE/step-00000100, and its step, without checking that it exists."""
     if is_url(start):
         place, step = _place_and_step(start)
         tier: DiskTier | ObjectTier = ObjectTier(open_store(place))

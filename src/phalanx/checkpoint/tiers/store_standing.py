@@ -1,4 +1,4 @@
-"""What a run's store holds of what is saved, as the run's events and its disk tell it: no store is asked, which could take minutes to answer."""
+"""State of the copies in a run's store, from the run's events and its disk. The store is not queried, because that could take minutes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.run.spec import RunSpec
 
 @dataclass(frozen=True)
 class StoreStanding:
-    """The newest step that is known to be in the store, the saved ones that are to follow, and why the last copy failed, if it did."""
+    """Newest step in the store, saved steps that are not copied yet, and the error of the last copy, if it failed."""
 
     url: str
     newest: int | None
@@ -21,8 +21,8 @@ class StoreStanding:
     error: str = ""
 
     def __str__(self) -> str:
-        there = "nothing yet" if self.newest is None else f"step {self.newest}"
-        text = f"in {self.url}: {there}"
+        newest = "nothing yet" if self.newest is None else f"step {self.newest}"
+        text = f"in {self.url}: {newest}"
         if self.behind:
             steps = "steps" if len(self.behind) > 1 else "step"
             text += f"; on disk alone: {steps} {', '.join(map(str, self.behind))}"
@@ -30,13 +30,15 @@ class StoreStanding:
 
 
 def store_standing(spec: RunSpec, directory: RunDirectory) -> StoreStanding | None:
-    """How far the copies of a resolved run are; ``None`` if it has no store. Raises ``OSError`` if its disk cannot be read."""
+    """Return the state of a resolved run's copies; ``None`` if it has no store. Raises ``OSError`` if its disk cannot be read."""
     checkpoint = spec.checkpoint
     url = checkpoint.store
     if not url:
         return None
-    there = _newest(directory, url, copied=True)
-    newest = there.body.step if there and isinstance(there.body, CheckpointCopied | Restored) else None
+    last_copy = _newest(directory, url, copied=True)
+    newest = (
+        last_copy.body.step if last_copy and isinstance(last_copy.body, CheckpointCopied | Restored) else None
+    )
     behind = tuple(
         step
         for step in directory.committed_steps()
@@ -45,7 +47,7 @@ def store_standing(spec: RunSpec, directory: RunDirectory) -> StoreStanding | No
     )
     error = ""
     failed = _newest(directory, url, copied=False) if behind else None
-    if failed and isinstance(failed.body, CheckpointFailed) and (not there or failed.t > there.t):
+    if failed and isinstance(failed.body, CheckpointFailed) and (not last_copy or failed.t > last_copy.t):
         error = failed.body.reason
     return StoreStanding(url, newest, behind, error)
 

@@ -1,1 +1,1 @@
-"""Facts of a model without building it: shapes, presets, counts, stages, and what each rank holds. No torch."""
+"""Facts of a model without building it: shapes, presets, counts, stages, and each rank's parameters. No torch."""

@@ -1,9 +1,14 @@
-"""The parameters that each rank of a layout holds, and the owner ranks of whole matrices, in closed form: no torch, nothing built.
+"""Parameters of each rank of a layout, and the owner ranks of full matrices, in closed form: no torch, nothing is built.
 
-A parameter is divided in three ways, one after the other: the layers over the stages of the pipeline, each matrix over the
-tensor ranks (the experts of a layer over the expert ranks), and what is left, along its first dimension, over the ranks that
-hold the same (FSDP: ``ceil(rows / ranks)`` each, the last ones less or nothing). ``phalanx show --ranks`` prints these
-numbers, the dry run (``phalanx.train.measure.dry_run``) holds them against the modules that the trainer really builds.
+A parameter is divided in three steps:
+
+1. The layers are divided over the stages of the pipeline.
+2. Each matrix is divided over the tensor ranks, and the experts of a layer over the expert ranks.
+3. FSDP divides the remaining part along its first dimension over the ranks that share it: ``ceil(rows / ranks)`` each, the last ones
+   fewer or none.
+
+``phalanx show --ranks`` prints these numbers; the dry run (``phalanx.train.measure.dry_run``) compares them with the modules that the
+trainer builds.
 """
 
 from __future__ import annotations
@@ -21,41 +26,41 @@ from phalanx.run.kinds.operations import HEAD_UNIT, Parameter
 from phalanx.run.layout import SPLIT_BACKWARD, Layout, micro_batches_per_slot, stages_per_rank
 from phalanx.run.spec import OptimizerSpec, ParallelSpec, RunSpec
 
-# Owner ranks of whole matrices, for optimizers that cannot work on a shard.
+# Owner ranks of full matrices, for optimizers that cannot work on a shard.
 #
-# The ranks that hold one stage of one replica between them share its matrices out (``phalanx.train.optimizers.matrix_optimizer`` moves
-# the data). A matrix that a rank holds whole stays where it is: experts, as FSDP divides stacks by whole experts, and what is
-# alike on tensor ranks. The others are dealt, the costliest first, to whoever has least to do (Graham 1969).
+# The matrices of one stage of one replica are assigned to its ranks (``phalanx.train.optimizers.matrix_optimizer`` moves the
+# data). A matrix that is complete on a rank stays there: experts, because FSDP divides stacks by complete experts, and matrices that
+# are replicated over tensor ranks. The others are assigned greedily, most expensive first, to the least loaded rank (Graham 1969).
 
 
 def deal_matrices(
     costs: Sequence[float], whole_on: Sequence[Sequence[int]], loads: Sequence[float]
 ) -> list[int]:
-    """The owner of each matrix.
+    """Return the owner of each matrix.
 
     Args:
-        costs: Of each matrix, in the order in which every rank lists them.
-        whole_on: For each matrix, the ranks that hold it whole; empty if it is divided.
-        loads: What each rank has to do already.
+        costs: Cost of each matrix, in an order that is the same on every rank.
+        whole_on: For each matrix, the ranks on which it is complete; empty if it is divided.
+        loads: Initial load of each rank.
     """
     load = list(loads)
     owners = [0] * len(costs)
-    # The sort is stable, so that every rank finds the same owners.
-    falling = sorted(range(len(costs)), key=lambda number: -costs[number])
-    # 1. What only one rank holds whole stays with it.
-    for number in falling:
+    # The sort is stable, so that every rank computes the same owners.
+    by_cost = sorted(range(len(costs)), key=lambda number: -costs[number])
+    # 1. A matrix that is complete on one rank stays there.
+    for number in by_cost:
         if len(whole_on[number]) == 1:
             owners[number] = whole_on[number][0]
             load[owners[number]] += costs[number]
-    # 2. What several hold whole goes to one of them.
-    for number in falling:
+    # 2. A matrix that is complete on several ranks goes to one of them.
+    for number in by_cost:
         if len(whole_on[number]) > 1:
             owners[number] = min(whole_on[number], key=lambda rank: (load[rank], rank))
             load[owners[number]] += costs[number]
-    # 3. What is divided goes to anybody.
+    # 3. A divided matrix may go to any rank.
     heap = [(busy, rank) for rank, busy in enumerate(load)]
     heapq.heapify(heap)
-    for number in falling:
+    for number in by_cost:
         if not whole_on[number]:
             busy, owners[number] = heap[0]
             heapq.heapreplace(heap, (busy + costs[number], owners[number]))
@@ -63,19 +68,18 @@ def deal_matrices(
 
 
 def work_of_owners(spec: OptimizerSpec, parameters: Iterable[Parameter], layout: Layout) -> list[MatrixWork]:
-    """The work that each rank of one stage of one replica owns, by its index among them (tensor ranks are neighbors).
+    """Return the optimizer work of each rank of one stage of one replica, by its index among them (tensor ranks are neighbors).
 
     Args:
         spec: An optimizer; AdamW leaves every rank without a matrix.
-        parameters: All of the stage's, in the order in which the module registers them.
-        layout: How its ranks divide parameters.
+        parameters: All parameters of the stage, in the order in which the module registers them.
+        layout: Division of the parameters over the ranks.
     """
     ranks = layout.shard * layout.model_ranks
     works: list[MatrixWork] = []
     whole_on: list[Sequence[int]] = []
-    per_expert: dict[
-        int, MatrixWork
-    ] = {}  # by the number of experts in a layer: one expert's matrices of all layers
+    # By the number of experts in a layer: the work of one expert's matrices in all layers.
+    per_expert: dict[int, MatrixWork] = {}
     for parameter in parameters:
         if not takes_matrix(spec, parameter):
             continue
@@ -84,15 +88,15 @@ def work_of_owners(spec: OptimizerSpec, parameters: Iterable[Parameter], layout:
         if stack and layout.expert_tensor == 1:
             per_expert[stack[0]] = per_expert.get(stack[0], MatrixWork()) + work
             continue
-        whole = range(layout.tensor) if not stack and _is_whole(parameter, layout) else ()
-        crossing = 0 if whole else work.elements
+        complete_on = range(layout.tensor) if not stack and _is_whole(parameter, layout) else ()
+        crossing = 0 if complete_on else work.elements
         count = stack[0] if stack else 1
         works += [dataclasses.replace(work, crossing_elements=crossing)] * count
-        whole_on += [whole] * count
+        whole_on += [complete_on] * count
     owned = [MatrixWork()] * ranks
     for experts, work in per_expert.items():
-        held = _experts_by_rank(experts, layout, ranks)
-        owned = [before + work.times(count) for before, count in zip(owned, held, strict=True)]
+        expert_counts = _experts_by_rank(experts, layout, ranks)
+        owned = [before + work.times(count) for before, count in zip(owned, expert_counts, strict=True)]
     owners = deal_matrices([work.flops for work in works], whole_on, [work.flops for work in owned])
     for work, owner in zip(works, owners, strict=True):
         owned[owner] = owned[owner] + work
@@ -100,27 +104,27 @@ def work_of_owners(spec: OptimizerSpec, parameters: Iterable[Parameter], layout:
 
 
 def _is_whole(parameter: Parameter, layout: Layout) -> bool:
-    """True if the first of the ranks that FSDP divides a dense matrix over holds all of it."""
+    """Return True if the first FSDP rank of a dense matrix has all of it."""
     shards = layout.shard * layout.context
     divided = parameter.parts_over(layout.tensor) > 1
     return not divided and -(-parameter.shape[0] // shards) == parameter.shape[0]
 
 
 def _experts_by_rank(experts: int, layout: Layout, ranks: int) -> list[int]:
-    """Number of whole experts of a layer on each rank."""
-    here = experts // layout.expert
-    most = -(-here // layout.expert_shard)
+    """Return the number of complete experts of a layer on each rank."""
+    local_experts = experts // layout.expert
+    most = -(-local_experts // layout.expert_shard)
     shares = (rank // layout.expert for rank in range(ranks))
-    return [max(0, min(most, here - share * most)) for share in shares]
+    return [max(0, min(most, local_experts - share * most)) for share in shares]
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The coordinates of a rank in the layout that decide which parameters it holds."""
+    """Coordinates of a rank in the layout that determine its parameters."""
 
     pipeline: int = 0
     fsdp: int = 0
-    """Among the ranks that a stage's dense parameters are sharded over (shard and context together)."""
+    """Index among the ranks over which a stage's dense parameters are sharded (shard and context together)."""
     tensor: int = 0
 
 
@@ -130,54 +134,54 @@ class HeldParameter:
 
     parameter: Parameter
     gathered: int
-    """Elements while FSDP has the weights gathered: what the other axes leave."""
+    """Number of elements while FSDP has the weights gathered: the rank's part before FSDP."""
     shape: tuple[int, ...]
     """Shape of the rank's own share."""
 
     @property
-    def held(self) -> int:
-        """Elements of the rank's own share."""
+    def elements(self) -> int:
+        """Number of elements in the rank's own share."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Holding:
-    """The parameters that one rank holds."""
+    """Parameters of one rank."""
 
     place: RankPlace
     stages: tuple[int, ...]
     layers: tuple[int, ...]
     embedding: bool
     head: bool
-    """True if it has the output projection and the final norm."""
+    """True if the rank has the output projection and the final norm."""
     pieces: tuple[HeldParameter, ...]
     """Its shares of parameters, in the order in which the module registers them."""
 
     @property
     def dense(self) -> int:
-        """Elements of dense parameters."""
-        return sum(piece.held for piece in self.pieces if not piece.parameter.stacked)
+        """Number of elements of dense parameters."""
+        return sum(piece.elements for piece in self.pieces if not piece.parameter.stacked)
 
     @property
     def experts(self) -> int:
-        """Elements of routed experts."""
-        return sum(piece.held for piece in self.pieces if piece.parameter.stacked)
+        """Number of elements of routed experts."""
+        return sum(piece.elements for piece in self.pieces if piece.parameter.stacked)
 
     @property
     def elements(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return self.dense + self.experts
 
 
 def place_of(layout: Layout, rank: int) -> RankPlace:
-    """The place of rank ``rank`` of the whole layout."""
+    """Return the coordinates of the global rank ``rank``."""
     stage_ranks = layout.data_ranks * layout.model_ranks
     inner = rank % (layout.shard * layout.model_ranks)
     return RankPlace(rank // stage_ranks, inner // layout.tensor, inner % layout.tensor)
 
 
 def stages_at(parallel: ParallelSpec, rank: int) -> tuple[int, ...]:
-    """The stages of a pipeline rank: dealt round by round, or down and up like a V."""
+    """Return the stages of a pipeline rank: assigned round-robin, or down and up like a V."""
     if parallel.pipeline == 1:
         return (0,)
     turns = range(stages_per_rank(parallel))
@@ -189,63 +193,61 @@ def stages_at(parallel: ParallelSpec, rank: int) -> tuple[int, ...]:
 
 
 def holding(spec: RunSpec, layout: Layout, place: RankPlace) -> Holding:
-    """The parameters that the rank at ``place`` holds of the model of ``spec``, which is resolved."""
+    """Return the parameters of the rank at ``place`` for the model of a resolved ``spec``."""
     stages, layers = stages_at(spec.parallel, place.pipeline), stage_layers(spec)
     first, last = 0 in stages, len(layers) - 1 in stages
-    mine = tuple(layer for stage in stages for layer in layers[stage])
+    own_layers = tuple(layer for stage in stages for layer in layers[stage])
     pieces = tuple(
         _piece(parameter, layout, place)
         for parameter in parameters(spec.model)
-        if _is_in(parameter, frozenset(mine), first=first, last=last)
+        if _is_in(parameter, frozenset(own_layers), first=first, last=last)
     )
-    return Holding(place, stages, mine, first, last, pieces)
+    return Holding(place, stages, own_layers, first, last, pieces)
 
 
 def fullest(spec: RunSpec, layout: Layout, pipeline: int) -> Holding:
-    """The parameters of the rank that holds most among those of one pipeline rank.
+    """Return the holding of the rank with the most elements among those of one pipeline rank.
 
-    Of all shares of a part the first is the largest; only the tensor ranks' parts may differ, by a row of the vocabulary.
+    The first FSDP share is the largest; only the tensor ranks' parts may differ, by a row of the vocabulary.
     """
     ranks = (RankPlace(pipeline, 0, tensor) for tensor in {0, layout.tensor - 1})
-    return max((holding(spec, layout, place) for place in ranks), key=lambda held: held.elements)
+    return max((holding(spec, layout, place) for place in ranks), key=lambda candidate: candidate.elements)
 
 
-def state_bytes(spec: RunSpec, layout: Layout, held: Holding, compute_bytes: int) -> dict[str, int]:
-    """Bytes of what a rank keeps, by kind, without activations.
+def state_bytes(spec: RunSpec, layout: Layout, holding: Holding, compute_bytes: int) -> dict[str, int]:
+    """Return the bytes of a rank's state by kind, without activations.
 
-    - weights and gradients: fp32, its own share.
-    - moments: what the optimizer keeps, see ``moment_bytes``.
-    - open sums: beside the gradients, what a binary tree over the rank's slots holds while its last slot is computed: a
-      share for each level but one.
-    - slot gradients: of the whole part, fp32, while the micro-batches of a slot add up.
-    - compute copy: gathered weights in the format of computing. ZeRO-3 gathers a block before it is needed and gives it up
-      after: two at a time, beside embedding and head. The others keep all.
+    - weights and gradients: fp32, the rank's share.
+    - moments: the optimizer's state, see ``moment_bytes``.
+    - open sums: nodes of the binary tree over the rank's slots while its last slot is computed: one share for each level but one.
+    - slot gradients: fp32, of the full part, while the micro-batches of a slot accumulate.
+    - compute copy: gathered weights in the compute dtype. ZeRO-3 keeps two blocks at a time, and embedding and head. ZeRO-2 keeps all.
     """
-    sizes = {"weights": 4 * held.elements}
-    sizes["moments"] = moment_bytes(spec.optimizer, layout, held)
-    sizes["gradients"] = 4 * held.elements
+    sizes = {"weights": 4 * holding.elements}
+    sizes["moments"] = moment_bytes(spec.optimizer, layout, holding)
+    sizes["gradients"] = 4 * holding.elements
     rounds = max(spec.train.slots // layout.data_ranks, 1)
     sizes["open sums"] = max(rounds.bit_length() - 2, 0) * sizes["gradients"]
-    sharded = [piece for piece in held.pieces if _ranks_of(piece.parameter, layout) > 1]
+    sharded = [piece for piece in holding.pieces if _ranks_of(piece.parameter, layout) > 1]
     if micro_batches_per_slot(spec) > 1:
-        sizes["slot gradients"] = 4 * sum(piece.gathered for piece in held.pieces)
-    copied = held.pieces if compute_bytes != 4 else sharded
+        sizes["slot gradients"] = 4 * sum(piece.gathered for piece in holding.pieces)
+    copied = holding.pieces if compute_bytes != 4 else sharded
     sizes["compute copy"] = compute_bytes * _gathered_at_once(copied, keep=spec.parallel.sharding != "zero3")
     return {kind: size for kind, size in sizes.items() if size}
 
 
-def moment_bytes(optimizer: OptimizerSpec, layout: Layout, held: Holding) -> int:
-    """Bytes of the optimizer's state: AdamW's of what the rank holds, and of whole matrices what the fullest owner has.
+def moment_bytes(optimizer: OptimizerSpec, layout: Layout, holding: Holding) -> int:
+    """Return the bytes of the optimizer's state: AdamW's for the rank's shares, and for full matrices those of the fullest owner.
 
-    Owners are dealt by cost, not by place: of a stage's ranks any may be the fullest, and its matrices are counted here.
+    Owners are assigned by cost, not by rank. Any rank of a stage may be the fullest, so its matrices are counted here.
     """
     shares = sum(
         tensor.bytes
-        for piece in held.pieces
+        for piece in holding.pieces
         if not takes_matrix(optimizer, piece.parameter)
         for tensor in adamw_state(optimizer, piece.shape)
     )
-    owners = work_of_owners(optimizer, [piece.parameter for piece in held.pieces], layout)
+    owners = work_of_owners(optimizer, [piece.parameter for piece in holding.pieces], layout)
     return shares + max(work.state_bytes for work in owners)
 
 
@@ -265,7 +267,7 @@ def _is_in(parameter: Parameter, layers: frozenset[int], *, first: bool, last: b
 
 
 def _ranks_of(parameter: Parameter, layout: Layout) -> int:
-    """Ranks that FSDP divides a parameter over."""
+    """Return the number of ranks over which FSDP divides a parameter."""
     return layout.expert_shard if parameter.stacked else layout.shard * layout.context
 
 
@@ -287,6 +289,6 @@ def _piece(parameter: Parameter, layout: Layout, place: RankPlace) -> HeldParame
 
 
 def _chunk(rows: int, index: int, ranks: int) -> int:
-    """Rows of FSDP's share ``index`` of ``ranks``."""
+    """Return the rows of FSDP's share ``index`` of ``ranks``."""
     most = -(-rows // ranks)
     return max(0, min(most, rows - index * most))

@@ -1,11 +1,11 @@
-"""The state that each optimizer keeps of a parameter, and the cost of an update: one table, without torch.
+"""State that each optimizer keeps of a parameter, and the cost of an update: one table, without torch.
 
-The rules in ``phalanx.train.optimizers`` allocate what ``adamw_state`` and ``matrix_state`` list and share matrices out by
-``matrix_work``; ``phalanx show`` and the planner add up the same lists. A test builds the real optimizers and compares bytes.
+The rules in ``phalanx.train.optimizers`` allocate the tensors that ``adamw_state`` and ``matrix_state`` list, and assign matrices by
+``matrix_work``. ``phalanx show`` and the planner add up the same lists. A test builds the real optimizers and compares bytes.
 
 AdamW keeps two moments for each element, in fp32, bf16 or as 8-bit codes with a scale for every ``INT8_BLOCK`` elements of a
-row (vectors always in fp32). The optimizers of whole matrices keep fp32 state for the matrices that they take
-(``takes_matrix``), and leave the other parameters to AdamW in fp32.
+row (vectors always in fp32). Optimizers of full matrices keep fp32 state for the matrices that they take (``takes_matrix``), and
+leave the other parameters to AdamW in fp32.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ StateFormat = Literal["fp32", "bf16", "uint8"]
 
 _FORMAT_BYTES = {"fp32": 4, "bf16": 2, "uint8": 1}
 UPDATE_BYTES = 14
-"""Bytes per parameter that an update moves beside its state, which it reads and writes: weight read and written, gradient
-read, compute copy written. What a fused kernel would move; the gradient's norm and temporaries are not counted."""
+"""Bytes per parameter that an update moves in addition to its state: weight read and written, gradient read, compute copy written.
+
+That is the traffic of a fused kernel, without the gradient's norm and temporaries.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ class StateTensor:
 
 
 def takes_matrix(spec: OptimizerSpec, parameter: Parameter) -> bool:
-    """True if the optimizer treats the parameter as a whole matrix (or a stack of them), False if AdamW updates it.
+    """Return True if the optimizer treats the parameter as a matrix (or a stack of them), False if AdamW updates it.
 
-    Rows of the embedding, and of the head, belong to tokens, most of which a batch does not have; rows of a router belong
-    to experts. Muon, Shampoo and SOAP look for directions of the whole matrix and leave these alone. Adafactor takes
-    embedding and head too, since its purpose is to save memory.
+    Rows of embedding and head belong to tokens, most of which a batch does not contain; rows of a router belong to experts. Muon,
+    Shampoo and SOAP use directions of the full matrix, so they leave these to AdamW. Adafactor takes embedding and head too, because
+    its purpose is to save memory.
     """
     if spec.name == "adamw":
         return False
@@ -56,7 +58,7 @@ def takes_matrix(spec: OptimizerSpec, parameter: Parameter) -> bool:
 
 
 def state_tensors(spec: OptimizerSpec, parameter: Parameter) -> list[StateTensor]:
-    """All state of one whole parameter; that of a stack of matrices is stacked as they are."""
+    """Return all state of one full parameter; that of a stack of matrices is stacked likewise."""
     if not takes_matrix(spec, parameter):
         return adamw_state(spec, parameter.shape)
     *stack, rows, columns = parameter.shape
@@ -65,7 +67,7 @@ def state_tensors(spec: OptimizerSpec, parameter: Parameter) -> list[StateTensor
 
 
 def state_bytes_by_name(spec: OptimizerSpec, parameters: Iterable[Parameter]) -> dict[str, int]:
-    """Bytes of all state of the whole ``parameters``, by the name of the state tensor; scales count with their codes."""
+    """Return the bytes of all state of the full ``parameters``, by name of the state tensor; scales count with their codes."""
     sizes: dict[str, int] = {}
     for parameter in parameters:
         for tensor in state_tensors(spec, parameter):
@@ -75,7 +77,7 @@ def state_bytes_by_name(spec: OptimizerSpec, parameters: Iterable[Parameter]) ->
 
 
 def adamw_state(spec: OptimizerSpec, shape: tuple[int, ...]) -> list[StateTensor]:
-    """Both moments that AdamW keeps of a parameter, or of a rank's part of one, of ``shape``."""
+    """Return both moments that AdamW keeps of a parameter, or of a rank's part of one, of ``shape``."""
     tensors = []
     for moment in ("exp_avg", "exp_avg_sq"):
         if spec.name != "adamw" or spec.state == "fp32" or len(shape) == 1:
@@ -89,18 +91,18 @@ def adamw_state(spec: OptimizerSpec, shape: tuple[int, ...]) -> list[StateTensor
 
 
 def matrix_state(spec: OptimizerSpec, rows: int, columns: int) -> list[StateTensor]:
-    """State tensors of Adafactor, Muon, Shampoo or SOAP for one matrix; fp32, zero at the beginning."""
-    whole = (rows, columns)
+    """Return the state tensors of Adafactor, Muon, Shampoo or SOAP for one matrix; fp32, initially zero."""
+    shape = (rows, columns)
     if spec.name == "muon":
-        return [StateTensor("momentum", whole)]
+        return [StateTensor("momentum", shape)]
     if spec.name == "adafactor":
         means = [StateTensor("row_mean_square", (rows,)), StateTensor("column_mean_square", (columns,))]
-        return [*means, StateTensor("exp_avg", whole)] if spec.beta1 else means
+        return [*means, StateTensor("exp_avg", shape)] if spec.beta1 else means
     grid = BlockGrid(rows, columns, spec.block_size)
     squares, factor = ("exp_avg_sq", "root") if spec.name == "shampoo" else ("basis_exp_avg_sq", "basis")
     return [
-        StateTensor("exp_avg", whole),
-        StateTensor(squares, whole),
+        StateTensor("exp_avg", shape),
+        StateTensor(squares, shape),
         StateTensor("left", grid.left_shape),
         StateTensor("right", grid.right_shape),
         StateTensor(f"left_{factor}", grid.left_shape),
@@ -110,7 +112,7 @@ def matrix_state(spec: OptimizerSpec, rows: int, columns: int) -> list[StateTens
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """A matrix of ``rows x columns`` in blocks of at most ``size x size``, as Shampoo and SOAP precondition it."""
+    """A matrix of ``rows x columns`` in blocks of at most ``size x size``, for the preconditioners of Shampoo and SOAP."""
 
     rows: int
     columns: int
@@ -118,47 +120,47 @@ class BlockGrid:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Blocks below and beside each other."""
+        """Number of block rows and block columns."""
         return -(-self.rows // self.size), -(-self.columns // self.size)
 
     @property
     def left_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that holds all blocks' row statistics: ``(block rows, block columns, n, n)``."""
+        """Shape of the tensor with all blocks' row statistics: ``(block rows, block columns, n, n)``."""
         height = -(-self.rows // self.counts[0])
         return (*self.counts, height, height)
 
     @property
     def right_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that holds all blocks' column statistics: ``(block rows, block columns, n, n)``."""
+        """Shape of the tensor with all blocks' column statistics: ``(block rows, block columns, n, n)``."""
         width = -(-self.columns // self.counts[1])
         return (*self.counts, width, width)
 
 
 @dataclass(frozen=True)
 class MatrixWork:
-    """Cost to its owner of one step with one whole matrix, or with several together."""
+    """Owner's cost of one step with one full matrix, or with several together."""
 
     elements: int = 0
     state_bytes: int = 0
     product_flops: float = 0.0
     """FLOP of matrix products: Muon's in bf16 on a GPU, the others' in fp32."""
     decomposition_flops: float = 0.0
-    """FLOP of eigenvalues (fp64) and QR decompositions (fp32), the mean of all steps."""
+    """FLOP of eigenvalue decompositions (fp64) and QR decompositions (fp32), averaged over steps."""
     crossing_elements: int = 0
-    """Elements that no rank holds together: their gradients cross to the owner, and their changes back."""
+    """Elements of divided matrices: their gradients are sent to the owner, and their updates back."""
 
     @property
     def flops(self) -> float:
-        """The measure by which matrices are shared out: all FLOP, one for each element that is only read and written."""
+        """Cost by which matrices are assigned: all FLOP, plus one for each element that is only read and written."""
         return self.product_flops + self.decomposition_flops + self.elements
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes read and written by an update in one kernel."""
+        """Bytes that an update in one kernel reads and writes."""
         return UPDATE_BYTES * self.elements + 2 * self.state_bytes
 
     def times(self, count: int) -> MatrixWork:
-        """The work of ``count`` such matrices."""
+        """Return the work of ``count`` such matrices."""
         return MatrixWork(
             self.elements * count,
             self.state_bytes * count,
@@ -178,7 +180,7 @@ class MatrixWork:
 
 
 def matrix_work(spec: OptimizerSpec, rows: int, columns: int) -> MatrixWork:
-    """The work of one step of Adafactor, Muon, Shampoo or SOAP with a matrix of ``rows x columns``."""
+    """Return the work of one step of Adafactor, Muon, Shampoo or SOAP with a matrix of ``rows x columns``."""
     products = decompositions = 0.0
     if spec.name == "muon":
         short, long = sorted((rows, columns))
@@ -188,7 +190,7 @@ def matrix_work(spec: OptimizerSpec, rows: int, columns: int) -> MatrixWork:
         grid = BlockGrid(rows, columns, spec.block_size)
         height, width = grid.left_shape[-1], grid.right_shape[-1]
         blocks = grid.counts[0] * grid.counts[1]
-        # Both covariances, and one product with each of their roots; SOAP turns gradient and mean into the basis, and back.
+        # Both covariances, and one product with each of their roots. SOAP rotates gradient and mean into the basis, and back.
         sides = 2 if spec.name == "shampoo" else 4
         products = blocks * sides * 2.0 * height * width * (height + width)
         decompositions = blocks * 20.0 * (height**3 + width**3) / spec.precondition_every

@@ -7,15 +7,14 @@ arXiv 2005.14165, table 2.1 (its shape: learned positions and LayerNorm are repl
 embedding and RMSNorm). The 1T model is this project's own, in the proportions of Llama 3's largest.
 
 Mixtures of experts: Mixtral 8x7B, arXiv 2401.04088, table 1; Qwen3-30B-A3B, arXiv 2505.09388, table 2; DeepSeek-V3, arXiv
-2412.19437, section 4.2; Kimi K2, arXiv 2507.20534, table 2; each with its ``config.json``. Kimi's rotary stretching is that
-of its first release (128 k tokens). DeepSeek-V3 was trained with one prediction ahead, which its published total leaves out,
-and so does the preset (``mtp_depth = 1`` adds it). gpt-oss 20b and 120b, arXiv 2508.10925, table 1, with their ``config.json``.
+2412.19437, section 4.2; Kimi K2, arXiv 2507.20534, table 2; each with its ``config.json``. Kimi's rotary scaling is that of its
+first release (128 k tokens). DeepSeek-V3 was trained with one prediction ahead. Its published total leaves this out, and so does the
+preset (``mtp_depth = 1`` adds it). gpt-oss 20b and 120b, arXiv 2508.10925, table 1, with their ``config.json``.
 
 Switch-C, arXiv 2101.03961, table 9, is an encoder and a decoder of 15 layers each. Here its 30 layers make one decoder, without
 cross-attention, with rotary embedding and RMSNorm instead of T5's, GELU instead of ReLU, and no token is dropped.
 
-The 100T model is this project's own, to plan with: latent attention and group-limited routing as in DeepSeek-V3, with as many
-experts as it takes.
+The 100T model is this project's own, for planning: latent attention and group-limited routing as in DeepSeek-V3, with more experts.
 """
 
 from __future__ import annotations

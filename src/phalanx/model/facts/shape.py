@@ -1,6 +1,6 @@
-"""The shape of a model: every parameter in a table, its counts and FLOP, its pipeline stages, and what a stretched rotary embedding implies.
+"""Shape of a model: a table of its parameters, its counts and FLOP, its pipeline stages, and constants of rotary scaling.
 
-The rows come from the files of the kinds of layers (``phalanx.run.kinds``); a test holds the table against the module in
+The rows come from the files of the kinds of layers (``phalanx.run.kinds``); a test compares the table with the module in
 ``phalanx.model.transformer``.
 """
 
@@ -25,22 +25,22 @@ from phalanx.run.spec import ModelSpec, OptimizerSpec, RopeScalingSpec, RunSpec
 
 
 def parameters(spec: ModelSpec) -> Iterator[Parameter]:
-    """Every parameter of a resolved model, in the order in which the module registers them.
+    """Yield every parameter of a resolved model, in the order in which the module registers them.
 
-    Raises ``FactoryError`` for a user's own model, whose parameters are known only once it is built.
+    Raise ``FactoryError`` for a user's model, whose parameters exist only after it is built.
     """
     _refuse_custom(spec)
-    head, *rest = outside_blocks(spec)
-    yield head
-    # Layers of a kind differ by name alone: each kind is derived once.
+    embedding, *after_blocks = outside_blocks(spec)
+    yield embedding
+    # Layers of a kind differ only in their names: each kind is derived once.
     kinds = {mixed: block.parts(spec, mixed=mixed) for mixed in {*_mixtures(spec)}}
     for layer, mixed in enumerate(_mixtures(spec)):
         yield from block.placed(f"blocks.{layer}", layer, kinds[mixed])
-    yield from rest
+    yield from after_blocks
 
 
 def numbered_parameters(spec: ModelSpec) -> Iterator[tuple[Parameter, int]]:
-    """The parameters of ``parameters``, those of blocks of one kind listed once; and how many there are of each."""
+    """Yield each parameter with its number of occurrences. Parameters of blocks of one kind are listed once."""
     _refuse_custom(spec)
     yield from ((part, 1) for part in outside_blocks(spec))
     for mixed, blocks in Counter(_mixtures(spec)).items():
@@ -56,13 +56,13 @@ def _mixtures(spec: ModelSpec) -> list[bool]:
 def _refuse_custom(spec: ModelSpec) -> None:
     if spec.factory:
         raise FactoryError(
-            f"{spec.factory} is a model of your own: its parameters and operations are known only to training, which builds "
-            "it; plans, `phalanx show` and exports to other software are for the transformer that [model] describes"
+            f"{spec.factory} is a model of your own: only training builds it, so its parameters and operations are not available "
+            "here; plans, `phalanx show` and exports to other software work for the transformer that [model] describes"
         )
 
 
 def outside_blocks(spec: ModelSpec) -> Iterator[Parameter]:
-    """The parameters of both ends of the model: embedding, final norm, output projection, predictions ahead."""
+    """Yield the parameters outside of blocks: embedding, final norm, output projection, predictions ahead."""
     depths = prediction_ahead.depths(spec)
     yield from ends.embedding_parts(spec, predictions=1 + depths)
     yield from ends.head_parts(spec, predictions=1 + depths)
@@ -71,7 +71,7 @@ def outside_blocks(spec: ModelSpec) -> Iterator[Parameter]:
 
 
 def buffers(spec: ModelSpec) -> Iterator[Parameter]:
-    """Buffers that belong to the state of a resolved model: the balance bias of each router, fp32, in their order."""
+    """Yield the buffers in the state of a resolved model: the balance bias of each router, fp32, in their order."""
     if spec.moe is not None and spec.moe.balance_bias:
         for part in parameters(spec):
             if part.kind == "router":
@@ -83,41 +83,38 @@ def buffers(spec: ModelSpec) -> Iterator[Parameter]:
 #
 # FLOP conventions, since published figures differ:
 #
-# - ``matmul``: 2 FLOP per multiply-add, forward once and backward twice: 6 per weight that a token is multiplied
-#   with. The embedding look-up multiplies nothing; the output projection does, once more for each prediction ahead. Of
-#   routed experts, ``per_token`` count.
+# - ``matmul``: 2 FLOP per multiply-add, forward once and backward twice: 6 per weight that a token is multiplied with. The embedding
+#   lookup has no product; the output projection has one, and one more for each prediction ahead. ``per_token`` routed experts count.
 # - ``attention``: scores and weighted values. ``causal`` counts the half of the square that a causal mask needs,
-#   ``3 * heads * (query width + value width) * seq`` per token and layer; ``full`` counts the whole square, twice that, as
-#   PaLM (arXiv 2204.02311, appendix B) and most published MFU figures do. In layers with a sliding window both count the band
-#   that its mask needs, ``full`` twice. The widths are both ``head_dim``, but for latent
-#   attention, whose expansion of keys and values is counted once per token, as in training; where it is absorbed, queries are as wide
-#   as what is kept of a token, and values as its latent.
+#   ``3 * heads * (query width + value width) * seq`` per token and layer. ``full`` counts the full square, twice that, as PaLM
+#   (arXiv 2204.02311, appendix B) and most published MFU figures do. In layers with a sliding window both count the band of its mask,
+#   ``full`` twice. Both widths are ``head_dim``, except in latent attention. Its expansion of keys and values is counted once per
+#   token, as in training. If it is absorbed, queries are as wide as a token's cache entry, and values as its latent.
 #
-# *Active* parameters are all that a token meets on its way through the main model, embedding and output projection
-# included, as papers count them: of the routed experts ``per_token``, and no predictions ahead.
+# *Active* parameters are those that a token uses in the main model, including embedding and output projection, as papers count them:
+# ``per_token`` of the routed experts, and no predictions ahead.
 #
-# ``mfu`` in this project uses ``full``, so that it compares with what others publish; the throughput benchmark
-# states FLOP/s by the smaller, ``causal``, count.
+# ``mfu`` uses ``full``, so that it compares with published figures; the throughput benchmark reports FLOP/s by the smaller ``causal``.
 
 
 @dataclass(frozen=True)
-class Counts:
+class ModelCounts:
     """Sizes of one resolved model at one sequence length."""
 
     parameters: int
     embedding_parameters: int
     active_parameters: int
-    """Parameters of the main model that one token meets."""
+    """Parameters of the main model that one token uses."""
     expert_parameters: int
     """Parameters of all routed experts."""
     matmul_parameters: int
-    """Weights that a token is multiplied with (a tied embedding counts once, for the projection)."""
+    """Weights in products with a token (a tied embedding counts once, for the projection)."""
     attention_flops_per_token_full: int
     attention_flops_per_token_causal: int
 
     @property
     def flops_per_token(self) -> int:
-        """Training FLOP per token, attention counted in full (PaLM's convention, used for MFU)."""
+        """Training FLOP per token, with full attention (PaLM's convention, used for MFU)."""
         return 6 * self.matmul_parameters + self.attention_flops_per_token_full
 
     @property
@@ -127,10 +124,10 @@ class Counts:
 
 
 def fleet_state_bytes(spec: ModelSpec, optimizer: OptimizerSpec, compute_bytes: int) -> dict[str, int]:
-    """Bytes of a run's state over the whole fleet, by kind; ``compute_bytes`` is 2 for bf16, 4 for fp32.
+    """Return the bytes of a run's state over the fleet, by kind; ``compute_bytes`` is 2 for bf16, 4 for fp32.
 
-    Master weights and gradients are fp32, the optimizer's state is what ``optimizer_state`` lists; the compute copy
-    exists only where its format differs from the master's.
+    Master weights and gradients are fp32; ``optimizer_state`` lists the optimizer's state. The compute copy exists only if its dtype
+    differs from the master weights'.
     """
     elements = sum(parameter.numel for parameter in parameters(spec))
     sizes = {"weights": 4 * elements, **state_bytes_by_name(optimizer, parameters(spec))}
@@ -140,8 +137,8 @@ def fleet_state_bytes(spec: ModelSpec, optimizer: OptimizerSpec, compute_bytes: 
     return sizes
 
 
-def count(spec: ModelSpec, seq_len: int) -> Counts:
-    """Counts of a resolved model (see ``phalanx.run.kinds.whole_model.resolve``) at ``seq_len`` tokens."""
+def count(spec: ModelSpec, seq_len: int) -> ModelCounts:
+    """Count parameters and FLOP of a resolved model (``phalanx.run.kinds.whole_model.resolve``) at ``seq_len`` tokens."""
     total = embedding = active = experts = matmul = 0
     for parameter, number in numbered_parameters(spec):
         total += number * parameter.numel
@@ -151,7 +148,7 @@ def count(spec: ModelSpec, seq_len: int) -> Counts:
         matmul += number * parameter.met * parameter.products
     core = attention_kind(spec).core(spec)
     full = round((spec.layers + prediction_ahead.depths(spec)) * _attention_flops(core, core.keys(seq_len)))
-    return Counts(
+    return ModelCounts(
         parameters=total,
         embedding_parameters=embedding,
         active_parameters=active,
@@ -163,39 +160,39 @@ def count(spec: ModelSpec, seq_len: int) -> Counts:
 
 
 def block_flops(spec: ModelSpec, seq_len: int, *, mixture: bool, window: int = 0) -> float:
-    """Training FLOP per token of one block, of attention those that its mask needs; ``window`` 0 is none."""
+    """Return the training FLOP per token of one block, with the attention that its mask needs; ``window`` 0 means none."""
     matmul = sum(part.met * part.products for part in block.parts(spec, mixed=mixture))
     core = attention_kind(spec).core(spec)
     return 6 * matmul + _attention_flops(core, square_keys(seq_len, window)) / 2
 
 
 def _attention_flops(core: AttentionCore, keys: float) -> float:
-    """FLOP of one token in the attention of one layer, the whole square of scores."""
+    """Return the training FLOP of one token in the attention of one layer, with the full square of scores."""
     # Forward: QK^T and PV, 2 FLOP x heads x width x keys seen; backward twice that.
     return 6 * core.heads * core.widths * keys
 
 
 # Pipeline stages: the layers that each of them has.
 #
-# A pipeline is as slow as its slowest stage. Layers differ (a mixture of experts costs another amount than a dense layer), and
-# the output projection comes on top of the last layer; so the division is found exactly, by dynamic programming over the
-# costs of the layers, rather than by giving each stage as many.
+# A pipeline is as slow as its slowest stage. Layers differ in cost (a mixture of experts from a dense layer), and the output
+# projection adds to the last layer. So dynamic programming over the costs of the layers computes the optimal division.
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The number of consecutive layers of each stage, at least one, such that the costliest stage costs least.
+    """Return the number of consecutive layers of each stage, at least one, that minimizes the cost of the most expensive stage.
 
     Args:
         costs: Cost of each layer, in any unit; embedding and output projection count with the first and last layer.
-        stages: At most as many as layers.
+        stages: At most the number of layers.
 
-    Raises ``ValueError`` when there are more stages than layers.
+    Raises ``ValueError`` if there are more stages than layers.
     """
     layers = len(costs)
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be divided into {stages} stages of at least one layer")
     before = [0.0, *accumulate(costs)]
-    # For the first `end` layers in so many stages: the dearest stage, squares that prefer even stages, the last boundary.
+    # tables[k][end], for the first `end` layers in k stages: cost of the most expensive stage, sum of squares (a tie-breaker that
+    # prefers even stages), and the last boundary.
     tables: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
     for stage in range(1, stages + 1):
         shorter = tables[-1]
@@ -213,7 +210,7 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
-    """Training FLOP per token of each layer of a resolved model, the output projection's in the last one's."""
+    """Return the training FLOP per token of each layer of a resolved model; the last one includes the output projection."""
 
     kinds = [(is_mixture(spec, layer), window_of(spec, layer)) for layer in range(spec.layers)]
     by_kind = {
@@ -226,9 +223,9 @@ def layer_costs(spec: ModelSpec, seq_len: int) -> list[float]:
 
 
 def stage_layers(spec: RunSpec, costs: Sequence[float] = ()) -> list[range]:
-    """The layers of each stage of a run, first stage first: as the run file says, or else balanced by FLOP.
+    """Return the layers of each stage of a run, first stage first: those of the run file, or else balanced by FLOP.
 
-    ``costs`` are those of a user's own model's layers, in any unit; empty means that they follow from ``spec.model``.
+    ``costs`` are the costs of a custom model's layers, in any unit; if empty, they follow from ``spec.model``.
     """
     parallel = spec.parallel
     stages = parallel.pipeline * stages_per_rank(parallel) if parallel.pipeline > 1 else 1
@@ -239,16 +236,16 @@ def stage_layers(spec: RunSpec, costs: Sequence[float] = ()) -> list[range]:
     return [range(begin, end) for begin, end in pairwise(boundaries)]
 
 
-# Numbers that follow from the stretching of a rotary embedding: temperatures of attention, and LongRoPE's change-over.
+# Constants of rotary scaling: temperatures of attention, and LongRoPE's switch from short to long factors.
 
 
 def _temperature(factor: float, strength: float) -> float:
-    """By how much attention is sharpened over a context ``factor`` times as long (arXiv 2309.00071, equation 22)."""
+    """Return the attention temperature for a context ``factor`` times as long (arXiv 2309.00071, equation 22)."""
     return 0.1 * strength * math.log(factor) + 1.0
 
 
 def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
-    """The factor of the rotary tables: 1, but for YaRN and LongRoPE (arXiv 2402.13753, as in Phi-3: arXiv 2404.14219)."""
+    """Return the factor of the rotary tables: 1, except for YaRN and LongRoPE (arXiv 2402.13753, as in Phi-3: arXiv 2404.14219)."""
     if scaling is not None and scaling.kind == "longrope":
         return scaling.temperature or math.sqrt(
             1 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len)
@@ -262,13 +259,13 @@ def rotary_temperature(scaling: RopeScalingSpec | None) -> float:
 
 
 def softmax_temperature(scaling: RopeScalingSpec | None) -> float:
-    """The factor of latent attention's scores: 1, but for DeepSeek's YaRN with ``mscale_all_dim``."""
+    """Return the factor of latent attention's scores: 1, except for DeepSeek's YaRN with ``mscale_all_dim``."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     return _temperature(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
 def longest_short(spec: ModelSpec) -> int:
-    """Tokens of the longest sequence that is rotated by LongRoPE's short factors; 0 if its length changes nothing."""
+    """Return the maximum number of tokens for LongRoPE's short factors; 0 if the factors do not depend on the length."""
     scaling = spec.rope_scaling
     return scaling.original_max_seq_len if scaling is not None and scaling.kind == "longrope" else 0

@@ -1,15 +1,14 @@
 """Attention in tiles: blocks of the score matrix, whose partial results are combined by an online softmax.
 
-A softmax over keys that are not all there can be corrected when more come: with each row's result one keeps the logarithm
-of its denominator (log-sum-exp), and two results are averaged with the weights that these give (online softmax, Milakov and
-Gimelshein, arXiv 1805.02867; FlashAttention, arXiv 2205.14135). Backward needs no correction: a tile's share of every
-gradient follows from the whole row's result and denominator. So whoever divides a sequence over ranks only says which tiles
-there are and where their keys come from.
+A softmax over some of the keys can be corrected when more keys arrive (online softmax, Milakov and Gimelshein, arXiv 1805.02867;
+FlashAttention, arXiv 2205.14135). Each row's result is kept with the logarithm of its denominator (log-sum-exp). Two results are
+averaged with the weights that follow from these. Backward needs no correction: a tile's share of every gradient
+follows from the complete row's result and denominator. So a method of context parallelism only defines the tiles and the source
+of their keys.
 
-The kernels are those of ``phalanx.model.layers.attention.attend``. Sinks join the denominators of whole rows, when all tiles are there.
+The kernels are those of ``phalanx.model.layers.attention.attend``. Sinks are added to the denominators of complete rows.
 
-Shapes: ``b`` batch, ``h`` query heads, ``k`` key/value heads, ``q`` queries, ``n`` keys, ``e`` head width, ``v`` width of a
-value.
+Shapes: ``b`` batch, ``h`` query heads, ``k`` key/value heads, ``q`` queries, ``n`` keys, ``e`` head width, ``v`` value width.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ class Tile:
     rows: slice
     columns: slice
     causal: bool = False
-    """True if row ``i`` sees columns up to ``i`` only; else it sees all."""
+    """True if row ``i`` sees columns up to ``i`` only; else each row sees all columns."""
 
-    def hidden(self, sight: Sight) -> bool:
-        """True if the window hides all of the tile's keys from all of its rows."""
-        rows, columns = sight.row_positions[self.rows], sight.column_positions[self.columns]
-        return 0 < sight.window <= int(rows.min()) - int(columns.max())
+    def hidden(self, rule: MaskRule) -> bool:
+        """Return True if the window hides all of the tile's keys from all of its rows."""
+        rows, columns = rule.row_positions[self.rows], rule.column_positions[self.columns]
+        return 0 < rule.window <= int(rows.min()) - int(columns.max())
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, score: Score
+        self, query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, score: Score
     ) -> tuple[Tensor, Tensor]:
-        """Results of the tile's rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)``, fp32.
+        """Return the results of the tile's rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)``, fp32.
 
-        A row that sees none of the tile's keys has a log-sum-exp so low that its result weighs nothing.
+        A row that sees none of the tile's keys gets a log-sum-exp so low that its result has no weight.
         """
-        causal, bias = self._mask(sight, query)
+        causal, bias = self._mask(rule, query)
         return attend(
             query[:, :, self.rows],
             key[:, :, self.columns],
@@ -71,11 +70,11 @@ class Tile:
         grad_out: Tensor,
         key: Tensor,
         value: Tensor,
-        sight: Sight,
+        rule: MaskRule,
         score: Score,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tile's share of the gradients of its queries, its keys and its values."""
-        causal, bias = self._mask(sight, saved.query)
+        """Return the tile's shares in the gradients of its queries, keys and values."""
+        causal, bias = self._mask(rule, saved.query)
         return attend_backward(
             grad_out[:, :, self.rows],
             saved.query[:, :, self.rows],
@@ -88,16 +87,16 @@ class Tile:
             bias=bias,
         )
 
-    def _mask(self, sight: Sight, query: Tensor) -> tuple[bool, Tensor | None]:
+    def _mask(self, rule: MaskRule, query: Tensor) -> tuple[bool, Tensor | None]:
         hidden = None
-        rows, columns = sight.row_positions[self.rows], sight.column_positions[self.columns]
-        if 0 < sight.window <= int(rows.max()) - int(columns.min()):
-            far = (rows[:, None] - columns[None, :] >= sight.window).to(query.device)
-            hidden = far.expand(query.shape[0], -1, -1).clone()
-        if sight.documents is not None:
-            of_rows, of_columns = sight.documents
-            other = of_rows[:, self.rows, None] != of_columns[:, None, self.columns]
-            hidden = other if hidden is None else hidden | other
+        rows, columns = rule.row_positions[self.rows], rule.column_positions[self.columns]
+        if 0 < rule.window <= int(rows.max()) - int(columns.min()):
+            is_too_far = (rows[:, None] - columns[None, :] >= rule.window).to(query.device)
+            hidden = is_too_far.expand(query.shape[0], -1, -1).clone()
+        if rule.documents is not None:
+            row_ids, column_ids = rule.documents
+            is_other_document = row_ids[:, self.rows, None] != column_ids[:, None, self.columns]
+            hidden = is_other_document if hidden is None else hidden | is_other_document
         if hidden is None:
             return self.causal, None
         if self.causal:
@@ -106,22 +105,22 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """The rule that hides keys at hand from queries at hand, beside their order: a sliding window, and the ends of documents."""
+class MaskRule:
+    """Mask rule beyond causal order: a sliding window, and the boundaries of documents."""
 
     row_positions: Tensor
-    """Positions of the queries in the sequence, ``(q,)``, int64, in the host's memory."""
+    """Positions of the queries in the sequence, ``(q,)``, int64, in host memory."""
     column_positions: Tensor
     """Positions of the keys, ``(n,)``."""
     window: int = 0
-    """Tokens that a token sees, itself among them; 0 is no limit."""
+    """Number of tokens that a token sees, including itself; 0 means no limit."""
     documents: tuple[Tensor, Tensor] | None = None
     """The document of each query ``(b, q)`` and of each key ``(b, n)``, int64."""
 
 
 @dataclass(frozen=True)
 class SavedAttention:
-    """The saved tensors of forward: whole rows, whatever tiles they were computed in."""
+    """Tensors saved by forward: complete rows, independent of the tiles in which they were computed."""
 
     query: Tensor
     out: Tensor
@@ -129,32 +128,34 @@ class SavedAttention:
 
 
 class OnlineSoftmax:
-    """Rows of attention ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)`` while tiles are added; fp32."""
+    """Attention rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)`` while tiles are added; fp32."""
 
     def __init__(self, query: Tensor, width: int) -> None:
         batch, heads, rows, _ = query.shape
-        # In memory the heads of a token are together, as the projection after attention reads them.
-        self.out = query.new_zeros((batch, rows, heads, width), dtype=torch.float32).transpose(1, 2)
-        self.lse = query.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
+        # The heads of a token are contiguous in memory, as the projection after attention reads them.
+        self.out = query.new_zeros((batch, rows, heads, width), dtype=torch.float32).transpose(
+            1, 2
+        )  # (b, h, q, v)
+        self.lse = query.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)  # (b, h, q)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Adds a tile's results ``(b, h, rows, v)`` with their log-sum-exp ``(b, h, rows)``."""
+        """Add a tile's results ``(b, h, rows, v)`` with their log-sum-exp ``(b, h, rows)``."""
         # With L the log of a row's denominator: L' = log(exp L1 + exp L2), out' = exp(L1 - L') out1 + exp(L2 - L') out2.
         before = self.lse[:, :, rows]  # (b, h, q)
         total = torch.logaddexp(before, lse)
-        whole = self.out[:, :, rows]  # (b, h, q, v)
-        whole.mul_((before - total).exp_().unsqueeze(-1)).add_(out * (lse - total).exp_().unsqueeze(-1))
+        merged = self.out[:, :, rows]  # (b, h, q, v)
+        merged.mul_((before - total).exp_().unsqueeze(-1)).add_(out * (lse - total).exp_().unsqueeze(-1))
         before.copy_(total)
 
 
 def attend_tiles(
-    tiles: Iterable[Tile], query: Tensor, key: Tensor, value: Tensor, sight: Sight, score: Score
+    tiles: Iterable[Tile], query: Tensor, key: Tensor, value: Tensor, rule: MaskRule, score: Score
 ) -> tuple[Tensor, Tensor]:
-    """The results of rows ``(b, h, q, v)`` and their log-sum-exp ``(b, h, q)``, both fp32, merged in the order of ``tiles``."""
+    """Return the rows' results ``(b, h, q, v)`` and log-sum-exp ``(b, h, q)``, both fp32, merged in the order of ``tiles``."""
     rows = OnlineSoftmax(query, value.shape[-1])
     for tile in tiles:
-        if not tile.hidden(sight):
-            rows.add(tile.rows, *tile.forward(query, key, value, sight, score))
+        if not tile.hidden(rule):
+            rows.add(tile.rows, *tile.forward(query, key, value, rule, score))
     return rows.out, rows.lse
 
 
@@ -164,17 +165,17 @@ def differentiate_tiles(
     grad_out: Tensor,
     key: Tensor,
     value: Tensor,
-    sight: Sight,
+    rule: MaskRule,
     score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The shares that ``tiles``, in this order, have in the gradients of queries, keys and values, fp32."""
+    """Return the shares of ``tiles``, added in this order, in the gradients of queries, keys and values; fp32."""
     grad_query, grad_key, grad_value = (
-        torch.zeros_like(whole, dtype=torch.float32) for whole in (saved.query, key, value)
+        torch.zeros_like(tensor, dtype=torch.float32) for tensor in (saved.query, key, value)
     )
     for tile in tiles:
-        if tile.hidden(sight):
+        if tile.hidden(rule):
             continue
-        shares = tile.backward(saved, grad_out, key, value, sight, score)
+        shares = tile.backward(saved, grad_out, key, value, rule, score)
         grad_query[:, :, tile.rows] += shares[0]
         grad_key[:, :, tile.columns] += shares[1]
         grad_value[:, :, tile.columns] += shares[2]
@@ -182,21 +183,21 @@ def differentiate_tiles(
 
 
 class TileMethod(Protocol):
-    """Strategy (ring or all-gather) that delivers key/value tiles to forward and backward of context-parallel attention.
+    """Method (ring or all-gather) that delivers key/value tiles to forward and backward of context-parallel attention.
 
-    Queries, keys and values are this rank's; ``documents`` ``(b, s)`` is the whole sequence's or ``None``.
+    Queries, keys and values are this rank's; ``documents`` ``(b, s)`` cover the full sequence, or are ``None``.
     """
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The rows' results and log-sum-exp, both fp32."""
+        """Return the rows' results and log-sum-exp, both fp32."""
         ...
 
     def differentiate(
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of this rank's queries, keys and values, fp32."""
+        """Return the gradients of this rank's queries, keys and values, fp32."""
         ...
 
 
@@ -232,7 +233,7 @@ class _DividedAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class DividedCore:
-    """Takes the place of ``phalanx.model.layers.attention.attention.CausalCore`` on ranks that share a sequence."""
+    """Replacement for ``phalanx.model.layers.attention.attention.CausalCore`` on ranks that share a sequence."""
 
     method: TileMethod
 
@@ -245,7 +246,12 @@ class DividedCore:
         documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """This rank's ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``, and the documents of the whole sequence
-        of ``s * ranks`` tokens or ``None``, to ``(b, h, s, v)``. On all ranks of the group together."""
+        """Return the attention result ``(b, h, s, v)`` of this rank's tokens. A collective of the group.
+
+        Args:
+            query, key, value: This rank's ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)``.
+            documents: Documents of the full sequence of ``s * ranks`` tokens, or ``None``.
+            sinks: ``(h,)`` or ``None``.
+        """
         ids = documents.ids if documents is not None else None
         return apply_function(_DividedAttention, query, key, value, ids, sinks, self.method)

@@ -1,1 +1,1 @@
-"""The ranks' places: the mesh and its process groups, slots, partitions of parameters, and PyTorch's private names."""
+"""The mesh and its process groups, slots, partitions of parameters, and PyTorch's private names."""

@@ -1,18 +1,16 @@
 """The mesh: a rank's coordinate on every axis, the process groups of the axes, machines, and the partition of parameters.
 
-``phalanx.run.layout`` says which degrees there are and which are legal; here they become groups of processes. The same
-ranks are looked at in several ways:
+``phalanx.run.layout`` defines the legal degrees; this module makes process groups of them. The same ranks are seen in three ways:
 
-- dense: ``pipeline x replicate x fsdp x tensor``, where ``fsdp`` is shard and context taken together, because parameters
-  are the same on all ranks of a context group and so can be divided among them too;
-- context and sequence: the ranks that share one slot's tokens, for attention and for whatever is summed over a slot;
+- dense: ``pipeline x replicate x fsdp x tensor``. ``fsdp`` joins shard and context: parameters are the same on all ranks of a
+  context group, so they can be sharded over it too.
+- context and sequence: the ranks that share one slot's tokens, for attention and for sums over a slot.
 - experts: ``pipeline x replicate x expert_shard x expert x expert_tensor``, for the mixtures' weights and tokens.
 
-Each rank makes only the groups that it is in, a few dozen whatever the number of ranks; PyTorch's ``init_device_mesh`` goes
-through all groups of the fleet on every rank, a hundred thousand at a hundred thousand ranks. The order is the same on all
-ranks, so the members of a group meet.
+Each rank makes only the groups that it is in, a few dozen for any number of ranks. PyTorch's ``init_device_mesh`` visits all groups
+of the fleet on every rank. The order is the same on all ranks, so the members of a group meet.
 
-The mesh is made once and passed to whoever needs it; nothing here is global.
+The mesh is made once and passed on; it is not global.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from phalanx.run.spec import RunSpec
 
 
 class LayoutError(ValueError):
-    """A run that cannot be laid out on the ranks that there are."""
+    """The run cannot be laid out on the available ranks; ``problems`` has the fields and the remedies."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = tuple(problems)
@@ -45,12 +43,12 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place in the layout, and its process groups."""
+    """This rank's coordinates in the layout, and its process groups."""
 
     layout: Layout
     device: torch.device
     rank: int
-    """This rank's number among all."""
+    """Global rank."""
     dense: DeviceMesh
     stage_mesh: DeviceMesh
     expert_mesh: DeviceMesh
@@ -59,11 +57,11 @@ class Mesh:
     sequence_group: dist.ProcessGroup
     """The ranks that share one slot's tokens: context and tensor together."""
     key_group: dist.ProcessGroup | None = None
-    """The tensor ranks that hold the same key and value heads; ``None`` where each head has a rank of its own."""
+    """The tensor ranks that have the same key and value heads; ``None`` if each head is on one rank only."""
     fsdp_levels: TwoLevels | None = None
-    """The ranks that the dense parameters are sharded over, machine by machine, if they fill several alike."""
+    """The dense FSDP ranks by machine, if they fill several machines equally."""
     expert_levels: TwoLevels | None = None
-    """The same of the ranks that experts are sharded over."""
+    """The ranks over which experts are sharded, by machine, likewise."""
 
     @property
     def ranks(self) -> int:
@@ -77,52 +75,52 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Number of the replica (copy of the weights) that this rank works on."""
+        """Index of the replica (copy of the weights) that this rank works on."""
         return int(self.dense.get_local_rank("replicate"))
 
     @property
     def shard_rank(self) -> int:
-        """Number of this rank among the data-parallel ranks that share a replica."""
+        """Index of this rank among the data-parallel ranks that share a replica."""
         return self.fsdp_rank // self.layout.context
 
     @property
     def data_rank(self) -> int:
-        """Number of this rank among all data-parallel ranks, those that compute different slots."""
+        """Index of this rank among all data-parallel ranks, which compute different slots."""
         return self.replica * self.layout.shard + self.shard_rank
 
     @property
     def pipeline_rank(self) -> int:
-        """Number of this rank among those that share the layers."""
+        """Index of this rank among those that share the layers."""
         return int(self.dense.get_local_rank("pipeline"))
 
     @property
     def context_rank(self) -> int:
-        """Number of this rank among those that share a sequence."""
+        """Index of this rank among those that share a sequence."""
         return self.fsdp_rank % self.layout.context
 
     @property
     def tensor_rank(self) -> int:
-        """Number of this rank among those that share a matrix."""
+        """Index of this rank among those that share a matrix."""
         return int(self.dense.get_local_rank("tensor"))
 
     @property
     def expert_rank(self) -> int:
-        """Number of this rank among those that share a layer's experts."""
+        """Index of this rank among those that share a layer's experts."""
         return int(self.expert_mesh.get_local_rank("expert"))
 
     @property
     def fsdp_ranks(self) -> int:
-        """Number of ranks that the dense parameters of a stage are sharded over."""
+        """Number of ranks over which the dense parameters of a stage are sharded."""
         return self.layout.shard * self.layout.context
 
     @property
     def fsdp_rank(self) -> int:
-        """Number of this rank's share of the dense parameters."""
+        """Index of this rank's share of the dense parameters."""
         return int(self.dense.get_local_rank("fsdp"))
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same share of each copy."""
+        """The ranks that have the same share of each replica."""
         return self.dense.get_group("replicate")
 
     @property
@@ -137,12 +135,12 @@ class Mesh:
 
     @property
     def stage_group(self) -> dist.ProcessGroup:
-        """The ranks that hold one stage of one replica between them."""
+        """The ranks that together have one stage of one replica."""
         return self.stage_mesh.get_group("stage")
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
-        """The ranks that share a layer's experts; in the order of their tokens: by shard, then context, then tensor."""
+        """The ranks that share a layer's experts, in the order of their tokens: by shard, then context, then tensor."""
         return self.expert_mesh.get_group("expert")
 
     @property
@@ -151,40 +149,40 @@ class Mesh:
         return self.expert_mesh.get_group("expert_tensor")
 
     def deal(self, slots: int) -> Deal:
-        """The assignment of ``slots`` to the ranks of this mesh."""
+        """Return the assignment of ``slots`` to the ranks of this mesh."""
         return Deal(slots, self.layout.replicate, self.layout.shard, self.layout.team)
 
 
 class _Groups:
-    """Makes this rank's process groups; every axis along which it is alone gets the same group of one.
+    """This rank's process groups. All axes on which the rank is alone share one group of size 1.
 
-    Each gloo group costs three threads and a listening socket, also one that has nobody to talk to, and half of a layout's
-    axes are of that kind. Groups of several are not shared: on a GPU what goes through one waits for what went before.
+    A gloo group costs three threads and a listening socket, even with one member, and half of a layout's axes have degree 1. Larger
+    groups are not shared: on a GPU, operations of one group wait for each other.
     """
 
     def __init__(self) -> None:
-        self._alone: dist.ProcessGroup | None = None
+        self._single: dist.ProcessGroup | None = None
 
     def along(self, ranks: torch.Tensor, dim: int) -> dist.ProcessGroup:
-        """The group of the ranks that stand in one line with this rank along dimension ``dim`` of ``ranks``."""
-        if ranks.shape[dim] == 1 and self._alone is not None:
-            return self._alone
+        """Make the group of the ranks that differ from this rank only in dimension ``dim`` of ``ranks``."""
+        if ranks.shape[dim] == 1 and self._single is not None:
+            return self._single
         lines = ranks.movedim(dim, -1).flatten(0, -2)
-        (mine,) = lines[(lines == dist.get_rank()).any(1)].tolist()
-        group = dist.new_group(mine, timeout=group_timeout(), use_local_synchronization=True)
+        (members,) = lines[(lines == dist.get_rank()).any(1)].tolist()
+        group = dist.new_group(members, timeout=group_timeout(), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-        if len(mine) == 1:
-            self._alone = group
+        if len(members) == 1:
+            self._single = group
         return group
 
     def view(self, device: torch.device, **degrees: int) -> DeviceMesh:
-        """All ranks as a mesh of ``degrees``, the last fastest."""
+        """Return all ranks as a mesh of ``degrees``, the last varying fastest."""
         ranks = torch.arange(dist.get_world_size()).view(*degrees.values())
         groups = [self.along(ranks, dim) for dim in range(ranks.ndim)]
         return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
 
     def levels(self, ranks: int, line: int, stride: int, machine_ranks: int) -> TwoLevels | None:
-        """Both levels of the groups of ``line`` ranks that are ``stride`` apart; ``None`` where one level does."""
+        """Return both levels of the groups of ``line`` ranks that are ``stride`` apart; ``None`` if one level suffices."""
         width = ranks_in_a_machine(line, stride, machine_ranks)
         if width == 1:
             return None
@@ -194,13 +192,13 @@ class _Groups:
 
 
 def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks: int = 0) -> Mesh:
-    """The mesh for a run on all ``ranks`` of the default process group.
+    """Build the mesh of a run on all ``ranks`` of the default process group. A collective.
 
     Args:
         spec: The run.
-        ranks: Of the default process group.
-        device: Of this rank.
-        machine_ranks: Ranks on each machine; 0 if that is unknown, or makes no difference.
+        ranks: Size of the default process group.
+        device: Device of this rank.
+        machine_ranks: Ranks on each machine; 0 if unknown or irrelevant.
 
     Raises:
         LayoutError: The run does not allow that number of ranks.
@@ -234,32 +232,32 @@ def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks
     )
 
 
-# Machines in the mesh: which ranks of a group share one machine, where links are an order of magnitude faster.
+# Machines in the mesh: the ranks of a group that share one machine, where links are an order of magnitude faster.
 #
-# Ranks are numbered machine by machine, so with as many ranks on each machine, a rank's machine is its number divided by theirs. A
-# group whose ranks fill whole machines, or equal parts of them, has two levels: the ranks of one machine, and the ranks that stand at
-# the same place of all machines. What the ranks of a machine can combine first crosses the network once instead of once for each.
+# Ranks are numbered machine by machine. If all machines have equally many, a rank's machine is its number divided by that count. A
+# group that fills complete machines, or equal parts of them, has two levels: the ranks inside a machine, and the ranks with the same
+# position in all machines. Values that a machine combines first cross the network once per machine instead of once per rank.
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _UNKNOWN = -1
-"""A rank's machine that it cannot tell from others."""
+"""Placeholder for a machine that could not be identified."""
 
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """The process groups of a group of ranks that stand in several machines, as many in each."""
+    """Process groups of ranks that are on several machines, equally many on each."""
 
     inside: dist.ProcessGroup
-    """The ranks in this rank's machine, in their order."""
+    """The ranks on this rank's machine, in their order."""
     across: dist.ProcessGroup
-    """The ranks at this rank's place in every machine, in the order of machines."""
+    """The ranks at this rank's position on every machine, in the order of machines."""
     machine: int
-    """This rank's machine, by its number among them."""
+    """Index of this rank's machine."""
 
     @property
     def width(self) -> int:
-        """Ranks of the group in each machine."""
+        """Number of ranks of the group on each machine."""
         return self.inside.size()
 
     @property
@@ -269,11 +267,11 @@ class TwoLevels:
 
 
 def ranks_in_a_machine(ranks: int, stride: int, machine_ranks: int) -> int:
-    """The number of ranks that a group has in each of its machines; 1 where two levels are of no use, or are uneven.
+    """Return the number of ranks of a group on each of its machines; 1 if two levels are of no use, or are uneven.
 
     Args:
-        ranks: Of the group, each ``stride`` above the one before; its first is a multiple of ``ranks * stride``, plus less
-            than ``stride``.
+        ranks: Size of the group. Its ranks are ``stride`` apart; its first is a multiple of ``ranks * stride``, plus less than
+            ``stride``.
         stride: 1 if no other axis varies faster.
         machine_ranks: Ranks of all groups on each machine; 0 if they are not equally many, or unknown.
     """
@@ -284,24 +282,24 @@ def ranks_in_a_machine(ranks: int, stride: int, machine_ranks: int) -> int:
 
 
 def count_machine_ranks(device: torch.device, boot_id: Path = BOOT_ID) -> int:
-    """The number of ranks on each machine; 0 if it is not the same on all, or if ranks are not numbered machine by machine.
+    """Return the number of ranks on each machine; 0 if it differs, or if ranks are not numbered machine by machine.
 
-    A collective call of the default process group, of 8 bytes a rank. The kernel's boot identifier says which machine it is,
-    since containers of one machine have names of their own. ``boot_id`` is the file with the identifier.
+    A collective of the default process group, of 8 bytes a rank. Machines are identified by the kernel's boot identifier, because
+    containers of one machine have different host names. ``boot_id`` is the file with the identifier.
     """
     try:
         digest = int.from_bytes(hashlib.sha256(boot_id.read_bytes()).digest()[:7], "big")
     except OSError:
-        digest = _UNKNOWN  # not Linux, or a sandbox; the others wait for this rank all the same
-    mine = torch.tensor([digest], device=device)
-    machines = torch.empty(dist.get_world_size(), dtype=mine.dtype, device=device)
-    all_gather_single(machines, mine, None)
-    found = machines.tolist()
-    return 0 if _UNKNOWN in found else equal_runs(found)
+        digest = _UNKNOWN  # not Linux, or a sandbox; take part in the collective anyway
+    own_digest = torch.tensor([digest], device=device)
+    digests = torch.empty(dist.get_world_size(), dtype=own_digest.dtype, device=device)
+    all_gather_single(digests, own_digest, None)
+    machines = digests.tolist()
+    return 0 if _UNKNOWN in machines else equal_runs(machines)
 
 
 def equal_runs(machines: list[int]) -> int:
-    """The length of each run of equal numbers, if all runs are equally long and no number comes back; else 0."""
+    """Return the length of each run of equal numbers if all runs are equally long and no number recurs; else 0."""
     width = next((i for i, machine in enumerate(machines) if machine != machines[0]), len(machines))
     starts = machines[::width]
     even = len(set(starts)) == len(starts) == len(machines) / width
@@ -310,14 +308,13 @@ def equal_runs(machines: list[int]) -> int:
 
 # Partition of a parameter over the tensor and expert axes: the position of a rank's part in the full parameter.
 #
-# The tensor and expert axes leave each rank with plain tensors that are parts of the whole; FSDP2 then divides these parts
-# and knows of nothing else. A ``Partition`` keeps what FSDP2 does not know, so that initial values, checkpoints, hashes and
-# norms can speak of the whole parameter: for each dimension that is divided, which piece of how many this is, and among
-# which ranks. Pieces are as even as can be: piece *i* of *n* of a size *s* begins at ``i * s // n``.
+# The tensor and expert axes leave each rank with plain tensors that are parts of the full ones; FSDP2 then shards these parts.
+# ``Partition`` records the first division, which FSDP2 does not see. Initial values, checkpoints, hashes and norms use it to refer
+# to the full parameter. Pieces are as even as possible: piece *i* of *n* of a size *s* begins at ``i * s // n``.
 
 
 def piece(size: int, index: int, count: int) -> range:
-    """The indices of piece ``index`` of ``count`` of a dimension."""
+    """Return the indices of piece ``index`` of ``count`` of a dimension."""
     return range(index * size // count, (index + 1) * size // count)
 
 
@@ -330,38 +327,38 @@ class DimSplit:
     count: int
     group: dist.ProcessGroup
     copies: int = 1
-    """Neighbors in ``group`` that hold the same piece; the group has ``count * copies`` ranks."""
+    """Number of neighbors in ``group`` with the same piece; the group has ``count * copies`` ranks."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The division of a parameter of shape ``whole`` over the tensor and expert axes."""
+    """Division of a parameter of shape ``full_shape`` over the tensor and expert axes."""
 
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     splits: tuple[DimSplit, ...] = ()
     copy: int = 0
-    """Number of this rank among those of these axes that hold the same part."""
+    """Index of this rank among those of these axes that have the same part."""
     copies: int = 1
 
     @property
     def part(self) -> LocalSlice:
-        """This rank's part, before FSDP divides it."""
-        offset, shape = [0] * len(self.whole), list(self.whole)
+        """This rank's part, before FSDP shards it."""
+        offset, shape = [0] * len(self.full_shape), list(self.full_shape)
         for split in self.splits:
-            indices = piece(self.whole[split.dim], split.index, split.count)
+            indices = piece(self.full_shape[split.dim], split.index, split.count)
             offset[split.dim], shape[split.dim] = indices.start, len(indices)
         return LocalSlice(tuple(offset), tuple(shape))
 
     def local_slice(self, tensor: Tensor) -> LocalSlice:
-        """The part of the whole that this rank holds of a tensor that is laid out like the parameter."""
+        """Return this rank's slice of the full parameter, given a tensor that is laid out like the parameter."""
         begin, _ = self.part
         offset, shape = local_slice_of(tensor)
         return LocalSlice(tuple(a + b for a, b in zip(begin, offset, strict=True)), shape)
 
     def gather(self, part: Tensor) -> Tensor:
-        """All-gathers the whole from the ranks' parts (not divided by FSDP). A collective of the splits' groups."""
+        """All-gather the full parameter from the ranks' parts, which FSDP has not sharded. A collective of the splits' groups."""
         for split in self.splits:
-            size = self.whole[split.dim]
+            size = self.full_shape[split.dim]
             longest = -(-size // split.count)
             shape = list(part.shape)
             shape[split.dim] = longest

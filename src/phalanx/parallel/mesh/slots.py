@@ -1,8 +1,8 @@
-"""Slots: the pieces of a global batch, and which rank computes which of them in which round.
+"""Slots: pieces of a global batch, and their assignment to ranks and rounds.
 
-A batch is divided into slots by the run file. What a slot holds, its random numbers and its place in the sum belong to the
-run; which data-parallel rank computes it belongs to the fleet. The sum over slots is ``reduction/slot_tree.py``. Everything
-here is a function on integers.
+The run file divides a batch into slots. A slot's content, random numbers and position in the sum belong to the run; the
+data-parallel rank that computes it belongs to the fleet. The sum over slots is in ``reduction/slot_tree.py``. All functions here
+work on integers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Deal:
-    """The assignment of slots to ranks, round by round.
+    """Assignment of slots to ranks, round by round.
 
-    The data-parallel ranks of one replica (those that share one copy of the weights) work in rounds: in each round every
-    one of them computes one slot, and their gradients are exchanged. The replicas' slots are contiguous, so that a replica
-    can add nearly all of its own before anything crosses to another. Ranks that share experts are a team: they are dealt
-    slots together, ``team`` at a time.
+    The data-parallel ranks of one replica (one copy of the weights) work in rounds. In each round every rank computes one slot, and the
+    gradients are exchanged. A replica's slots are contiguous, so that it can add nearly all of its own before anything crosses to
+    another. Ranks that share experts are a team: they get ``team`` slots together.
     """
 
     slots: int
@@ -27,56 +26,55 @@ class Deal:
     team: int = 1
 
     def hands_of_replica(self, replica: int) -> range:
-        """The contiguous hands (a team's slots in one round) of one replica; sizes differ by at most one."""
+        """Return the contiguous hands (a team's slots in one round) of one replica; sizes differ by at most one."""
         hands = self.slots // self.team
         return range(replica * hands // self.replicas, (replica + 1) * hands // self.replicas)
 
     def rounds(self, replica: int) -> list[tuple[int | None, ...]]:
-        """For each round, the slot of each shard rank; ``None`` where the slots have run out."""
+        """For each round, the slot of each shard rank; ``None`` after the last slot."""
         hands = self.hands_of_replica(replica)
-        mine = range(hands.start * self.team, hands.stop * self.team)
+        slots = range(hands.start * self.team, hands.stop * self.team)  # of this replica
         width = self.shard_ranks
         return [
-            tuple(mine[first + i] if first + i < len(mine) else None for i in range(width))
-            for first in range(0, len(mine), width)
+            tuple(slots[first + i] if first + i < len(slots) else None for i in range(width))
+            for first in range(0, len(slots), width)
         ]
 
     @property
     def most_rounds(self) -> int:
-        """The largest number of slots that a rank computes in a step."""
+        """Largest number of slots that a rank computes in a step."""
         longest = max(self.hands_of_replica(0), self.hands_of_replica(self.replicas - 1), key=len)
         return -(-len(longest) * self.team // self.shard_ranks)
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of a step: what every shard rank of this replica computes at the same time."""
+    """One round of a step: the slots that all shard ranks of this replica compute at the same time."""
 
     slots: tuple[int | None, ...]
     slot: int
     """The slot that this rank computes: its own or, if it has none, a neighbor's, whose result is dropped."""
     counts: bool
-    """True if this rank's result counts."""
+    """True if this rank's result enters the sum."""
     last: bool
     """True for the last round of a step."""
 
     @cached_property
-    def dealt(self) -> int:
-        """Number of ranks that have a slot of their own."""
+    def assigned(self) -> int:
+        """Number of ranks with a slot of their own."""
         return sum(slot is not None for slot in self.slots)
 
 
 def rounds_of(deal: Deal, replica: int, shard_rank: int) -> list[Round]:
-    """The rounds of one rank in a step.
+    """List the rounds of one rank in a step.
 
-    A team without slots computes those of the round's first team again: the collectives inside forward and backward
-    need it, and the time is idle anyhow.
+    A team without slots computes those of the round's first team again. The collectives inside forward and backward need all ranks.
     """
-    dealt = deal.rounds(replica)
+    all_rounds = deal.rounds(replica)
     rounds = []
-    for number, slots in enumerate(dealt):
-        mine, stand_in = slots[shard_rank], slots[shard_rank % deal.team]
+    for number, slots in enumerate(all_rounds):
+        own_slot, stand_in = slots[shard_rank], slots[shard_rank % deal.team]
         assert stand_in is not None, "a round begins with a team's slots"
-        last = number == len(dealt) - 1
-        rounds.append(Round(slots, stand_in if mine is None else mine, mine is not None, last))
+        last = number == len(all_rounds) - 1
+        rounds.append(Round(slots, stand_in if own_slot is None else own_slot, own_slot is not None, last))
     return rounds

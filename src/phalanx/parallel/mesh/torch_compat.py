@@ -1,7 +1,6 @@
-"""Names that PyTorch keeps private or has renamed, in one place, each with a test.
+"""PyTorch names that are private or were renamed, in one place, each with a test.
 
-Supported: torch 2.11 and later. ``all_gather_single`` is 2.13's name for ``all_gather_into_tensor``, which it warns
-about.
+Supported: torch 2.11 and later. ``all_gather_single`` is 2.13's name for ``all_gather_into_tensor``, which 2.13 deprecates.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ __all__ = [
     "finish_backward",
     "flight_record",
     "gather_along",
-    "give_gradient",
     "group_of",
     "group_shapes",
     "group_sizes",
@@ -56,28 +54,26 @@ __all__ = [
     "measure_waits",
     "overlap_with_products",
     "reduce_scatter_single",
+    "set_gradient",
     "sum_over",
     "sum_scatter_along",
 ]
 
 
 def all_gather_single(output: Tensor, piece: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Concatenates every rank's ``piece`` ``(n,)`` in ``output`` ``(ranks * n,)``."""
+    """Concatenate every rank's ``piece`` ``(n,)`` in ``output`` ``(ranks * n,)``."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, piece, group=group)
 
 
 def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Writes this rank's piece of the sum of every rank's ``pieces`` ``(ranks * n,)`` into ``output`` ``(n,)``."""
+    """Write this rank's piece of the sum of every rank's ``pieces`` ``(ranks * n,)`` into ``output`` ``(n,)``."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, pieces, group=group)
 
 
 def local_slice_of(tensor: Tensor) -> LocalSlice:
-    """The part of a tensor that this rank holds.
-
-    A rank that holds nothing of a sharded dimension gets a shape with a zero in it.
-    """
+    """Return the part of a tensor that this rank holds. A rank without elements of a sharded dimension gets a shape with a zero."""
     if not isinstance(tensor, DTensor):
         return LocalSlice((0,) * tensor.ndim, tuple(tensor.shape))
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -85,16 +81,16 @@ def local_slice_of(tensor: Tensor) -> LocalSlice:
 
 
 def gather_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's ``x``, one after another along ``dim``. Can be traced by ``torch.compile``."""
+    """Concatenate every rank's ``x`` along ``dim``. Can be traced by ``torch.compile``."""
     gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-    ranks, whole = group.size(), _waited(gather(x, 0, group))
+    ranks, gathered = group.size(), _waited(gather(x, 0, group))  # (ranks * n0, n1, ...)
     if _in_place(x, dim):
-        return whole.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
-    return torch.cat(whole.chunk(ranks), dim)
+        return gathered.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    return torch.cat(gathered.chunk(ranks), dim)  # (n0, ..., ranks * n_dim, ...)
 
 
 def sum_scatter_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's piece along ``dim`` of the sum of every rank's ``x``. Can be traced by ``torch.compile``."""
+    """Return this rank's piece along ``dim`` of the sum of every rank's ``x``. Can be traced by ``torch.compile``."""
     scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
     ranks, shape = group.size(), x.shape
     if dim and _in_place(x, dim):
@@ -105,67 +101,67 @@ def sum_scatter_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's piece along ``dim`` of every rank's ``x``: ``(ranks, ...)``. Can be traced by ``torch.compile``."""
+    """Return this rank's piece along ``dim`` of every rank's ``x``: ``(ranks, ...)``. Can be traced by ``torch.compile``."""
     sent = torch.stack(x.chunk(group.size(), dim))
     return _waited(functional.all_to_all_single(sent, None, None, group))
 
 
 def _in_place(x: Tensor, dim: int) -> bool:
-    """True if the pieces of a tensor divided along ``dim`` lie one after another in memory, so that none need be moved.
+    """Return True if the pieces along ``dim`` are contiguous in memory, so that they need not be moved.
 
-    While tracing that is ignored for all but the first dimension: the compiler knows what to overlap by the moves.
+    While tracing, only for the first dimension: the compiler finds what to overlap by the moves.
     """
     return dim == 0 or (math.prod(x.shape[:dim]) == 1 and not torch.compiler.is_compiling())
 
 
 def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's ``x``, which stays as it is. Can be traced by ``torch.compile``."""
+    """Return the sum of every rank's ``x``, which stays unchanged. Can be traced by ``torch.compile``."""
     return _waited(functional.all_reduce(x, "sum", group))
 
 
 def _waited(result: Tensor) -> Tensor:
-    # While tracing, the result has been waited for already; a second wait would hide the pattern that is overlapped.
+    # While tracing, the result has been waited for already; a second wait would hide the pattern that the compiler overlaps.
     return result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
 
 
 def overlap_with_products(group: dist.ProcessGroup) -> None:
-    """Lets the compiler cut gathers and scatters of ``group`` into pieces that run beside the matrix products next to
-    them (Wang et al., "Overlap Communication with Dependent Computation", ASPLOS 2023). For CUDA."""
+    """Allow the compiler to split gathers and scatters of ``group`` and overlap them with adjacent matrix products. For CUDA.
+
+    Wang et al., "Overlap Communication with Dependent Computation", ASPLOS 2023.
+    """
     from torch._inductor import config  # slow to import, and only compiled runs need it
 
     config._micro_pipeline_tp = True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # deprecated, but the compiler still asks for it
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated, but the compiler still requires it
         enable_symm_mem_for_group(group.group_name)
 
 
 def cuda_stream(device: torch.device) -> torch.cuda.Stream:
-    """A new stream of ``device``."""
+    """Return a new stream of ``device``."""
     make: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
     return make(device)
 
 
 def device_of_messages(group: dist.ProcessGroup) -> torch.device:
-    """The device between which ``group`` sends what was never on an accelerator: the CPU if one of its backends can."""
+    """Return the device on which ``group`` exchanges host data: the CPU if one of its backends supports it, else the GPU."""
     kinds = {kind.type for kind in group._device_types}
     return torch.device("cpu") if "cpu" in kinds else current_gpu()
 
 
 def abort_nccl() -> None:
-    """Aborts every NCCL communicator of this process, from any thread; what waits for them gets an error."""
+    """Abort every NCCL communicator of this process, from any thread. Operations that wait for them raise."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
 
 
 def finish_backward(module: FSDPModule) -> None:
-    """Lets FSDP take in gradients that came outside of a backward pass through ``module``, the root of its wrapping.
+    """Make FSDP take in gradients that were computed outside of a backward pass of ``module``, the root of its wrapping.
 
-    What FSDP does at the end of a backward pass: gradients are added in its accumulation format, and shared out if that
-    was asked for (``set_requires_gradient_sync``).
-
-    It widens the gradients of a backward pass that did not ask for that, and wants those of a group to have one dtype: those that
-    came since are widened here.
+    Does what FSDP does at the end of a backward pass. It accumulates gradients in the reduction dtype, and reduces them if
+    ``set_requires_gradient_sync`` is on. FSDP does not widen the gradients of a backward pass without synchronization, and needs one
+    dtype within a group. So gradients that were added later are widened here.
     """
     for part in cast(nn.Module, module).modules():
         group = fully_shard.state(part)._fsdp_param_group if isinstance(part, FSDPModule) else None  # type: ignore[attr-defined]
@@ -175,29 +171,29 @@ def finish_backward(module: FSDPModule) -> None:
     fully_shard.state(module)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
-def give_gradient(module: FSDPModule, name: str, gradient: Tensor) -> None:
-    """Makes ``gradient`` the whole gradient of the parameter ``name`` of ``module``'s own group, in the dtype of its reduction.
+def set_gradient(module: FSDPModule, name: str, gradient: Tensor) -> None:
+    """Set the unsharded gradient of the parameter ``name`` of ``module``'s own group, in the reduction dtype.
 
-    To be called before FSDP takes in the gradients of a backward pass, in the place of autograd, which knows the dtype of compute alone.
+    Call it before FSDP takes in the gradients of a backward pass. Autograd can deliver gradients in the compute dtype only.
     """
     group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-    (parameter,) = (each for each in group.fsdp_params if each._module_info.param_name == name)
+    (parameter,) = (param for param in group.fsdp_params if param._module_info.param_name == name)
     parameter.unsharded_accumulated_grad = gradient
 
 
 def group_shapes(module: FSDPModule) -> list[torch.Size]:
-    """The shapes of the parameters that FSDP gathers and reduces together with ``module``, in the order of its buffers."""
+    """Return the shapes of the parameters in ``module``'s FSDP group, in the order of its buffers."""
     group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
     return [parameter.sharded_param.shape for parameter in group.fsdp_params] if group is not None else []
 
 
 def measure_waits(module: FSDPModule, measure: Callable[[], AbstractContextManager[None]]) -> None:
-    """Encloses in ``measure()`` all that makes the stream of the computation wait for gathers and reductions of ``module``'s own group."""
+    """Run in ``measure()`` all waits of the compute stream for gathers and reductions of ``module``'s own group."""
     group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
     if group is None:
         return
 
-    owner = weakref.ref(group)  # which must not hold itself, and with it its process group's threads
+    owner = weakref.ref(group)  # a cycle would keep the group alive, and its process group's threads
 
     def enclosed(wait: Callable[[object], None]) -> Callable[[], None]:
         def measured() -> None:
@@ -206,13 +202,13 @@ def measure_waits(module: FSDPModule, measure: Callable[[], AbstractContextManag
 
         return measured
 
-    # For weights, before each pass; for the sums of gradients, when the backward pass is over.
+    # The first waits for weights before each pass, the second for reduced gradients after the backward pass.
     for name in ("wait_for_unshard", "finalize_backward"):
         setattr(group, name, enclosed(getattr(type(group), name)))
 
 
 def keep_activations_within(fraction: float) -> None:
-    """Tells the compiler what fraction of a block's activations it may keep, in all that this process compiles later."""
+    """Set the fraction of a block's activations that the compiler may keep, for all that this process compiles later."""
     from torch._functorch import config  # slow to import, and only compiled runs need it
 
     count_grouped_attention()
@@ -220,7 +216,10 @@ def keep_activations_within(fraction: float) -> None:
 
 
 def count_grouped_attention() -> None:
-    """Have PyTorch count the FLOP of attention with fewer key than query heads, on which the compiler's budget relies. 2.13 does by itself."""
+    """Make PyTorch count the FLOP of attention with fewer key than query heads. The compiler's memory budget relies on it.
+
+    PyTorch 2.13 counts them already.
+    """
     heads, grouped = (1, 2, 1, 1), (1, 1, 1, 1)
     forward: Any = flop_counter.sdpa_flop_count
     backward: Any = flop_counter.sdpa_backward_flop_count
@@ -244,7 +243,7 @@ def count_grouped_attention() -> None:
 
 
 def keep_selected_tensors_from_hooks() -> dict[str, Any]:
-    """Return the option of ``checkpoint`` with which tensors that selective checkpointing keeps bypass saved-tensor hooks.
+    """Return the option of ``checkpoint`` that makes selectively kept tensors bypass saved-tensor hooks.
 
     PyTorch 2.14 added the option and announces another default. Earlier releases always bypass the hooks.
     """
@@ -253,10 +252,10 @@ def keep_selected_tensors_from_hooks() -> dict[str, Any]:
 
 
 def leave_profiler_out_of_selective_checkpoints() -> None:
-    """Lets selective checkpointing pass over the profiler's ranges, which it otherwise counts as results to be kept.
+    """Make selective checkpointing ignore the profiler's ranges, which it would count as results to keep.
 
-    FSDP opens more of them when a unit within a block, such as its experts, is computed again ("encountered during backward but
-    not found in storage").
+    FSDP opens more of them when a unit within a block, such as its experts, is recomputed. The error is "encountered during backward
+    but not found in storage".
     """
     profiler = torch.ops.profiler
     SAC_IGNORED_OPS.update(
@@ -269,14 +268,14 @@ def leave_profiler_out_of_selective_checkpoints() -> None:
 
 
 def join_fake(rank: int, ranks: int) -> None:
-    """Makes this process rank ``rank`` of ``ranks`` that do not exist: collectives return at once, with any result."""
+    """Make this process rank ``rank`` of ``ranks`` in a fake process group: collectives return at once, with undefined results."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # for dry runs alone
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
 
 
 def group_of(args: Sequence[object]) -> str:
-    """The name of the process group among the arguments of an operation of ``c10d`` or ``_c10d_functional``."""
+    """Return the name of the process group among the arguments of an operation of ``c10d`` or ``_c10d_functional``."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return str(dist.ProcessGroup.unbox(arg).group_name)
@@ -284,17 +283,18 @@ def group_of(args: Sequence[object]) -> str:
 
 
 def forget_groups() -> None:
-    """Makes PyTorch forget all process groups of this process, whole or half made; nothing is said to other ranks.
+    """Remove all process groups of this process from PyTorch, complete or half made, without communication.
 
-    Groups are numbered as they are made, and the numbers are part of where ranks look for each other. A group whose making
-    fails leaves its number used up, until the next ``destroy_process_group`` that has something to destroy: this process would
-    then wait for ever for one that has not failed (PyTorch 2.11 to 2.13). So would one whose ``shutdown`` raised.
+    Groups are numbered as they are made, and ranks meet under these numbers. A group whose creation fails, or whose ``shutdown``
+    raises, leaves its number used up until the next successful ``destroy_process_group``. This process would then wait forever for
+    ranks that have not failed (PyTorch 2.11 to 2.13).
 
-    DTensor's caches go too. Their results hold a mesh, found again by an equal one: and meshes of the same ranks are equal,
-    whichever of them this process was when the mesh was made, so that as another rank it would get its old place. Whoever holds
-    a mesh also holds its groups, each with threads (three of gloo's, one of which wakes a hundred times a second) and sockets.
-    PyTorch 2.11 loses count of references to the arguments of DTensor's operations, and never frees their meshes (2.13 does): they
-    let go of their groups here, which takes some 40 ms for the search.
+    DTensor's caches are cleared too. Their results hold a mesh, and are looked up by an equal one. Meshes of the same ranks are equal
+    even if this process had another rank when the mesh was made, so it would get its old coordinate. A mesh also keeps its groups
+    alive, each with sockets and threads (three for gloo, one of which wakes a hundred times a second).
+
+    PyTorch 2.11 leaks references to the arguments of DTensor's operations and never frees their meshes (fixed in 2.13). Their groups
+    are released here, which takes some 40 ms for the search.
     """
     c10d = dist.distributed_c10d
     world = c10d._world
@@ -306,52 +306,50 @@ def forget_groups() -> None:
     for table in tables:
         table.clear()
     c10d._unregister_all_process_groups()  # type: ignore[attr-defined]
-    # What ``torch.distributed.tensor.debug._clear_sharding_prop_cache`` does, whose package imports the compiler.
+    # Same as ``torch.distributed.tensor.debug._clear_sharding_prop_cache``, whose package imports the compiler.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
     torch._C._clear_DTensor_sharding_propagator_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()
     MeshTopoInfo.build_from_mesh.cache_clear()
     if torch.__version__ < "2.13":  # as versions compare
-        for mesh in [found for found in gc.get_objects() if type(found) is DeviceMesh]:
+        for mesh in [item for item in gc.get_objects() if type(item) is DeviceMesh]:
             mesh._pg_registry.clear()
     world.group_count = 0
 
 
 def group_timeout() -> timedelta | None:
-    """The timeout of the default group, for its operations and for its ranks to connect; ``None`` if its backend does not say."""
+    """Return the timeout of the default group, for its operations and for connecting; ``None`` if its backend does not expose it."""
     world = dist.group.WORLD
     if world is None:
         return None
-    backend = world._get_backend(
-        next(iter(world._device_types))
-    )  # each of them has one, and all have one timeout
+    backend = world._get_backend(next(iter(world._device_types)))  # all backends have the same timeout
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def group_sizes() -> list[int]:
-    """The number of ranks in each process group of this process, the default one first.
+    """Return the number of ranks in each process group of this process, the default group first.
 
-    On gloo this is also the number of sockets: a rank listens, and is connected with every other rank of the group.
+    With gloo this is also the number of sockets: a rank listens, and is connected with every other rank of the group.
     """
     return [len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()]
 
 
 def set_group_timeouts(timeout_s: float) -> None:
-    """Sets the timeout of operations of all groups of this process, whatever their ranks had to connect."""
+    """Set the timeout of operations of all groups of this process; the timeout for connecting does not apply any more."""
     for group in dist.distributed_c10d._world.pg_map:
         for kind in group._device_types:
             group._get_backend(kind)._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def flight_record(since_ns: int = 0) -> bytes:
-    """The flight record: this rank's collectives since ``since_ns`` (Unix time, ns), as JSON.
+    """Return the flight record as JSON: this rank's collectives since ``since_ns`` (Unix time, ns).
 
     Its fields: ``rank``, ``taken_ns`` (now), ``groups`` (name to ranks) and the dump of PyTorch's flight ``recorder``.
 
-    From any thread, also while another hangs in a collective. The recorder outlives process groups, and names come again:
-    give the time when the present groups were made. Without entries where recording is off (``TORCH_FR_BUFFER_SIZE`` was 0
-    when the process made its first group). Gloo's own dump does not name the groups' ranks.
+    Thread-safe, also while another thread hangs in a collective. The recorder outlives process groups, and group names recur, so pass
+    the time at which the present groups were made. The entries are empty if recording is off (``TORCH_FR_BUFFER_SIZE`` was 0 when the
+    process made its first group). Gloo's own dump does not name the groups' ranks.
     """
     world = dist.distributed_c10d._world
     groups = {

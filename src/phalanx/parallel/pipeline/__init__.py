@@ -1,1 +1,1 @@
-"""The pipeline axis: schedules as data, and the runner that carries them out."""
+"""The pipeline axis: schedules as data, and the runner that executes them."""

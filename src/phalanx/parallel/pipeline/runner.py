@@ -1,18 +1,19 @@
 """Runs the micro-batches of a step's slots through the stages of a pipeline.
 
-Each rank holds one stage of the model or several (``Transformer.keep``) and works through its list of actions
-(``phalanx.parallel.pipeline.schedules``); inputs and gradients of stages travel between the ranks
-(``phalanx.parallel.pipeline.stage_links``). The interpreter is our own rather than that of ``torch.distributed.pipelining``, because that
-one makes every rank's list on every rank, divides backward passes in a way that changes bits and cannot use this project's loss (see
-``phalanx.parallel.pipeline.runner``), holds a sharded stage's weights gathered for the whole slot, and cuts batches and keyword
-arguments into pieces by rules of its own.
+Each rank has one or more stages of the model (``Transformer.keep``) and executes its list of actions
+(``phalanx.parallel.pipeline.schedules``). Stage inputs and gradients are sent between ranks
+(``phalanx.parallel.pipeline.stage_links``).
 
-Micro-batches of one slot follow those of the one before without a pause, if the schedule can do that. Forward passes of a slot
-mingle with backward passes of the one before, but a stage computes gradients of one slot at a time: ``Accumulation`` is told of
-which, and closes a slot's gradient after the stage's last backward pass for it, while the slot still flows through other stages.
+This replaces the runtime of ``torch.distributed.pipelining``, which computes every rank's list on every rank and splits backward
+passes in a way that changes bits. That runtime also cannot use the chunked loss, keeps a sharded stage's weights gathered for the
+full slot, and splits batches and keyword arguments by rules of its own.
 
-A stage is called as the undivided model is: the caller's ``Forward`` says how, for each micro-batch. So all that a pipeline
-changes is where the graph is cut, and the gradients have the bits of one rank that runs micro-batch after micro-batch.
+Micro-batches of successive slots follow each other without a pause if the schedule supports it. Forward passes of a slot interleave
+with backward passes of the previous one, but a stage computes gradients of one slot at a time. ``Accumulation`` gets the slot's
+number and closes the slot's gradient after the stage's last backward pass for it, while other stages still work on the slot.
+
+A stage is called like the undivided model: the caller's ``Forward`` defines how, for each micro-batch. A pipeline changes only
+where the graph is cut, so the gradients have the bits of one rank that runs the micro-batches in order.
 """
 
 from __future__ import annotations
@@ -39,36 +40,36 @@ from phalanx.parallel.pipeline.schedules import Action, Schedule, StageMessage, 
 from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.run.layout import SPLIT_BACKWARD
 
-# Postponed weight gradients of a stage, so that a pipeline can pass on its input's gradient first.
+# Postponed weight gradients of a stage, so that a pipeline can send its input's gradient first.
 #
-# The zero-bubble schedules (arXiv 2401.10241) divide a backward pass in two: I, the gradient of the stage's input, for which
-# the stage before is waiting, and W, those of the weights, for which nobody is. Nearly all weights are used in matrix products,
-# and of these the layers allow the product to be exchanged (``Linear.product``, ``Experts.product``). The one put there
-# computes the input's gradient in the backward pass and notes the two factors of the weight's; ``add`` multiplies them later.
-# What is not such a product (norms, router, embedding, the loss) is small, and is computed with I.
+# The zero-bubble schedules (arXiv 2401.10241) split a backward pass in two. I is the gradient of the stage's input, which the previous
+# stage waits for. W are the gradients of the weights, which no rank waits for. Nearly all weights are used in matrix products, and the
+# layers allow that product to be replaced (``Linear.product``, ``Experts.product``). The replacement computes the input's gradient
+# in the backward pass and stores the two factors of the weight's gradient; ``add`` multiplies them later. Other gradients (norms,
+# router, embedding, loss) are cheap and are computed with I.
 #
-# PyTorch's own way (``torch.distributed.pipelining``) runs the same graph twice, once for inputs and once for weights. That
-# calls functions that allow it once, such as the chunked loss, a second time, computes checkpointed layers a third time, and
-# adds bf16 gradients in bf16. Here every operation is that of an undivided backward pass, and so are the bits.
+# ``torch.distributed.pipelining`` runs the same graph twice, once for inputs and once for weights. That calls functions a second
+# time that support one call only, such as the chunked loss. It computes checkpointed layers a third time and adds bf16 gradients in
+# bf16. Here every operation is that of an undivided backward pass, and so are the bits.
 
 
 class WeightGradients:
-    """The postponed weight gradients of one stage, by micro-batch."""
+    """Postponed weight gradients of one stage, by micro-batch."""
 
     def __init__(self) -> None:
         self.micro_batch: int | None = None
-        """The micro-batch that passes forward or back, if its weight gradients are to be put off; else ``None``."""
-        self._put_off: dict[int, list[tuple[Tensor, Callable[[], Tensor | None]]]] = defaultdict(list)
+        """The current micro-batch, if its weight gradients are postponed; else ``None``."""
+        self._postponed: dict[int, list[tuple[Tensor, Callable[[], Tensor | None]]]] = defaultdict(list)
 
     def note(self, weight: Tensor, gradient: Callable[[], Tensor | None]) -> None:
-        """Remembers how a gradient of ``weight`` will be computed; ``None`` if it goes elsewhere."""
-        assert self.micro_batch is not None, "this backward pass was to be undivided"
-        self._put_off[self.micro_batch].append((weight, gradient))
+        """Store a function that computes a gradient of ``weight``; it returns ``None`` if the gradient is delivered elsewhere."""
+        assert self.micro_batch is not None, "the weight gradients of this backward pass are not postponed"
+        self._postponed[self.micro_batch].append((weight, gradient))
 
     def add(self, micro_batch: int) -> None:
-        """Computes the postponed gradients of ``micro_batch``, and adds them as a backward pass would, hooks included."""
+        """Compute the postponed gradients of ``micro_batch``, and accumulate them as a backward pass would, with hooks."""
         derived = []
-        for weight, gradient in self._put_off.pop(micro_batch, ()):
+        for weight, gradient in self._postponed.pop(micro_batch, ()):
             value = gradient()
             if value is None:
                 continue
@@ -76,38 +77,41 @@ class WeightGradients:
                 torch.autograd.backward((weight,), (value,))
             else:
                 derived.append((weight, value))
-        if derived:  # what they derive from may be waiting for the gradients of all of them
+        if derived:  # their source may need the gradients of all of them at once
             weights, gradients = zip(*derived, strict=True)
             torch.autograd.backward(weights, gradients)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product of ``Linear``."""
-        # Lanes of this rank with rows of their own cut them out of a parameter while the layer runs, and nothing marks it as derived:
-        # computed again it sees the same. Their gradient goes to the parameter together with those of the other lanes' rows.
-        if not self._puts_off(x) or not weight.is_leaf:
+        """Product for ``Linear``: ``(..., inputs)`` to ``(..., outputs)``."""
+        # A lane's rows are cut out of a parameter while the layer runs, which no flag marks as derived. Their gradient is joined
+        # with those of the other lanes' rows, so it is not postponed.
+        if not self._postpones(x) or not weight.is_leaf:
             return F.linear(x, weight)
         return apply_function(_LinearProduct, x, weight.detach(), (self, weight))
 
     def grouped(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-        """The product of ``Experts``."""
-        if not self._puts_off(rows):
+        """Product for ``Experts``: grouped rows ``(n, inputs)`` to ``(n, outputs)``."""
+        if not self._postpones(rows):
             return grouped_product(rows, matrices, groups)
         return apply_function(_GroupedProduct, rows, matrices.detach(), groups, (self, matrices))
 
-    def _puts_off(self, x: Tensor) -> bool:
+    def _postpones(self, x: Tensor) -> bool:
         return self.micro_batch is not None and torch.is_grad_enabled() and x.requires_grad
 
 
 _Owner = tuple[WeightGradients, Tensor]
-# In a tuple, autograd does not see the weight: an edge to it would have to deliver a gradient in the pass itself.
+# Autograd does not track the weight inside a tuple. With an edge to it, the pass itself would have to deliver a gradient.
 
 
-def put_off_weight_gradients(part: nn.Module) -> WeightGradients:
-    """Lets the products of a stage postpone their weight gradients; those with a format of their own, biases or derived weights do not."""
+def postpone_weight_gradients(part: nn.Module) -> WeightGradients:
+    """Make the products of a stage postpone their weight gradients.
+
+    Layers with a custom product, a bias or derived weights are left out.
+    """
     store = WeightGradients()
     for module in part.modules():
         if isinstance(module, Linear):
-            # What derives from a weight is summed on its way to it, over ranks too: that should run once, with all that it sums.
+            # The gradient of a derived weight is summed on its way to the parameter, also over ranks. That must run once.
             if module.product is None and module.bias is None and not module.weight_is_derived:
                 module.product = store.linear
         elif isinstance(module, Experts) and module.product is None:
@@ -162,12 +166,14 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 Forward = Callable[[nn.Module, Tensor, int], Tensor]
-"""Calls a stage with its input (tokens ``(b, s)`` or hidden states ``(b, s, d)``) for the micro-batch of that number. Gives
-hidden states, or of the last stage the loss, 0-dim."""
+"""Call a stage for one micro-batch: ``(stage, input, number of the micro-batch)``.
+
+The input is tokens ``(b, s)`` or hidden states ``(b, s, d)``. Returns hidden states, or the 0-dim loss from the last stage.
+"""
 
 
 class MicroBatches(Protocol):
-    """The tokens ``(b, s)``, int64, of micro-batches, all of one shape: slot after slot, as many of each."""
+    """Tokens ``(b, s)``, int64, of micro-batches of one shape: slot after slot, equally many for each."""
 
     def __len__(self) -> int: ...
 
@@ -175,16 +181,16 @@ class MicroBatches(Protocol):
 
 
 class Accumulation(Protocol):
-    """Gradient accumulation over the micro-batches of slots. Stages are numbered as on their rank, slots as they flow, from 0."""
+    """Gradient accumulation over the micro-batches of slots. Stages and slots are numbered from 0 on their rank."""
 
     def computing(self, part: int, slot: int, *, last: bool, postponed: bool) -> AbstractContextManager[None]:
-        """Encloses each computation of gradients of a stage.
+        """Context of each gradient computation of a stage.
 
         Args:
-            part: The stage.
-            slot: The slot that they belong to.
-            last: True if the slot's gradient is complete on this stage afterwards.
-            postponed: True if postponed weight gradients are added, outside of any backward pass.
+            part: Index of the stage on this rank.
+            slot: Index of the slot.
+            last: True if this computation completes the slot's gradient on this stage.
+            postponed: True if it adds postponed weight gradients, outside of any backward pass.
         """
         ...
 
@@ -201,25 +207,27 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Connects the ranks of the pipeline: on all of them at once.
+        """Connect the ranks of the pipeline. A collective.
 
         Args:
             parts: This rank's stages, in the order of ``stages_of_rank``.
-            schedule: Of the whole pipeline.
-            groups: Two with the pipeline's ranks in order, for messages to higher and to lower ranks; the same on gloo.
-            hidden: Tokens and width ``(s, d)`` of hidden states between stages, as this rank holds them.
-            dtype: Their format.
-            device: Where they live.
+            schedule: Schedule of the full pipeline.
+            groups: Two groups of the pipeline's ranks, in order: for messages to higher and to lower ranks. The same group on gloo.
+            hidden: Tokens and width ``(s, d)`` of this rank's hidden states between stages.
+            dtype: Dtype of the hidden states.
+            device: Device of the hidden states.
         """
         self.rank, self.schedule, self.parts = dist.get_rank(groups[0]), schedule, parts
         self.hidden, self.device = hidden, device
         self.clock = CommClock.of(device)
-        """Time that this rank stood still because it had nothing to compute with."""
+        """Time that this rank waited for messages of other stages."""
         self.links = StageLinks(schedule, groups, device, dtype, self.clock)
         stages = stages_of_rank(schedule.name, schedule.pipeline, self.rank, schedule.per_rank)
         self.part_of = {stage: part for part, stage in enumerate(stages)}
-        divides = schedule.name in SPLIT_BACKWARD
-        self.put_off = [put_off_weight_gradients(part) if divides else WeightGradients() for part in parts]
+        splits_backward = schedule.name in SPLIT_BACKWARD
+        self.postponed = [
+            postpone_weight_gradients(part) if splits_backward else WeightGradients() for part in parts
+        ]
 
     def run(
         self,
@@ -228,52 +236,54 @@ class Pipeline:
         scales: Sequence[float],
         accumulation: Accumulation,
     ) -> Tensor:
-        """Forward and backward of slots: the loss of each micro-batch, zero except on the rank with the last stage.
+        """Run forward and backward of slots. Return the loss of each micro-batch ``(micro-batches,)``, zero except on the last stage.
 
-        The gradients of the losses times their slot's scale are added to the parameters', in the order of micro-batches.
+        Gradients of the losses, times their slot's scale, are added to those of the parameters in the order of micro-batches.
 
         Args:
-            tokens: Of each micro-batch.
+            tokens: Tokens of each micro-batch.
             forward: Calls a stage.
-            scales: What multiplies the losses of each slot.
-            accumulation: Encloses what computes gradients.
+            scales: Factor on the losses of each slot.
+            accumulation: Provides the context of gradient computations.
         """
         passage = _Passage(self, tokens, forward, scales, accumulation)
         return passage.run(partial(self.schedule.actions, slots=len(scales)))
 
     def evaluate(self, tokens: MicroBatches, forward: Forward) -> Tensor:
-        """The loss of each micro-batch ``(b, s)``, zero except on the rank with the last stage; no gradients."""
+        """Return the loss of each micro-batch ``(b, s)``, zero except on the rank with the last stage; no gradients."""
         with torch.no_grad():
             return _Passage(self, tokens, forward).run(self.schedule.forward_only)
 
 
 @dataclass
 class _Passage:
-    """One set of micro-batches on its way through the stages of a rank."""
+    """One run of a set of micro-batches through the stages of a rank."""
 
     pipeline: Pipeline
     tokens: MicroBatches
     forward: Forward
     scales: Sequence[float] = (1.0,)
-    """By slot."""
+    """Loss factors by slot."""
     accumulation: Accumulation | None = None
     local: dict[StageMessage, Tensor] = field(default_factory=dict)
-    """Messages from one stage of this rank to the next."""
+    """Messages between two stages of this rank."""
     graphs: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = field(default_factory=dict)
-    """By stage and micro-batch in flight: the input, and where backward begins. Not the output: it is sent."""
+    """For each stage and micro-batch in flight: the input, and the edge where backward begins. The output is sent, not kept."""
     divided: frozenset[tuple[int, int]] = frozenset()
-    """The stages and micro-batches whose backward pass is divided."""
+    """Stages and micro-batches whose backward pass is split into I and W."""
 
     def run(self, actions_of: Callable[[int, int], list[Action]]) -> Tensor:
-        """Works through this rank's actions; ``actions_of(rank, micro_batches)`` gives any rank's."""
+        """Execute this rank's actions; ``actions_of(rank, micro_batches)`` returns the actions of any rank."""
         pipeline, count = self.pipeline, len(self.tokens)
         actions = actions_of(pipeline.rank, count)
         # Micro-batches with an I postpone their weight gradients to a W; those with a B compute both at once.
         self.divided = frozenset(action[1:] for action in actions if action.kind == "I")
         self.losses = torch.zeros(count, device=pipeline.device)
         links, schedule = pipeline.links, pipeline.schedule
-        # Receivers know what comes from whom, and in which order, since every rank can compute any rank's list.
-        coming = {source: schedule.sent(actions_of(source, count), pipeline.rank) for source in links.sources}
+        # Every rank can compute any rank's list, so receivers expect each sender's messages in their order.
+        coming = {
+            source: schedule.messages_to(actions_of(source, count), pipeline.rank) for source in links.sources
+        }
         links.open(coming, (len(self.tokens[0]), *pipeline.hidden))
         for action in actions:
             self._perform(action)
@@ -283,8 +293,8 @@ class _Passage:
     def _perform(self, action: Action) -> None:
         kind, stage, micro_batch = action
         part = self.pipeline.part_of[stage]
-        put_off = self.pipeline.put_off[part]
-        put_off.micro_batch = micro_batch if (stage, micro_batch) in self.divided else None
+        postponed = self.pipeline.postponed[part]
+        postponed.micro_batch = micro_batch if (stage, micro_batch) in self.divided else None
         if kind == "F":
             self._forward(part, action)
             return
@@ -295,7 +305,7 @@ class _Passage:
             part, micro_batch // self._per_slot, last=last, postponed=kind == "W"
         ):
             if kind == "W":
-                put_off.add(micro_batch)
+                postponed.add(micro_batch)
             else:
                 self._backward(action)
 
@@ -305,10 +315,10 @@ class _Passage:
 
     def _forward(self, part: int, action: Action) -> None:
         _, stage, micro_batch = action
-        # tokens (b, s) into the first stage, hidden states (b, s, d) into the others
+        # Input: tokens (b, s) for the first stage, hidden states (b, s, d) for the others.
         x = self.tokens[micro_batch] if stage == 0 else self._receive(StageMessage("F", stage, micro_batch))
         if stage > 0 and torch.is_grad_enabled():
-            x.requires_grad_()  # a leaf of this stage's graph: its gradient goes back to the stage before
+            x.requires_grad_()  # a leaf of this stage's graph; its gradient is sent to the previous stage
         y = self.forward(self.pipeline.parts[part], x, micro_batch)
         if stage == self.pipeline.schedule.stages - 1:
             self.losses[micro_batch] = y.detach()
@@ -320,13 +330,13 @@ class _Passage:
 
     def _backward(self, action: Action) -> None:
         _, stage, micro_batch = action
-        x, end = self.graphs.pop((stage, micro_batch))
+        x, output_edge = self.graphs.pop((stage, micro_batch))
         if stage == self.pipeline.schedule.stages - 1:
-            # The loss itself: 0-dim, scaled in forward.
+            # The gradient of the 0-dim loss, which forward has scaled.
             slope = torch.ones((), device=self.pipeline.device)
         else:
             slope = self._receive(StageMessage("B", stage, micro_batch))
-        torch.autograd.backward((end,), (slope,))
+        torch.autograd.backward((output_edge,), (slope,))
         if stage > 0:
             assert x.grad is not None
             self._send(action, x.grad)

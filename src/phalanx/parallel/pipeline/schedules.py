@@ -1,26 +1,25 @@
-"""Pipeline schedules as data: what each rank of a pipeline computes, in which order.
+"""Pipeline schedules as data: the ordered actions of each rank.
 
-The layers are divided into stages; micro-batches flow through them forward and back. A schedule is a list of
-actions for each rank: forward (F), backward (B), or backward in two halves, the gradient of the stage's input first (I) and
-those of its weights when there is nothing more urgent to do (W). The lists are those of ``torch.distributed.pipelining``,
-to which the tests hold them; here a rank makes its own list alone, where PyTorch makes every rank's on every rank, which at
-64 stages and 512 micro-batches takes each of them ten seconds.
+The layers are divided into stages; micro-batches flow through them forward and back. A schedule lists the actions of each rank:
+forward (F) and backward (B). Backward may be split in two: the gradient of the stage's input (I), and later those of its weights
+(W). The lists equal those of ``torch.distributed.pipelining``, which the tests check. There every rank computes the lists of all
+ranks, which at 64 stages and 512 micro-batches takes ten seconds. Here it computes its own.
 
-- ``gpipe``: all forward, then all backward (arXiv 1811.06965). It drains after each slot: it holds the activations of
-  every micro-batch of a list, which would be those of the whole step.
-- ``1f1b``: backward as early as possible, so that few activations are held (PipeDream-Flush, arXiv 2006.09503).
-- ``interleaved``: several stages on each rank, dealt round by round (arXiv 2104.04473).
+- ``gpipe``: all forward, then all backward (arXiv 1811.06965). It drains after each slot, because it keeps the activations of all
+  micro-batches of a list.
+- ``1f1b``: backward as early as possible, so that few activations are kept (PipeDream-Flush, arXiv 2006.09503).
+- ``interleaved``: several stages on each rank, assigned round-robin (arXiv 2104.04473).
 - ``zbv``: two stages on each rank, placed down and up again like a V; W fills the gaps (arXiv 2401.10241, section 6).
-- ``dualpipev``: the same placement, forward of one paired with backward of another (DeepSeek's DualPipe, arXiv
-  2412.19437, section 3.2.1, folded in half). The members of a pair run one after the other here.
+- ``dualpipev``: the same placement, with forward of one micro-batch paired with backward of another (DeepSeek's DualPipe, arXiv
+  2412.19437, section 3.2.1, folded in half). The two of a pair run one after the other here.
 
 Every list computes the weight gradients of a stage in the order of micro-batches, so a schedule changes no sum.
 
-All schedules but ``gpipe`` run over the micro-batches of all slots that a rank computes in a step, one after the other, so the
-pipeline fills and drains once a step, however many slots there are, and holds what it would hold for one long slot. A stage
-completes one slot's gradient before it adds to the next one's: a W that is put off comes before the stage's first backward pass
-of the next slot. PyTorch's lists of ``interleaved`` want a multiple of the ranks, and those of ``zbv`` and ``dualpipev`` twice
-the ranks or more; for other numbers a rank leaves out of a longer list the micro-batches that do not exist, as all others do.
+All schedules except ``gpipe`` run over the micro-batches of all slots of a rank's step in sequence. So the pipeline fills and drains
+once per step, and needs the memory of one long slot. A stage completes a slot's gradient before it adds to the next one's: a
+postponed W precedes the stage's first backward pass of the next slot. PyTorch's lists of ``interleaved`` require a multiple of the
+ranks, those of ``zbv`` and ``dualpipev`` at least twice the ranks. For other numbers, all ranks take a longer list and leave out the
+micro-batches that do not exist.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PassKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One thing that a rank computes."""
+    """One computation of a rank."""
 
     kind: PassKind
     stage: int
@@ -46,11 +45,11 @@ class Action(NamedTuple):
 
 
 class StageMessage(NamedTuple):
-    """A stage's input (F) or the gradient of its output (B), on its way to that stage."""
+    """A stage's input (F) or the gradient of its output (B), sent to that stage."""
 
     kind: Literal["F", "B"]
     stage: int
-    """The stage that needs it."""
+    """The receiving stage."""
     micro_batch: int
 
 
@@ -68,12 +67,12 @@ class Schedule:
         return self.pipeline * self.per_rank
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds ``stage``."""
+        """Return the rank of ``stage``."""
         turn, place = divmod(stage, self.pipeline)
         return self.pipeline - 1 - place if self.name in SPLIT_BACKWARD and turn else place
 
     def actions(self, rank: int, micro_batches: int, slots: int = 1) -> list[Action]:
-        """The actions of ``rank``, in order, for ``slots`` slots that have ``micro_batches`` together, each as many."""
+        """Return the actions of ``rank``, in order, for ``micro_batches`` micro-batches in ``slots`` slots of equal size."""
         makers = {
             "gpipe": _gpipe,
             "1f1b": _one_forward_one_backward,
@@ -89,59 +88,58 @@ class Schedule:
                 for first in range(0, micro_batches, per_slot)
                 for kind, stage, number in slot
             ]
-        longer = make(self, rank, self.suited(micro_batches))
-        actions = [action for action in longer if action.micro_batch < micro_batches]
+        extended = make(self, rank, self.padded_count(micro_batches))
+        actions = [action for action in extended if action.micro_batch < micro_batches]
         return _slot_after_slot(actions, per_slot) if slots > 1 and self.name in SPLIT_BACKWARD else actions
 
-    def suited(self, micro_batches: int) -> int:
-        """The least number of micro-batches, ``micro_batches`` or more, for which the schedule's list has no gaps."""
+    def padded_count(self, micro_batches: int) -> int:
+        """Return the smallest number of micro-batches, at least ``micro_batches``, that the schedule's rule supports."""
         if self.name == "interleaved":
             return -(-micro_batches // self.pipeline) * self.pipeline
         return max(micro_batches, 2 * self.pipeline) if self.name in SPLIT_BACKWARD else micro_batches
 
     def forward_only(self, rank: int, micro_batches: int) -> list[Action]:
-        """The actions of ``rank`` for an evaluation: forward passes only."""
+        """Return the actions of ``rank`` for an evaluation: forward passes only."""
         stages = stages_of_rank(self.name, self.pipeline, rank, self.per_rank)
         return [Action("F", stage, number) for stage in stages for number in range(micro_batches)]
 
     def result(self, action: Action) -> StageMessage | None:
-        """The message that carries an action's result to another stage; ``None`` if none needs it."""
+        """Return the message with an action's result for another stage; ``None`` if no stage needs it."""
         if action.kind == "F" and action.stage + 1 < self.stages:
             return StageMessage("F", action.stage + 1, action.micro_batch)
         if action.kind in ("B", "I") and action.stage > 0:
             return StageMessage("B", action.stage - 1, action.micro_batch)
         return None
 
-    def sent(self, actions: Iterable[Action], target: int) -> Iterator[StageMessage]:
-        """The results of ``actions``, some rank's, that go to the rank ``target``, in order."""
+    def messages_to(self, actions: Iterable[Action], target: int) -> Iterator[StageMessage]:
+        """Return the results of ``actions``, one rank's, that are sent to the rank ``target``, in order."""
         results = map(self.result, actions)
         return (message for message in results if message and self.rank_of(message.stage) == target)
 
     def links(self) -> list[tuple[int, int]]:
-        """Every pair (source, target) of different ranks between which something is sent."""
+        """Return all pairs (source, target) of different ranks that exchange messages."""
         ranks = [self.rank_of(stage) for stage in range(self.stages)]
         down = {pair for pair in pairwise(ranks) if pair[0] != pair[1]}
         return sorted(down | {(target, source) for source, target in down})
 
 
 def stages_of_rank(schedule: ScheduleName, pipeline: int, rank: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The stages on ``rank``, ascending: dealt round by round, or for ``zbv`` and ``dualpipev`` down and up like a V."""
+    """Return the stages on ``rank``, ascending: assigned round-robin, or for ``zbv`` and ``dualpipev`` down and up like a V."""
     placed = Schedule(schedule, pipeline, stages_per_rank)
     return tuple(stage for stage in range(placed.stages) if placed.rank_of(stage) == rank)
 
 
 def bubble(schedule: ScheduleName, pipeline: int, micro_batches: int, stages_per_rank: int) -> float:
-    """The share of the time of ``micro_batches`` that a rank stands idle, if nothing but computing takes time.
+    """Return the fraction of the time of ``micro_batches`` for which a rank is idle, if only computation takes time.
 
-    Stages are taken to be equal, and F, I and W of a stage to take the same time, B twice that. With ``m`` micro-batches,
-    ``p`` ranks and ``v`` stages on each, idle over busy time is
+    Stages are equal, and F, I and W of a stage take the same time, B twice that. With ``m`` micro-batches, ``p`` ranks and ``v`` stages
+    on each, the ratio of idle to busy time is
 
     - ``(p - 1) / m`` for ``gpipe`` (arXiv 1811.06965, section 2.3) and ``1f1b`` (arXiv 2104.04473, section 2.2.1);
     - ``(p - 1) / (v m)`` for ``interleaved`` (arXiv 2104.04473, section 2.2.2);
-    - ``(p - 1) / (6 m)`` for ``zbv``: nothing but the wait for the first input, which arXiv 2401.10241 does not count,
-      because its steps overlap, while those here do not;
-    - the same for ``dualpipev`` while the members of a pair run one after the other. (For pairs that end together, the
-      README of DeepSeek's DualPipe gives ``(p - 1) (F&B + B - 3 W)`` of idle time.)
+    - ``(p - 1) / (6 m)`` for ``zbv``: only the wait for the first input. arXiv 2401.10241 does not count it, because its steps overlap;
+    - the same for ``dualpipev``, because the two of a pair run one after the other. For pairs that end together, the README of
+      DeepSeek's DualPipe gives ``(p - 1) (F&B + B - 3 W)`` of idle time.
     """
     ranks = pipeline - 1
     idle = {
@@ -174,38 +172,42 @@ def _interleaved(schedule: Schedule, rank: int, micro_batches: int) -> list[Acti
     total = micro_batches * turns
 
     def at(kind: PassKind, step: int) -> Action:
-        # As many micro-batches as there are ranks pass through one stage, then through the next, and so on.
+        # Blocks of `ranks` micro-batches pass through one stage, then through the next.
         block, place = divmod(step, ranks)
         round_, turn = divmod(block, turns)
         turn = turn if kind == "F" else turns - 1 - turn
         return Action(kind, turn * ranks + rank, round_ * ranks + place)
 
-    # Warm-up: arXiv 2104.04473, section 2.2.2, and in Megatron-LM's words "num_warmup_microbatches".
+    # Warm-up: arXiv 2104.04473, section 2.2.2; Megatron-LM's "num_warmup_microbatches".
     ahead = min((turns - 1) * ranks + 2 * (ranks - 1 - rank), total)
     order = [at("F", step) for step in range(ahead)]
     # Steady state: one forward, one backward.
     for step in range(total - ahead):
         order += (at("F", ahead + step), at("B", step))
-    # Cool-down: the backward passes that are left.
+    # Cool-down: the remaining backward passes.
     return order + [at("B", step) for step in range(total - ahead, total)]
 
 
 def _slot_after_slot(actions: Iterable[Action], per_slot: int) -> list[Action]:
-    """Moves every W that a stage owes to a slot ahead of the stage's first backward pass of the next slot."""
+    """Move every postponed W of a stage's slot ahead of the stage's first backward pass of the next slot."""
     ordered: list[Action] = []
-    owed: dict[int, deque[Action]] = defaultdict(deque)
+    pending: dict[int, deque[Action]] = defaultdict(deque)
     for action in actions:
         kind, stage, number = action
-        owing = owed[stage]
+        pending_of_stage = pending[stage]
         if kind == "W":
-            if owing and owing[0] == action:  # else it has been moved
-                ordered.append(owing.popleft())
+            if pending_of_stage and pending_of_stage[0] == action:  # else it has been moved
+                ordered.append(pending_of_stage.popleft())
             continue
-        while kind != "F" and owing and owing[0].micro_batch // per_slot < number // per_slot:
-            ordered.append(owing.popleft())
+        while (
+            kind != "F"
+            and pending_of_stage
+            and pending_of_stage[0].micro_batch // per_slot < number // per_slot
+        ):
+            ordered.append(pending_of_stage.popleft())
         ordered.append(action)
         if kind == "I":
-            owing.append(Action("W", stage, number))
+            pending_of_stage.append(Action("W", stage, number))
     return ordered
 
 
@@ -215,61 +217,62 @@ class _Writer:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.stages = stages_of_rank(schedule.name, schedule.pipeline, rank, schedule.per_rank)
         self.actions: list[Action] = []
-        self.done: Counter[str] = Counter()
-        self.owed: deque[str] = deque()
-        """The W of every I written so far, until they are written."""
+        self.counts: Counter[str] = Counter()
+        """Number of steps written, by step."""
+        self.pending: deque[str] = deque()
+        """The W of each I whose W is not written yet."""
 
     def write(self, *steps: str) -> None:
-        """Writes steps such as "F0": forward of the rank's first stage."""
+        """Write steps such as "F0": forward of the rank's first stage."""
         for step in steps:
-            kind, which = step[0], step[1]
-            number = self.done[step]
-            self.done[step] += 1
+            kind, stage = step[0], step[1]
+            number = self.counts[step]
+            self.counts[step] += 1
             if kind == "B":  # an I and a W at once
-                number = self.done[f"I{which}"]
-                self.done.update((f"I{which}", f"W{which}"))
+                number = self.counts[f"I{stage}"]
+                self.counts.update((f"I{stage}", f"W{stage}"))
             elif kind == "I":
-                self.owed.append(f"W{which}")
-            self.actions.append(Action(kind, self.stages[int(which)], number))  # type: ignore[arg-type]
+                self.pending.append(f"W{stage}")
+            self.actions.append(Action(kind, self.stages[int(stage)], number))  # type: ignore[arg-type]
 
-    def pay(self) -> None:
-        """Writes the oldest W that is owed, if any."""
-        if self.owed:
-            self.write(self.owed.popleft())
+    def write_pending(self) -> None:
+        """Write the oldest pending W, if any."""
+        if self.pending:
+            self.write(self.pending.popleft())
 
 
 def _zbv(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
     # "F0" is forward of the rank's first stage, "I1" and "W1" are the two halves of backward of its second.
     writer, after = _Writer(schedule, rank), schedule.pipeline - rank
-    write, done = writer.write, writer.done
+    write, counts = writer.write, writer.counts
     # Warm-up, first leg of the V: forward of the first stage until its micro-batch comes back up to the second.
     for _ in range(2 * after - 1):
         write("F0")
     # Warm-up, second leg: both stages' forward passes in turn.
     for _ in range(rank):
         write("F1", "F0")
-    # Warm-up, third leg: the first losses are there, and backward of the second stage begins.
+    # Warm-up, third leg: the first losses are computed, and backward of the second stage begins.
     for _ in range(after):
         write("F1", "I1", "W1")
-    # Steady state: forward and whole backward of both stages in turn; F0 ends first, since it is ahead.
-    while done["F1"] < micro_batches:
-        write(*(("F0",) if done["F0"] < micro_batches else ()), "I0", "W0", "F1", "I1", "W1")
-    # Cool-down: only gradients of inputs, which other ranks wait for; W's are put off,
+    # Steady state: forward and full backward of both stages in turn; F0 ends first, since it is ahead.
+    while counts["F1"] < micro_batches:
+        write(*(("F0",) if counts["F0"] < micro_batches else ()), "I0", "W0", "F1", "I1", "W1")
+    # Cool-down: only gradients of inputs, which other ranks wait for; W's are postponed,
     for _ in range(rank):
         write("I0", "I1")
     for _ in range(after):
         write("I0", "W0")
-    # and fill what would be the bubble at the end.
-    for which in ("1", "0"):
-        while done[f"W{which}"] < micro_batches:
-            write(f"W{which}")
+    # and fill the bubble at the end.
+    for stage in ("1", "0"):
+        while counts[f"W{stage}"] < micro_batches:
+            write(f"W{stage}")
     return writer.actions
 
 
 def _dualpipev(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
     writer, before, after = _Writer(schedule, rank), rank + 1, schedule.pipeline - rank - 1
-    write, pay = writer.write, writer.pay
-    # The steps are those of DeepSeek's dualpipe/dualpipev.py, by its names. Step 1: nF0
+    write, write_pending = writer.write, writer.write_pending
+    # Steps and their names are those of DeepSeek's dualpipe/dualpipev.py. Step 1: nF0
     for _ in range(2 * after):
         write("F0")
     # Step 2: nF0F1
@@ -278,7 +281,7 @@ def _dualpipev(schedule: Schedule, rank: int, micro_batches: int) -> list[Action
     # Step 3: nI1W1F1 (zero bubble)
     for _ in range(after):
         write("I1")
-        pay()
+        write_pending()
         write("F1")
     # Step 4 (main step): nF0B1F1B0
     for _ in range(micro_batches - 2 * schedule.pipeline + before):
@@ -286,14 +289,14 @@ def _dualpipev(schedule: Schedule, rank: int, micro_batches: int) -> list[Action
     # Step 5: nB1F1B0
     for _ in range(after):
         write("B1", "F1", "B0")
-    # Step 6: nB1B0, the second half of them zero bubble: they owe their W, which fill the gaps of what follows
+    # Step 6: nB1B0, the second half of them zero bubble: their W's are postponed and fill later gaps
     for place in range(2 * before):
         write(f"{'B' if place < before else 'I'}{1 - place % 2}")
     # Step 7: nWI0 (zero bubble)
     for _ in range(after):
-        pay()
+        write_pending()
         write("I0")
     # Step 8: nW
     for _ in range(before):
-        pay()
+        write_pending()
     return writer.actions

@@ -1,12 +1,11 @@
 """Sends activations and their gradients between the ranks of a pipeline.
 
-Each direction between two ranks is a queue of its own, in which messages follow each other in the order in which the sender
-computes them. The receiver knows that order, because schedules are data, and asks for the next few messages before it needs
-them, so that they travel while it computes. No message ever waits behind one that travels the other way: such queues are
-where pipelines deadlock, unless the order of all ranks' messages is worked out on each.
+Each direction between two ranks is a queue, with messages in the order in which the sender computes them. Schedules are data, so
+the receiver can derive that order. It posts receives for the next few messages ahead of time, so that they arrive while it
+computes. No message waits behind one of the opposite direction, which avoids the usual pipeline deadlock without a global order.
 
-So there are two process groups of the same ranks, one for each direction. NCCL gives each pair of ranks in a group a
-communicator and a stream of its own, unless the group was bound to a device when it was made; these must not be.
+So there are two process groups of the same ranks, one for each direction. NCCL gives each pair of ranks in a group its own
+communicator and stream, unless the group was bound to a device when it was made; these groups must not be.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.pipeline.schedules import Schedule, StageMessage
 
 _AHEAD = 2
-"""Messages asked for before they are needed: one to compute with next, and one to travel meanwhile."""
+"""Number of receives posted ahead: one to compute with next, and one in flight meanwhile."""
 
 
 @dataclass
 class _Inbox:
-    """The receiving side of one link: the messages that come from one rank."""
+    """Receiving side of one link: the messages from one rank."""
 
     source: int
     group: dist.ProcessGroup
     coming: deque[StageMessage] = field(default_factory=deque)
-    asked: deque[tuple[StageMessage, dist.Work, Tensor]] = field(default_factory=deque)
+    posted: deque[tuple[StageMessage, dist.Work, Tensor]] = field(default_factory=deque)
     arrived: dict[StageMessage, Tensor] = field(default_factory=dict)
 
-    def ask(self, empty: Tensor) -> None:
-        """Asks for the next message, into ``empty``."""
+    def post(self, empty: Tensor) -> None:
+        """Post the receive of the next message, into ``empty``."""
         work = dist.irecv(empty, self.source, group=self.group)
         assert work is not None
-        self.asked.append((self.coming.popleft(), work, empty))
+        self.posted.append((self.coming.popleft(), work, empty))
 
 
 class StageLinks:
-    """The links of one rank of a pipeline. For one set of micro-batches at a time: ``open``, many messages, ``close``."""
+    """Links of one rank of a pipeline. For one set of micro-batches at a time: ``open``, many messages, ``close``."""
 
     def __init__(
         self,
@@ -54,14 +53,14 @@ class StageLinks:
         dtype: torch.dtype,
         clock: CommClock,
     ) -> None:
-        """Connects the ranks of the pipeline: on all of them at once.
+        """Connect the ranks of the pipeline. A collective.
 
         Args:
-            schedule: Says who sends to whom.
-            groups: Two with the pipeline's ranks in order, for messages to higher and to lower ranks; the same on gloo.
-            device: Where hidden states live.
-            dtype: Of hidden states.
-            clock: Counts the time that this rank waits for messages.
+            schedule: Defines the senders and receivers.
+            groups: Two groups of the pipeline's ranks, in order: for messages to higher and to lower ranks. The same group on gloo.
+            device: Device of the hidden states.
+            dtype: Dtype of the hidden states.
+            clock: Measures the time that this rank waits for messages.
         """
         self._device, self._dtype, self._clock = device, dtype, clock
         rank, ranks = dist.get_rank(groups[0]), dist.get_process_group_ranks(groups[0])
@@ -70,8 +69,8 @@ class StageLinks:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._shape: tuple[int, ...] = ()
         hello = torch.zeros(1, device=device)
-        # NCCL connects two ranks on their first message, and holds both up until then. So one is sent now, in an order
-        # that is the same on all ranks; disjoint pairs first, so that they do not wait for each other along the pipeline.
+        # NCCL connects two ranks on their first message, and blocks both until then. So one is sent now, in an order that is the
+        # same on all ranks. Disjoint pairs come first, so that they do not wait for each other along the pipeline.
         for source, target in sorted(schedule.links(), key=lambda link: (min(link) % 2, link)):
             group = groups[source > target]
             if rank == source:
@@ -82,47 +81,47 @@ class StageLinks:
                 dist.recv(hello, ranks[source], group=group)
 
     def open(self, coming: Mapping[int, Iterable[StageMessage]], shape: tuple[int, ...]) -> None:
-        """Called before the first message, with what comes from each rank, in the order of sending, all of ``shape``."""
+        """Post the first receives, given each rank's messages in the order of sending, all of ``shape``. Call it before the first message."""
         self._shape = shape
         for source, messages in coming.items():
             inbox = self._inboxes[source]
             inbox.coming = deque(messages)
             for _ in range(min(_AHEAD, len(inbox.coming))):
-                self._ask(inbox)
+                self._post(inbox)
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """The ranks that something comes from."""
+        """The ranks that send messages to this one."""
         return tuple(self._inboxes)
 
     def receive(self, source: int, message: StageMessage) -> Tensor:
-        """Waits for the message and returns it."""
+        """Wait for the message and return it."""
         inbox = self._inboxes[source]
         while message not in inbox.arrived:
-            arriving, work, tensor = inbox.asked.popleft()
+            arriving, work, tensor = inbox.posted.popleft()
             with self._clock.measure():
                 work.wait()
             inbox.arrived[arriving] = tensor
             if inbox.coming:
-                self._ask(inbox)
+                self._post(inbox)
         return inbox.arrived.pop(message)
 
     def send(self, target: int, tensor: Tensor) -> None:
-        """Sends ``tensor`` without waiting."""
-        place, group = self._outboxes[target]
+        """Send ``tensor`` without waiting."""
+        rank, group = self._outboxes[target]
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, place, group=group)
+        work = dist.isend(tensor, rank, group=group)
         assert work is not None
         self._sending.append((work, tensor))
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 
     def close(self) -> None:
-        """Called after the last message: waits until all are sent."""
+        """Wait until all messages are sent. Call it after the last message."""
         while self._sending:
             work, _ = self._sending.popleft()
             with self._clock.measure():
                 work.wait()
 
-    def _ask(self, inbox: _Inbox) -> None:
-        inbox.ask(torch.empty(self._shape, dtype=self._dtype, device=self._device))
+    def _post(self, inbox: _Inbox) -> None:
+        inbox.post(torch.empty(self._shape, dtype=self._dtype, device=self._device))

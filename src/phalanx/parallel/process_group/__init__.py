@@ -1,1 +1,1 @@
-"""Process groups: rendezvous, aborting collectives, and forming a new group in living processes."""
+"""Process groups: rendezvous, aborting collectives, and forming a new group in running processes."""

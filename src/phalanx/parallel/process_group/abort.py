@@ -1,20 +1,22 @@
-"""Aborts the collectives that a rank hangs in, so that its process can go on without a restart.
+"""Aborts the collectives that a rank hangs in, so that its process can continue without a restart.
 
-When a peer dies or stops, the others wait in a collective: on NCCL until somebody aborts the communicator, on gloo until the
-group's timeout, because gloo's ``abort`` does nothing (PyTorch 2.13). What wakes gloo at once is the end of its
-connections: ``Connections`` remembers which sockets the process had before it joined, and ends those that came
-later, so that whoever waits in a collective or for the store gets an error within milliseconds. Connections of trackers and object
-stores are left alone: those opened by name (``foreign``), and all that are opened once the groups are made (``settle``). Listening sockets
-are left alone too; gloo ends the process when one of them fails. One wait is beyond reach: while a gloo group is made, a rank tries
-to connect to a peer again and again until the group's timeout, even if the peer is gone; its agent then kills it.
+When a peer dies or stops, the others wait in a collective: on NCCL until the communicator is aborted, on gloo until the group's
+timeout. (gloo's ``abort`` does nothing in PyTorch 2.13.) But gloo returns at once when its connections end. ``Connections`` records
+the sockets that the process had before it joined, and ends later ones. So an operation on a collective or the store raises within
+milliseconds. Connections of trackers and object stores are left alone: those opened inside ``foreign``, and all opened after the
+groups are made (``settle``). Listening sockets are left alone too, because gloo ends the process when one of them fails. One wait
+cannot be aborted: while a gloo group is made, a rank retries to connect to a peer until the group's timeout, even if the peer is
+dead. Its agent then kills it.
 
-How a connection ends matters. gloo reports its end to the operations that wait for their turn, but not to one whose bytes are under way
-(``Pair::signalException`` in gloo/transport/tcp/pair.cc, PyTorch 2.13): that one waits until the group's timeout, and no later call wakes it.
-It happens in the middle of a message, and if a write fails before the end has been read. Writes fail after ``shutdown`` of that
-direction, and after a reset, which closing a connection with unread bytes sends to the peer. So ``interrupt`` ends the direction that is read,
-where no bytes are under way, and keeps a duplicate of the descriptor. gloo's own ``close`` then does not reach the peer, which gets its
-own order to leave. ``release`` ends the connections once the groups are gone. ``shut`` ends both directions at once: for connections that are
-still being made, for NCCL, and for faults that cut a link.
+The way in which a connection ends matters. Gloo reports the end to operations that wait for their turn, but not to one whose bytes are in
+flight (``Pair::signalException`` in gloo/transport/tcp/pair.cc, PyTorch 2.13). That one waits until the group's timeout, and no
+later call wakes it. This happens in the middle of a message, and if a write fails before the end has been read. Writes fail after
+``shutdown`` of that direction, and after a reset, which closing a connection with unread bytes sends to the peer.
+
+- ``interrupt`` shuts down the read direction if no bytes are in flight, and keeps a duplicate of the descriptor. So gloo's own
+  ``close`` does not reach the peer, which gets its own order to leave.
+- ``release`` ends the connections after the groups are destroyed.
+- ``shut`` ends both directions at once: for connections that are still being made, for NCCL, and for injected link faults.
 
 All of these may be called from any thread, and more than once.
 """
@@ -39,9 +41,10 @@ from phalanx.hardware.local.device import on_gpu
 from phalanx.parallel.mesh.torch_compat import abort_nccl
 
 _BUSY_S = 1.0
-"""Seconds for which a connection whose bytes are under way is not interrupted. A stopped peer never takes them."""
+"""Seconds for which a connection with bytes in flight is not interrupted. A stopped peer never reads them."""
 _FULL_BYTES = 4096
-"""A send buffer with fewer unacknowledged bytes has room: it begins with 16 KiB (tcp_wmem in tcp(7)). Acknowledgments come up to 40 ms late."""
+"""A send buffer with fewer unacknowledged bytes has room: it starts with 16 KiB (tcp_wmem in tcp(7)). Acknowledgments take up to 40 ms.
+"""
 _LOOK_S = 0.005
 _READ_BYTES = 1 << 20
 
@@ -55,7 +58,7 @@ class _Duplicate:
 
 
 class Connections:
-    """The connections over which a rank speaks to the other ranks of its epoch; made before it joins them."""
+    """Connections of a rank to the other ranks of its epoch. Create it before the rank joins them."""
 
     def __init__(self) -> None:
         self._foreign = frozenset(inode for _, inode in _sockets())
@@ -67,13 +70,13 @@ class Connections:
 
     @contextmanager
     def foreign(self) -> Iterator[None]:
-        """Connections that are opened inside are not the epoch's: a tracker's, say."""
+        """Context whose new connections do not belong to the epoch, such as those of a tracker."""
         before = frozenset(inode for _, inode in _sockets())
         yield
         self._foreign |= frozenset(inode for _, inode in _sockets()) - before
 
     def settle(self) -> None:
-        """Says that the ranks have made all of their connections: what is opened from now on is foreign."""
+        """Declare that the ranks have made all of their connections. Those opened from now on are foreign."""
         self._settled = frozenset(inode for _, inode in _sockets()) - self._foreign
 
     def shut(self) -> int:
@@ -83,9 +86,9 @@ class Connections:
         return sum(_shut(number, inode) for number, inode in sockets if own is None or inode in own)
 
     def interrupt(self) -> None:
-        """Wake the operations of gloo that wait for other ranks, with an error. The other ranks notice nothing yet.
+        """Make gloo operations that wait for other ranks raise. The other ranks notice nothing yet.
 
-        A connection whose bytes are under way is left alone for up to a second after the first call: call it until all have woken.
+        A connection with bytes in flight is left alone for up to a second after the first call. Call it until all operations have returned.
         """
         if self._settled is None:
             self.shut()
@@ -97,7 +100,9 @@ class Connections:
             open_inodes = self._duplicate()
             for inode, duplicate in self._duplicates.items():
                 if inode not in open_inodes:
-                    _discard(duplicate.socket)  # a peer may wait for room to write the rest of its message
+                    _discard(
+                        duplicate.socket
+                    )  # a peer may wait for room to write the remainder of its message
                 elif not duplicate.is_interrupted and (is_late or _is_idle(duplicate.socket)):
                     duplicate.is_interrupted = True
                     with suppress(OSError):  # the peer has ended the connection
@@ -116,7 +121,7 @@ class Connections:
         until_s = time.monotonic() + _BUSY_S
         for duplicate in duplicates.values():
             with duplicate.socket as connection:
-                # Closing a connection with unread bytes resets it. A peer in the middle of a message is let finish it.
+                # Closing a connection with unread bytes resets it. So wait for a peer to finish its message.
                 while _discard(connection) and time.monotonic() < until_s:
                     time.sleep(_LOOK_S)
                 with suppress(OSError):  # the peer has ended the connection
@@ -135,37 +140,36 @@ class Connections:
 
 
 def abort(connections: Connections, device: torch.device) -> None:
-    """Aborts the collective that this process is in, or will enter before it leaves its groups."""
+    """Abort the collective that this process is in, or will enter before it leaves its groups. Thread-safe."""
     if not on_gpu(device):
         connections.interrupt()
         return
     try:
         if dist.is_initialized():
             abort_nccl()
-    finally:  # also where NCCL's abort fails, because the main thread is making another group just now
+    finally:  # also if NCCL's abort fails because the main thread is making another group
         connections.shut()
 
 
 def _sockets() -> list[tuple[int, int]]:
-    """Descriptor and inode of every socket of this process."""
-    found = []
+    """Return descriptor and inode of every socket of this process."""
+    sockets = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed since it was listed
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith("socket:["):
-                found.append((int(name), int(target[8:-1])))
-    return found
+                sockets.append((int(name), int(target[8:-1])))
+    return sockets
 
 
 def _connection(number: int, inode: int) -> socket.socket | None:
-    """Return a duplicate of a descriptor; ``None`` if it is no open Internet connection, or no longer this inode."""
+    """Return a duplicate of a descriptor; ``None`` if it is not an open Internet connection with this inode."""
     try:
         connection = socket.socket(fileno=os.dup(number))
     except OSError:
         return None
-    is_same = (
-        os.fstat(connection.fileno()).st_ino == inode
-    )  # else closed meanwhile, and its number given to another
+    # The number may belong to another file by now.
+    is_same = os.fstat(connection.fileno()).st_ino == inode
     if (
         not is_same
         or connection.family not in (socket.AF_INET, socket.AF_INET6)
@@ -183,13 +187,13 @@ def _shut(number: int, inode: int) -> bool:
     with connection:
         try:
             connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # not connected any more
+        except OSError:  # no longer connected
             return False
         return True
 
 
 def _is_idle(connection: socket.socket) -> bool:
-    """Return True if no bytes wait here to be read, and none for room to be written."""
+    """Return True if no received bytes are unread, and no sent bytes wait for room."""
     unacknowledged, unread = (
         struct.unpack("i", fcntl.ioctl(connection, request, struct.pack("i", 0)))[0]
         for request in (termios.TIOCOUTQ, termios.FIONREAD)
@@ -198,7 +202,7 @@ def _is_idle(connection: socket.socket) -> bool:
 
 
 def _discard(connection: socket.socket) -> int:
-    """Read what has arrived; return the number of bytes."""
+    """Read and discard received bytes; return their number."""
     nbytes = 0
     with suppress(OSError):
         while part := connection.recv(_READ_BYTES, socket.MSG_DONTWAIT):

@@ -1,8 +1,8 @@
-"""Rendezvous of living processes, which form one process group after another, over a store that is sealed by the run's token.
+"""Rendezvous of running processes that form one process group after another, over a store sealed with the run's token.
 
-Every process keeps a listening socket ready and tells its address to whoever decides who gets which rank. The process that
-gets rank 0 turns that socket into the store in which all meet; nobody has to choose a port, and a store is never used twice,
-so that a member of an earlier epoch cannot disturb a later one. A process that does not know the run's token is refused.
+Every process keeps a listening socket ready and sends its address to the coordinator, which assigns ranks. The process with rank 0
+turns its socket into the store where all ranks meet. So no port is configured. A store is never used twice, so a member of an
+earlier epoch cannot disturb a later one. A process without the run's token is refused.
 """
 
 from __future__ import annotations
@@ -26,78 +26,81 @@ from phalanx.parallel.process_group.rendezvous import RendezvousError, backends_
 from phalanx.parallel.process_group.typed_gather import RankMessageError, gather_typed
 from phalanx.wire.messages import token_mac
 
-# A rendezvous store whose ranks know a run's token: values are sealed, and every rank proves itself to all others.
+# A rendezvous store for ranks that share a run's token: values are authenticated, and every rank proves itself to all others.
 #
-# PyTorch's ``TCPStore`` lets in whoever reaches its port, and gloo and NCCL believe what they find in it: the addresses of the other
-# ranks. ``SealedStore`` puts an HMAC under the token before every value, and refuses one without. An old value could be played back,
-# and gloo's own connections know no token; so once the group is made, ``prove_members`` lets each rank answer a fresh challenge through it.
+# PyTorch's ``TCPStore`` accepts every client that reaches its port, and gloo and NCCL trust the addresses in it. ``SealedStore``
+# prefixes each value with an HMAC keyed by the token, and rejects values without a valid one. An old value could be replayed, and
+# gloo's own connections use no token. So after the group is made, ``prove_members`` sends each rank a fresh challenge through it.
 #
-# What this does not do: counters in the store carry no seal, a stranger can delete keys and so keep an epoch from forming, and what travels
-# between ranks afterwards is neither encrypted nor sealed.
+# Not covered: counters in the store have no HMAC. A stranger can delete keys and so prevent an epoch from forming. Later traffic
+# between ranks is neither encrypted nor authenticated.
 
 _SEAL_BYTES = 32
 _NONCE_BYTES = 32
 
 
 class SealedStore(Store):
-    """A store in front of another one. PyTorch calls it back for as long as the process group lives: keep a reference so long."""
+    """Store that authenticates the values of another store with the run's token.
+
+    PyTorch calls it as long as the process group exists: keep a reference that long.
+    """
 
     def __init__(self, inner: Store, token: str, purpose: str) -> None:
-        """``purpose`` tells apart stores that are used with one token: an epoch's values are none of another's."""
+        """Wrap ``inner``. Stores with one token differ in ``purpose``: values of one epoch are invalid in another."""
         super().__init__()
         self._inner, self._token, self._purpose = inner, token, purpose
 
     def set(self, key: str, value: str | bytes | Sequence[int]) -> None:
-        """Stores a value, sealed."""
+        """Store a value with its HMAC."""
         body = value.encode() if isinstance(value, str) else bytes(value)
-        # The binding takes bytes, though its annotation says text.
+        # The binding accepts bytes; its annotation is str.
         self._inner.set(key, self._seal(key, body) + body)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """The value of a key, as soon as there is one. Raises ``RendezvousError`` if nobody who knows the token has set it."""
+        """Wait for the value of a key and return it. Raise ``RendezvousError`` if its HMAC is not valid for the token."""
         sealed = self._inner.get(key)
         body = sealed[_SEAL_BYTES:]
         if not hmac.compare_digest(sealed[:_SEAL_BYTES], self._seal(key, body)):
             raise RendezvousError(
-                f"the value {key} in the ranks' rendezvous was not set by a rank that knows this run's token: keep the ranks' "
-                "ports on a network of their own"
+                f"the value {key} in the ranks' rendezvous was not set by a rank with this run's token: keep the ranks' "
+                "ports on a private network"
             )
         return body
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys."""
+        """Return the values of several keys."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Stores several values."""
+        """Store several values."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def add(self, key: str, value: int) -> int:
-        """Adds to a counter, which the store keeps and nobody can seal."""
+        """Add to a counter and return it. Counters have no HMAC."""
         return self._inner.add(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys have been set."""
+        """Wait until all keys are set."""
         if timeout is None:
             self._inner.wait(list(keys))
         else:
             self._inner.wait(list(keys), timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys have been set."""
+        """Return True if all keys are set."""
         return self._inner.check(list(keys))
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key."""
+        """Remove a key; return True if it existed."""
         return self._inner.delete_key(key)
 
     def num_keys(self) -> int:
-        """Number of keys."""
+        """Return the number of keys."""
         return self._inner.num_keys()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The time for which ``get`` and ``wait`` wait."""
+        """Set the timeout of ``get`` and ``wait``."""
         self._inner.set_timeout(timeout)
 
     def _seal(self, key: str, body: bytes) -> bytes:
@@ -105,15 +108,15 @@ class SealedStore(Store):
 
 
 def prove_members(token: str, purpose: str) -> None:
-    """Lets every rank of the default group prove to all others, through the group itself, that it knows the token. A collective call.
+    """Verify through the default group that every rank has the token. A collective.
 
     Raises:
-        RendezvousError: A rank does not know it; the message says which.
+        RendezvousError: Some ranks do not have it; the message lists them.
     """
     try:
         challenge = challenge_of(gather_typed(secrets.token_bytes(_NONCE_BYTES), bytes))
-        mine = proof_of(token, purpose, dist.get_rank(), challenge)
-        proofs = gather_typed(mine, bytes)
+        own_proof = proof_of(token, purpose, dist.get_rank(), challenge)
+        proofs = gather_typed(own_proof, bytes)
     except RankMessageError as error:
         raise RendezvousError(f"a stranger may be among the ranks: {error}") from error
     strangers = [
@@ -122,13 +125,13 @@ def prove_members(token: str, purpose: str) -> None:
         if not hmac.compare_digest(proof, proof_of(token, purpose, rank, challenge))
     ]
     if strangers:
-        raise RendezvousError(f"ranks {strangers} do not know this run's token; give every node the same one")
+        raise RendezvousError(f"ranks {strangers} do not have this run's token; give every node the same one")
 
 
 def challenge_of(nonces: Sequence[bytes]) -> bytes:
-    """The challenges of all ranks as one of 32 bytes, so that checking every rank's answer costs as many hashes as there are ranks.
+    """Combine the challenges of all ranks into one of 32 bytes, so that checking all proofs costs one hash per rank.
 
-    The digest stands for all of them: whoever wants an earlier answer to fit would have to find two lists with one SHA-256.
+    To replay an earlier proof, an attacker would need two lists of challenges with the same SHA-256.
     """
     digest = hashlib.sha256()
     for nonce in nonces:
@@ -137,7 +140,7 @@ def challenge_of(nonces: Sequence[bytes]) -> bytes:
 
 
 def proof_of(token: str, purpose: str, rank: int, challenge: bytes) -> bytes:
-    """The answer of ``rank`` to the challenges of all ranks."""
+    """Return the answer of ``rank`` to the combined challenge."""
     return token_mac(token, f"member {rank}".encode(), purpose.encode(), challenge)
 
 
@@ -145,7 +148,7 @@ _RETRY_S, _ATTEMPT_S = 0.02, 1.0
 
 
 class MeetingPoint:
-    """A listening socket, bound early, that becomes the store of one rendezvous."""
+    """Listening socket, bound early, that becomes the store of one rendezvous."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -153,11 +156,11 @@ class MeetingPoint:
 
     @property
     def address(self) -> str:
-        """As "host:port"."""
+        """Address as "host:port"."""
         return join_address(self._host, self._socket.getsockname()[1])
 
     def into_store(self, ranks: int, timeout_s: float) -> TCPStore:
-        """Serves a store at this socket, which it takes over."""
+        """Serve a store at this socket, which the store then owns."""
         port = self._socket.getsockname()[1]
         return TCPStore(
             self._host,
@@ -170,13 +173,13 @@ class MeetingPoint:
         )
 
     def close(self) -> None:
-        """Gives up the socket, if it was not used."""
+        """Close the socket, if no store was made of it."""
         self._socket.close()
 
 
 def meet(
     address: str,
-    here: MeetingPoint | None,
+    own_point: MeetingPoint | None,
     epoch: int,
     rank: int,
     ranks: int,
@@ -185,51 +188,50 @@ def meet(
     check: Callable[[], None],
     token: str,
 ) -> Store:
-    """Makes this process rank ``rank`` of the default process group of ``epoch``.
+    """Make this process rank ``rank`` of the default process group of ``epoch``.
 
     Args:
-        address: Where all meet, as "host:port".
-        here: This process's own meeting point if that is where they meet (on rank 0), else ``None``.
+        address: Meeting point of all ranks, as "host:port".
+        own_point: This process's meeting point if all meet there (on rank 0), else ``None``.
         epoch: Distinguishes this group from any other.
-        rank: This process's.
-        ranks: Of all.
+        rank: Rank of this process.
+        ranks: Number of ranks.
         device: gloo serves CPUs, NCCL GPUs.
-        timeout_s: Of the group's collectives.
-        check: Called now and then while waiting; may raise to end the wait.
-        token: Of the run; every rank must prove that it knows it.
+        timeout_s: Timeout of the group's collectives, seconds.
+        check: Called periodically while waiting; may raise to end the wait.
+        token: Token of the run, which every rank must have.
 
     Returns:
-        The store; keep it until the group has been left.
+        The store; keep a reference until the group has been left.
 
     Raises:
-        RendezvousError: Some rank does not know the token.
+        RendezvousError: Some rank does not have the token.
     """
     make_current(device)
     host, port = split_address(address)
-    if here is not None:
-        store = here.into_store(ranks, timeout_s)
+    if own_point is not None:
+        store = own_point.into_store(ranks, timeout_s)
     else:
         store = _store_at(host, int(port), ranks, timeout_s, check)
     purpose = f"epoch-{epoch}"
-    kept: Store = PrefixStore(purpose, store)
-    if not on_gpu(device):  # NCCL's own threads use its store, and would have to call back into Python
-        kept = SealedStore(kept, token, purpose)
+    sealed: Store = PrefixStore(purpose, store)
+    if not on_gpu(device):  # NCCL's threads use the store, and would have to call back into Python
+        sealed = SealedStore(sealed, token, purpose)
     dist.init_process_group(
         backend=backends_for(device),
-        store=kept,
+        store=sealed,
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=timeout_s),
     )
     prove_members(token, purpose)
-    return kept
+    return sealed
 
 
 def _store_at(host: str, port: int, ranks: int, timeout_s: float, check: Callable[[], None]) -> TCPStore:
-    """The store that another rank keeps there, as soon as it does.
+    """Connect to the store of another rank, as soon as it is served.
 
-    PyTorch's own waiting for it cannot be broken off: it tries to connect again until its time is over, whoever ends the
-    connection. So it gets little time, again and again.
+    PyTorch's own wait cannot be interrupted: it retries until its timeout. So it gets short timeouts, repeatedly.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:

@@ -1,8 +1,8 @@
-"""Rendezvous: the ranks of a run find each other, whoever started them.
+"""Rendezvous of the ranks of a run under any launcher.
 
-Our own launcher, ``torchrun`` and ``srun`` each tell a process its rank through different environment variables.
-``rank_from_environment`` is a pure function from that environment to a ``RankEnvironment``; ``join`` acts on it. On one machine the meeting
-point is a file, so no port can be in use; across machines it is a TCP address.
+Our own launcher, ``torchrun`` and ``srun`` pass a process its rank in different environment variables. ``rank_from_environment`` is
+a pure function from that environment to a ``RankEnvironment``; ``join`` acts on it. On one machine the ranks meet in a file, so no
+port can be in use; across machines they meet at a TCP address.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ _FIRST_PORT, _PORTS = 20_000, 10_000
 
 
 class RendezvousError(RuntimeError):
-    """The ranks cannot find each other; the message says what to change."""
+    """The ranks could not meet; the message has the remedy."""
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """A process's rank and rendezvous, as its launcher's environment variables say."""
+    """A process's rank and rendezvous, from its launcher's environment variables."""
 
     rank: int
     ranks: int
     local_rank: int
-    """Number among the processes on this machine; chooses the GPU."""
+    """Index among the processes on this machine; selects the GPU."""
     meeting_point: str
     """An ``init_method`` URL of ``torch.distributed``."""
     launcher: str
     host: str = ""
-    """The machine of rank 0, of ranks that meet over TCP."""
+    """The machine of rank 0, if the ranks meet over TCP."""
     several_machines: bool = False
     """True if the launcher puts the ranks on more than one machine."""
 
 
 def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """This process's rank and rendezvous, or ``None`` if no launcher started it as a rank.
+    """Return this process's rank and rendezvous, or ``None`` if no launcher started it as a rank.
 
-    Raises ``RendezvousError`` when an environment is there but incomplete.
+    Raise ``RendezvousError`` if an environment is incomplete.
     """
     if "PHALANX_RANK" in environ:
         return RankEnvironment(
@@ -73,7 +73,7 @@ def rank_from_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         )
     if "RANK" in environ and "WORLD_SIZE" in environ:
         host, address = _tcp(environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""), "torchrun")
-        # torchrun serves the store itself and says so; connecting by env:// respects that.
+        # torchrun serves the store itself and sets this variable; env:// connects to that store.
         point = "env://" if "TORCHELASTIC_RUN_ID" in environ else address
         rank, ranks = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
         several = _number(environ, "LOCAL_WORLD_SIZE", ranks) < ranks
@@ -110,7 +110,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _port_of_step(environ: Mapping[str, str]) -> str:
-    """A port that follows from the job and the step, so that two on one node do not meet; below the ports of outgoing connections."""
+    """Derive a port from the job and the step, so that two steps on one node differ; below the ephemeral port range."""
     job, step = (
         int(value) if value.isdecimal() else 0 for value in (environ.get(name, "") for name in _STEP)
     )
@@ -118,13 +118,13 @@ def _port_of_step(environ: Mapping[str, str]) -> str:
 
 
 def first_host(nodes: str) -> str:
-    """The first of Slurm's compressed host names: ``"gpu[003-007,9],x"`` gives ``"gpu003"``."""
+    """Return the first of Slurm's compressed host names: ``"gpu[003-007,9],x"`` gives ``"gpu003"``."""
     match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
     return "" if match is None else match.group(1) + (match.group(2) or "")
 
 
 def device_for(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank: ``kind`` is "cpu", "cuda" or "auto" (a GPU if there is one)."""
+    """Return the device of a rank: ``kind`` is "cpu", "cuda" or "auto" (a GPU if there is one)."""
     if kind == "cpu" or (kind == "auto" and not gpus()):
         return torch.device("cpu")
     if not gpus():
@@ -140,62 +140,62 @@ def device_for(kind: str, local_rank: int) -> torch.device:
 
 
 def backends_for(device: torch.device) -> str:
-    """The backend of every process group of ranks that compute on ``device``: NCCL on GPUs, gloo on CPUs.
+    """Return the backend of every process group of ranks that compute on ``device``: NCCL on GPUs, gloo on CPUs.
 
-    Never both: gloo connects each rank of a group with every other when the group is made, so that beside NCCL a rank would have as many
-    sockets as all its groups have ranks. What is no tensor of the training goes by way of the GPU (``typed_gather.py``).
+    Never both. Gloo connects each rank of a group with every other when the group is made. In addition to NCCL it would cost as many
+    sockets as all groups have ranks. Host data is exchanged through the GPU (``typed_gather.py``).
     """
     return "nccl" if on_gpu(device) else "gloo"
 
 
-def join(place: RankEnvironment, device: torch.device, timeout_s: float) -> None:
-    """Makes this process a rank of the default process group: gloo on CPUs, NCCL on GPUs.
+def join(environment: RankEnvironment, device: torch.device, timeout_s: float) -> None:
+    """Make this process a rank of the default process group: gloo on CPUs, NCCL on GPUs.
 
-    Raises ``RendezvousError`` when the address cannot be used or not everybody came within ``timeout_s``.
+    Raise ``RendezvousError`` if the address cannot be used, or if some rank did not join within ``timeout_s`` seconds.
     """
-    _require_address(place)
-    if place.launcher == "phalanx":
+    _require_address(environment)
+    if environment.launcher == "phalanx":
         # All ranks are on this machine: a laptop's host name may resolve to nowhere, loopback always works.
         choose_interface(["127.0.0.1"], shared=False)
     elif not on_gpu(device):
-        choose_interface([address_towards(place.host)], shared=place.several_machines)
+        choose_interface([address_towards(environment.host)], shared=environment.several_machines)
     make_current(device)
     try:
-        store = _file_store(place)
+        store = _file_store(environment)
         dist.init_process_group(
             backend=backends_for(device),
-            init_method=None if store else place.meeting_point,
+            init_method=None if store else environment.meeting_point,
             store=store,
-            rank=place.rank,
-            world_size=place.ranks,
+            rank=environment.rank,
+            world_size=environment.ranks,
             timeout=timedelta(seconds=timeout_s),
         )
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-        raise RendezvousError(_explain(error, place)) from error
+        raise RendezvousError(_explain(error, environment)) from error
 
 
-def _require_address(place: RankEnvironment) -> None:
-    """Raises ``RendezvousError`` if the name of rank 0's machine has no address here: PyTorch would try for the whole timeout."""
-    address = urlparse(place.meeting_point)
+def _require_address(environment: RankEnvironment) -> None:
+    """Raise ``RendezvousError`` if rank 0's host name does not resolve here. PyTorch would retry for the full timeout."""
+    address = urlparse(environment.meeting_point)
     if address.scheme != "tcp" or address.hostname is None:
         return
     try:
         socket.getaddrinfo(address.hostname, address.port)
     except OSError as error:
         raise RendezvousError(
-            f"rank {place.rank} of {place.ranks} finds no address for {address.hostname}, the machine of rank 0 ({error.strerror}): set "
-            "MASTER_ADDR to a name or an address that this machine knows"
+            f"rank {environment.rank} of {environment.ranks} finds no address for {address.hostname}, the machine of rank 0 ({error.strerror}): set "
+            "MASTER_ADDR to a name or an address that this machine can resolve"
         ) from error
 
 
 def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:
-    """Have gloo listen at the interface that has the first of ``addresses``, unless GLOO_SOCKET_IFNAME names one.
+    """Make gloo listen at the interface with the first of ``addresses``, unless GLOO_SOCKET_IFNAME is set.
 
-    By itself gloo listens at the address of the host name, which on many machines is a loopback address (127.0.1.1 in /etc/hosts). The ranks
-    of other machines cannot connect to that. ``shared``: there may be such ranks.
+    By default gloo listens at the address of the host name. On many machines that is a loopback address (127.0.1.1 in /etc/hosts), to
+    which ranks of other machines cannot connect. ``shared`` is True if there may be such ranks.
 
     Raises:
-        RendezvousError: No interface that others reach has any of the addresses, and neither the default route nor the host name leads to one.
+        RendezvousError: No reachable interface has any of the addresses, and neither the default route nor the host name leads to one.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -211,33 +211,31 @@ def choose_interface(addresses: Sequence[str], *, shared: bool) -> None:
         )
 
 
-def _file_store(place: RankEnvironment) -> FileStore | None:
-    """The file in which the ranks of one machine meet, or ``None`` if they meet elsewhere.
+def _file_store(environment: RankEnvironment) -> FileStore | None:
+    """Return the file store of ranks on one machine, or ``None`` if they meet elsewhere.
 
-    PyTorch takes the path of a ``file://`` address as it is written, and would look for one with ``%20`` in its name.
+    PyTorch does not decode a ``file://`` URL, and would open a file with ``%20`` in its name.
     """
-    address = urlparse(place.meeting_point)
-    return FileStore(unquote(address.path), place.ranks) if address.scheme == "file" else None
+    address = urlparse(environment.meeting_point)
+    return FileStore(unquote(address.path), environment.ranks) if address.scheme == "file" else None
 
 
-def _explain(error: Exception, place: RankEnvironment) -> str:
+def _explain(error: Exception, environment: RankEnvironment) -> str:
     text = str(error)
-    where = place.meeting_point
+    meeting_point = environment.meeting_point
     if "EADDRINUSE" in text or os.strerror(errno.EADDRINUSE) in text:
-        return (
-            f"the port of {where} is in use by another program: set MASTER_PORT to a free one and start again"
-        )
+        return f"the port of {meeting_point} is in use by another program: set MASTER_PORT to a free one and start again"
     first_line = text.splitlines()[0] if text else type(error).__name__
     return (
-        f"rank {place.rank} of {place.ranks} could not meet the others at {where}: {first_line}; "
+        f"rank {environment.rank} of {environment.ranks} could not meet the others at {meeting_point}: {first_line}; "
         "check that every rank was started, and that MASTER_ADDR and MASTER_PORT name the machine of rank 0"
     )
 
 
 def leave() -> None:
-    """Leaves the process group, if this process is in one or has begun to make one.
+    """Leave the process group, if this process is in one or has begun to make one.
 
-    Raises what a group that is broken raises on the way; it is left all the same.
+    If leaving a broken group raises, the group is left anyway.
     """
     try:
         if dist.is_initialized():

@@ -1,8 +1,8 @@
-"""Collectives for small values of a declared type: gather one from every rank, or broadcast rank 0's.
+"""Collectives for small values of a declared type: gather from every rank, or broadcast from rank 0.
 
-PyTorch's object collectives pickle, and whoever gets into a process group could run code in every rank through them. Here a value
-is encoded as msgpack and decoded against its type by ``msgspec`` (https://jcristharif.com/msgspec): what does not fit the type is an
-error that names the rank it came from, and nothing else happens. Sizes are exchanged first and are bounded.
+PyTorch's object collectives use pickle, so a member of a process group could run code on every rank. Here a value is encoded as
+msgpack and decoded against its type by ``msgspec`` (https://jcristharif.com/msgspec). A value of another type raises an error that
+names its rank. Sizes are exchanged first and are bounded.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from phalanx.parallel.mesh.torch_compat import all_gather_single, device_of_messages
 
 LONGEST_MESSAGE_BYTES = 64 << 20
-"""Bounds the memory that a rank needs for one message of each other rank."""
+"""Limit of one rank's message; bounds the memory for the messages of all ranks."""
 _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 
 
 class RankMessageError(RuntimeError):
-    """The message of a rank cannot be read, or is too long; the text names the rank."""
+    """The message of a rank cannot be decoded, or is too long; the text names the rank."""
 
 
 def gather_typed(
@@ -32,18 +32,18 @@ def gather_typed(
     *,
     max_message_bytes: int = LONGEST_MESSAGE_BYTES,
 ) -> list[_T]:
-    """Every rank's ``value``, by rank. A collective call, with the same result on every rank of ``group`` (``None``: all ranks).
+    """Return every rank's ``value``, by rank. A collective, with the same result on every rank of ``group`` (``None``: all ranks).
 
     Args:
-        value: Of type ``kind``; msgspec must know how to encode it.
+        value: Of type ``kind``, which msgspec must be able to encode.
         kind: Numbers, text, bytes, lists, tuples, dicts, dataclasses and named tuples of such.
-        group: A group of any backend; its messages travel between CPUs where it can.
+        group: A group of any backend; CPU messages are used if the backend supports them.
         max_message_bytes: Limit of each rank's message; the same on every rank.
 
     Raises:
-        RankMessageError: A rank's message is longer than ``max_message_bytes`` (every rank raises), or is no ``kind``.
+        RankMessageError: A rank's message is longer than ``max_message_bytes`` (every rank raises), or is not of type ``kind``.
     """
-    group = group or _everyone()
+    group = group or _default_group()
     body, device = _encoder.encode(value), device_of_messages(group)
     sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
     all_gather_single(sizes, torch.tensor([len(body)], dtype=torch.int64, device=device), group)
@@ -54,9 +54,9 @@ def gather_typed(
     longest = max(lengths)
     piece = torch.zeros(longest, dtype=torch.uint8)
     piece[: len(body)] = _tensor(body)
-    whole = torch.empty(longest * group.size(), dtype=torch.uint8, device=device)
-    all_gather_single(whole, piece.to(device), group)
-    rows = whole.cpu().view(group.size(), longest)
+    gathered = torch.empty(longest * group.size(), dtype=torch.uint8, device=device)
+    all_gather_single(gathered, piece.to(device), group)
+    rows = gathered.cpu().view(group.size(), longest)
     return [
         _decoded(row[:length], kind, _global_rank(group, rank))
         for rank, (row, length) in enumerate(zip(rows, lengths, strict=True))
@@ -64,12 +64,12 @@ def gather_typed(
 
 
 def broadcast_typed(value: _T, kind: type[_T], *, max_message_bytes: int = LONGEST_MESSAGE_BYTES) -> _T:
-    """Rank 0's ``value`` of type ``kind``, on every rank; what the others give is ignored. A collective call.
+    """Return rank 0's ``value`` of type ``kind`` on every rank; the values of other ranks are ignored. A collective.
 
     Raises:
-        RankMessageError: Rank 0's message is longer than ``max_message_bytes`` (every rank raises), or is no ``kind``.
+        RankMessageError: Rank 0's message is longer than ``max_message_bytes`` (every rank raises), or is not of type ``kind``.
     """
-    group = _everyone()
+    group = _default_group()
     device = device_of_messages(group)
     first = group.rank() == 0
     body = _encoder.encode(value) if first else b""
@@ -81,7 +81,7 @@ def broadcast_typed(value: _T, kind: type[_T], *, max_message_bytes: int = LONGE
     return _decoded(message.cpu(), kind, 0)
 
 
-def _everyone() -> dist.ProcessGroup:
+def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("this process has not joined the other ranks yet")

@@ -1,1 +1,1 @@
-"""Data parallelism: gradients reduced in an order fixed by the slots, exact sums, and checksums of what is summed."""
+"""Data parallelism: gradient reduction in an order that the slots fix, exact sums, and checksums of gradients."""

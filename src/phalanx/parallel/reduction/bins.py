@@ -1,36 +1,38 @@
-"""Sums of fp32 numbers in integers, which come out the same in any order: two words an element, one exponent a span.
+"""Order-independent sums of fp32 numbers in integers: two words an element, one exponent a span.
 
-Adding integers rounds nothing, so neither the order of slots nor a library's choice of ring, tree or switch shows in a sum of them.
-The difficulty is the common unit: gradients arrive one slot after another, and the largest is known only at the end. A sum in one word
-would have to be shifted right whenever a larger number comes, and what that drops would depend on the order.
+Integer addition is exact, so a sum depends neither on the order of slots nor on the library's choice of ring, tree or switch. The
+difficulty is the common unit. Gradients arrive slot by slot, and the largest number is known only at the end. A sum in one word
+would have to be shifted right whenever a larger number arrives, and the dropped bits would depend on the order.
 
-So units are not free. The line of exponents is divided into *bins* of ``width`` bits, at fixed places: the unit of bin ``k`` is
-``2^(width k)``. A number is cut into digits, from the top: its nearest multiple of the unit of the highest bin that it can reach, then
-that of the rest in the next bin, and so on. A digit depends on the number alone, not on what else is added. Of each span of elements the
-two highest bins that any slot's numbers reach are kept, each as the integer sum of its digits (the words ``high`` and ``low``), and the
-number of the upper one (``top``). When a larger number comes, whole bins move down and out. What is left depends only on the highest
-bin, a maximum, and on sums of integers: on no order. This is the binned sum of Demmel and Nguyen, "Parallel Reproducible
-Summation" (IEEE Trans. Computers 64(7), 2015), and of Ahrens, Demmel and Nguyen, "Algorithms for Efficient Reproducible Floating Point
-Summation" (ACM TOMS 46(3), 2020), with integers in the place of their floating-point words: 32 bits a word instead of 24 for the
-same four bytes, and no renormalization.
+So units are fixed. The line of exponents is divided into *bins* of ``width`` bits: the unit of bin ``k`` is ``2^(width k)``. A
+number is cut into digits from the top. The first digit is its nearest multiple of the unit of the highest bin that it can reach, the
+next is that of the remainder in the next bin, and so on. A digit depends on the number alone. For each span of elements, the two
+highest bins that any slot reaches are kept: the integer sums of their digits (the words ``high`` and ``low``) and the number of the
+upper bin (``top``). When a larger number arrives, complete bins move down and out. So the result depends only on the highest bin,
+which is a maximum, and on sums of integers. This is the binned sum of Demmel and Nguyen, "Parallel Reproducible Summation" (IEEE Trans.
+Computers 64(7), 2015), and of Ahrens, Demmel and Nguyen, "Algorithms for Efficient Reproducible Floating Point Summation" (ACM TOMS
+46(3), 2020), with integers instead of floating-point words: 32 bits a word instead of 24 for the same four bytes, and no
+renormalization.
 
-**Error.** Every slot's number is rounded to the nearest multiple of the lower unit ``u``, once. With ``n`` slots and ``M`` the largest
-magnitude in the span in any slot, ``u <= 2^(1 - width) M`` and
+**Error.** Every slot's number is rounded once, to the nearest multiple of the lower unit ``u``. With ``n`` slots and ``M`` the
+largest magnitude in the span in any slot, ``u <= 2^(1 - width) M`` and
 
     |sum - exact sum| <= n u / 2 <= n 2^-width M,      and then the sum is rounded to fp32.
 
-That is the worst case, in which ``M`` just reaches its bin; on average there are ``width / 2`` bits more. A word must hold ``n`` digits of at
-most ``2^(width - 1)``: ``width`` is 28 for 8 slots, 25 for 64, 22 for 1,023. Beyond 1,024 slots words are int64, and 32 bits wide.
+That is the worst case, in which ``M`` just reaches its bin; on average there are ``width / 2`` more bits. A word must hold ``n``
+digits of at most ``2^(width - 1)``: ``width`` is 28 for 8 slots, 25 for 64, 22 for 1,023. Beyond 1,024 slots words are int64, and
+bins 32 bits wide.
 
-**Why not otherwise.** One word with an exponent agreed by all slots is half the bytes, but all slots of a step must be there when
-it is agreed upon, and ranks compute theirs one after another. Exponents of the step before have to be kept with the weights, and fail in
-the rows of an embedding, which are zero until their token comes. An exponent for each element instead of each span would cost two bytes more on
-the wire to agree upon, for a bound in the element's own terms. ``bench.train.integer_sums`` measures the first choice beside
-this one and the fp32 tree.
+**Alternatives.** One word with an exponent agreed by all slots is half the bytes. But all slots of a step must be there to agree, and
+a rank computes its slots one after another. Exponents of the previous step must be kept with the weights. They fail in the rows of an
+embedding, which are zero until their token occurs. An exponent for each element instead of each span costs two more bytes on the
+wire, and bounds the error by the element's own magnitude. ``bench.train.integer_sums`` compares the first alternative with this
+format and the fp32 tree.
 
-Everything here but the maximum and the sums themselves is exact in floating point (scaling by powers of two, rounding to an integer,
-subtracting what was rounded), so a fused kernel cannot give other bits; on a CPU there is one (``phalanx.hardware.kernels.choose``). An element that is not finite in any slot makes its sum NaN:
-the words of its span then count, for each element, the slots in which it was not finite.
+All operations except the maximum and the sums are exact in floating point (scaling by powers of two, rounding to an integer,
+subtracting the rounded part). So a fused kernel gives the same bits; on a CPU there is one (``phalanx.hardware.kernels.choose``). An
+element that is not finite in any slot makes its sum NaN. The words of its span then count, for each element, the slots in which it
+was not finite.
 """
 
 from __future__ import annotations
@@ -50,20 +52,20 @@ from phalanx.parallel.reduction.buckets import SpanLayout, share_layout, word_by
 
 _log = logging.getLogger(__name__)
 _EMPTY, _NOT_FINITE = -128, 127
-"""The tops of a span that has seen only zeros, and of one that has seen a number that is not finite."""
-# Elements worked on at once: their temporaries stay in a core's cache, or in a GPU's.
+"""Tops of a span with only zeros so far, and of one with a number that is not finite."""
+# Elements processed at once: their temporaries fit into the cache of a core, or of a GPU.
 _CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 21
 
 
 @dataclass(frozen=True)
 class BinFormat:
-    """The width of bins and of words for sums of ``count`` numbers; a property of the run."""
+    """Width of bins and of words for sums of ``count`` numbers; a property of the run."""
 
     count: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """The integer format of the words."""
+        """Integer dtype of the words."""
         return torch.int32 if word_bytes(self.count) == 4 else torch.int64
 
     @property
@@ -74,7 +76,7 @@ class BinFormat:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of all shares that is worked on at once."""
+    """A part of all shares that is processed at once."""
 
     shares: slice
     elements: slice
@@ -82,18 +84,18 @@ class _Piece:
     size: int
 
     def of(self, elements: Tensor) -> Tensor:
-        """The piece of something by elements, ``(shares, elements)``: ``(shares, spans, size)``."""
+        """Return this piece of a tensor by elements, ``(shares, elements)``, as ``(shares, spans, size)``."""
         part = elements[self.shares, self.elements]
         return part.view(len(part), -1, self.size)
 
     def spans_of(self, spans: Tensor) -> Tensor:
-        """The piece of something by spans, ``(shares, spans)``: ``(shares, spans, 1)``."""
+        """Return this piece of a tensor by spans, ``(shares, spans)``, as ``(shares, spans, 1)``."""
         return spans[self.shares, self.spans].unsqueeze(-1)
 
 
 @dataclass
 class Bins:
-    """The sum, so far, of gradients of shape ``(shares, elements)``."""
+    """Partial sum of gradients of shape ``(shares, elements)``."""
 
     layout: SpanLayout
     format: BinFormat
@@ -102,9 +104,9 @@ class Bins:
     tops: Tensor
     """``(shares, spans)``, int8: one more than the number of the upper bin, or one of the two special values."""
     use_kernel: bool = True
-    """False: gradients are added by PyTorch's operations, also where the host has a kernel."""
+    """False: use PyTorch operations to add gradients, even if the host has a kernel."""
     chunk_elements: int | None = None
-    """Elements that one of PyTorch's operations takes at once; by default, as many as stay in the device's cache."""
+    """Elements that one PyTorch operation processes at once; by default, as many as fit into the device's cache."""
 
     @classmethod
     def empty(
@@ -117,14 +119,14 @@ class Bins:
         use_kernel: bool = True,
         chunk_elements: int | None = None,
     ) -> Bins:
-        """The sum of nothing."""
+        """Return an empty sum."""
         words = torch.zeros((shares, 2, layout.elements), dtype=form.dtype, device=device)
         tops = torch.full((shares, layout.spans), _EMPTY, dtype=torch.int8, device=device)
         return cls(layout, form, words, tops, use_kernel, chunk_elements)
 
     @torch.no_grad()
     def add_gradient(self, gradient: Tensor) -> None:
-        """Adds a gradient, fp32 ``(shares, elements)``."""
+        """Add a gradient, fp32 ``(shares, elements)``."""
         kernel = _host_kernel() if self.use_kernel and self.words.device.type == "cpu" else None
         if kernel is not None and gradient.dtype == torch.float32 and gradient.stride(-1) == 1:
             kernel.add(gradient, self.words, self.tops, self._runs, self.format.width)
@@ -132,39 +134,39 @@ class Bins:
             self._add_by_operations(gradient)
 
     def _add_by_operations(self, gradient: Tensor) -> None:
-        """As ``add_gradient``, as a chain of PyTorch's operations, which any device has."""
+        """Same as ``add_gradient``, as a chain of PyTorch operations for any device."""
         width = self.format.width
         self.raise_to(torch.maximum(self.tops, self._tops_of(gradient)))
-        bad = self.tops == _NOT_FINITE
-        any_bad = _any(bad)
-        # The whole factor can lie outside of fp32; what half of it makes too small to be exact, the other half does not bring back.
+        is_not_finite = self.tops == _NOT_FINITE
+        any_not_finite = _any(is_not_finite)
+        # The full factor can exceed the range of fp32, so it is applied in two halves.
         exponent = -width * (self._bins_above() - 1)
         first, second = _power(exponent // 2).float(), _power(exponent - exponent // 2).float()
         buffers = gradient.new_empty((2, self._chunk))
         digits = self.words.new_empty(self._chunk)
         for piece in self._pieces():
             x = piece.of(gradient)
-            rest, high = (buffer[: x.numel()].view(x.shape) for buffer in buffers)
+            remainder, high = (buffer[: x.numel()].view(x.shape) for buffer in buffers)
             digit = digits[: x.numel()].view(x.shape)
-            if any_bad:
-                x = torch.where(piece.spans_of(bad), x.isfinite().logical_not().to(x.dtype), x)
-            torch.mul(x, piece.spans_of(first), out=rest).mul_(piece.spans_of(second))
-            torch.round(rest, out=high)
-            rest.sub_(high).mul_(2.0**width).round_()
-            for number, value in enumerate((high, rest)):
+            if any_not_finite:
+                x = torch.where(piece.spans_of(is_not_finite), x.isfinite().logical_not().to(x.dtype), x)
+            torch.mul(x, piece.spans_of(first), out=remainder).mul_(piece.spans_of(second))
+            torch.round(remainder, out=high)
+            remainder.sub_(high).mul_(2.0**width).round_()
+            for number, value in enumerate((high, remainder)):
                 piece.of(self.words[:, number]).add_(digit.copy_(value))
 
     def add(self, other: Bins) -> None:
-        """Adds another sum of gradients of the same shape, whose tops may be raised."""
+        """Add another sum of gradients of the same shape. May raise the tops of ``other``."""
         tops = torch.maximum(self.tops, other.tops)
         self.raise_to(tops)
         other.raise_to(tops)
         self.words += other.words
 
     def raise_to(self, tops: Tensor) -> None:
-        """Moves to upper bins, ``(shares, spans)`` and none lower than it is, so that words can be added to others'."""
+        """Move to upper bins, ``(shares, spans)`` and none lower than the current ones, so that words can be added to those of another sum."""
         up = tops.to(torch.int16) - self.tops
-        # Zeros, such as all words at first, are the same in any bin.
+        # Zeros are the same in any bin; an empty sum has only zeros.
         up *= self.tops != _EMPTY
         if _any(up):
             for piece in self._pieces():
@@ -176,34 +178,36 @@ class Bins:
         self.tops.copy_(tops)
 
     def total(self, out: Tensor) -> None:
-        """Writes the sum, rounded to fp32, into ``out`` ``(shares, elements)``."""
+        """Write the sum, rounded to fp32, into ``out`` ``(shares, elements)``."""
         width = self.format.width
-        bad, unit = self.tops == _NOT_FINITE, _power(width * (self._bins_above() - 2))
-        any_bad = _any(bad)
+        is_not_finite, unit = self.tops == _NOT_FINITE, _power(width * (self._bins_above() - 2))
+        any_not_finite = _any(is_not_finite)
         buffer = torch.empty(self._chunk, dtype=torch.float64, device=out.device)
         for piece in self._pieces():
             high, low = (piece.of(self.words[:, number]) for number in (0, 1))
             value = buffer[: high.numel()].view(high.shape).copy_(high)
             value.mul_(2.0**width).add_(low).mul_(piece.spans_of(unit))
-            if any_bad:
-                value = torch.where(piece.spans_of(bad), torch.where(high > 0, math.nan, 0.0), value)
+            if any_not_finite:
+                value = torch.where(
+                    piece.spans_of(is_not_finite), torch.where(high > 0, math.nan, 0.0), value
+                )
             piece.of(out).copy_(value)
 
     def _tops_of(self, gradient: Tensor) -> Tensor:
-        """The tops of one gradient: a bin in which the magnitudes of a span are at most half a unit."""
+        """Return the tops of one gradient: bins in which the magnitudes of a span are at most half a unit."""
         peaks = torch.empty(self.tops.shape, dtype=gradient.dtype, device=gradient.device)
         buffer = gradient.new_empty(self._chunk)
         for piece in self._pieces():
             x = piece.of(gradient)
             magnitudes = torch.abs(x, out=buffer[: x.numel()].view(x.shape))
             peaks[piece.shares, piece.spans] = magnitudes.amax(-1)
-        exponent = torch.frexp(peaks).exponent  # every magnitude is below 2^exponent
+        exponent = torch.frexp(peaks).exponent  # (shares, spans); every magnitude is below 2^exponent
         tops = torch.div(exponent + self.format.width, self.format.width, rounding_mode="floor")
         tops = torch.where(peaks > 0, tops, _EMPTY)
         return torch.where(peaks.isfinite(), tops, _NOT_FINITE).to(torch.int8)
 
     def _bins_above(self) -> Tensor:
-        """The tops as int64; those of special spans are such that a digit 1 stays 1, and 0 stays 0."""
+        """Return the tops as int64; special spans get values that leave a digit 1 at 1, and 0 at 0."""
         special = (self.tops == _EMPTY) | (self.tops == _NOT_FINITE)
         return torch.where(special, 1, self.tops.long())
 
@@ -221,7 +225,7 @@ class Bins:
         return _CPU_CHUNK if self.words.device.type == "cpu" else _GPU_CHUNK
 
     def _pieces(self) -> Iterator[_Piece]:
-        """All of it, in pieces of one size of span and of at most ``_chunk`` elements."""
+        """Yield all elements in pieces of one span size and of at most ``_chunk`` elements."""
         for segment in self.layout.segments:
             spans = self._chunk // segment.size  # at once, of one share
             shares = max(spans // segment.spans, 1)
@@ -240,32 +244,32 @@ class Bins:
 
 
 def _any(mask: Tensor) -> bool:
-    """False if nothing in ``mask`` is true. To ask an accelerator would wait for it: there the answer is always yes."""
+    """Return False if no element of ``mask`` is true. Always True on an accelerator, where reading the mask would wait for the device."""
     return mask.device.type != "cpu" or bool(mask.any())
 
 
 def _power(exponent: Tensor) -> Tensor:
-    """Two to the power of int64 exponents, exactly: fp64."""
+    """Return two to the power of int64 exponents, exactly: fp64."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 @functools.cache
 def _host_kernel() -> BinKernel | None:
-    """The kernel of one pass, checked once in a process; ``None``, with a warning, where there is none."""
+    """Return the one-pass kernel, verified once per process; ``None``, with a warning, if there is none."""
     try:
         kernel = BinKernel()
     except NoHostKernelsError as error:
         reason = str(error)
     else:
-        if _as_operations(kernel):
+        if _matches_operations(kernel):
             return kernel
-        reason = "it had other bits than PyTorch's operations"
+        reason = "its bits differed from those of PyTorch's operations"
     _log.warning("sums in integers go over memory nine times instead of once, with the same bits: %s", reason)
     return None
 
 
-def _as_operations(kernel: BinKernel) -> bool:
-    """True if two additions of numbers of all sizes give the same words and tops both ways."""
+def _matches_operations(kernel: BinKernel) -> bool:
+    """Return True if kernel and operations give the same words and tops for two additions of numbers of all magnitudes."""
     generator = torch.Generator().manual_seed(0)
     layout = share_layout([(40, 24), (7,)], 1)
     sums = [Bins.empty(1, layout, BinFormat(8), torch.device("cpu")) for _ in range(2)]

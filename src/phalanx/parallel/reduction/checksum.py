@@ -1,12 +1,16 @@
-"""A 64-bit checksum of tensors that changes with every single bit, and a witness that takes it of slots' gradients.
+"""A 64-bit checksum of tensors that detects every flipped bit, and a witness that takes it of slots' gradients.
 
-A tensor's bytes are read as 64-bit words; each has its upper half xored into its lower one, is multiplied by an odd number that depends
-on its place, and the products are added modulo 2^64. Both operations can be undone, so whatever happens to one word, a flipped bit above
-all, changes the sum. Words that trade places, and errors that would cancel in a plain sum, change it too (all but about one in 2^32).
-Without the xor, two flipped upper bits would cancel: ``2^63 * odd`` is the same for all. Integer addition has no order, so any device,
-chunk size or number of threads gives the same value, and several tensors' sums can be added up. Multipliers are the products of a random
-odd number for the row and one for the column, as if the words lay in rows, because drawing a number costs more than multiplying by one.
-This is no defense against an adversary.
+1. A tensor's bytes are read as 64-bit words.
+2. The upper half of each word is xored into its lower half. Without it, two flipped upper bits would cancel, because
+   ``2^63 * odd`` is the same for all odd numbers.
+3. Each word is multiplied by an odd number that depends on its position.
+4. The products are added modulo 2^64.
+
+Steps 2 and 3 are invertible, so any change of one word, such as a flipped bit, changes the sum. So do exchanged words, and errors
+that would cancel in a plain sum (all but about one in 2^32). Integer addition has no order, so the value does not depend on the
+device, chunk size or number of threads, and the sums of several tensors can be added. Words are arranged in rows. A multiplier is the
+product of two random odd numbers, one for the row and one for the column: drawing a number costs more than multiplying. This is no
+defense against an adversary.
 """
 
 from __future__ import annotations
@@ -26,20 +30,20 @@ from phalanx.parallel.reduction.data_parallel import DataParallel
 
 _COLUMNS = 1 << 12
 _ROWS_AT_ONCE = {"cpu": 1 << 6, "cuda": 1 << 12}
-"""2 MiB, which stays in a CPU's cache; 128 MiB, which keeps a GPU busy."""
+"""2 MiB, which fits into a CPU's cache; 128 MiB, which keeps a GPU busy."""
 _ELEMENTS_AT_ONCE = 1 << 20
 
 
 def total_checksum(sums: Sequence[Tensor]) -> int:
-    """The checksum of everything whose ``named_checksum`` is in ``sums``, in any order. Waits for the device."""
+    """Return the checksum of all tensors whose ``named_checksum`` is in ``sums``, in any order. Waits for the device."""
     return int(torch.stack(list(sums)).sum().item()) & ((1 << 64) - 1) if sums else 0
 
 
 def named_checksum(name: str, tensor: Tensor, *, rows_at_once: int | None = None) -> Tensor:
-    """The summand of ``tensor`` in the checksum of all: 0-dim int64, on its device, modulo 2^64.
+    """Return the summand of ``tensor`` in the checksum of all tensors: 0-dim int64, on its device, modulo 2^64.
 
-    Any dtype, shape and stride; the same values in another shape have the same checksum, under another name another one.
-    ``rows_at_once`` rows of 4,096 words are summed at once; by default, as many as suit the device.
+    Any dtype, shape and stride. It depends on the name and the values, but not on the shape. ``rows_at_once`` rows of 4,096 words are
+    summed at once; the default suits the device.
     """
     words, device = _words(tensor.detach()), tensor.device
     columns, total = _multipliers(device), torch.zeros((), dtype=torch.int64, device=device)
@@ -47,20 +51,20 @@ def named_checksum(name: str, tensor: Tensor, *, rows_at_once: int | None = None
     for first in range(0, len(words), step):
         part = words[first : first + step]
         part = part ^ ((part >> 32) & 0xFFFFFFFF)
-        whole = len(part) // _COLUMNS * _COLUMNS
-        rows = (part[:whole].view(-1, _COLUMNS) * columns).sum(1)
-        if whole < len(part):
-            last = (part[whole:] * columns[: len(part) - whole]).sum()
+        full_words = len(part) // _COLUMNS * _COLUMNS
+        rows = (part[:full_words].view(-1, _COLUMNS) * columns).sum(1)
+        if full_words < len(part):
+            last = (part[full_words:] * columns[: len(part) - full_words]).sum()
             rows = torch.cat((rows, last.view(1)))
         numbers = torch.arange(len(rows), device=device) + first // _COLUMNS
         total += (rows * _odd("row", numbers)).sum()
     length = torch.full((1,), tensor.nbytes, dtype=torch.int64, device=device)
-    # Without the length, zeros at the end would not count.
+    # Without the length, trailing zeros would not change the checksum.
     return (total + length[0] * _odd("length", length)[0]) * _odd(name, length * 0)[0]
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bytes of ``tensor`` as int64 ``(words,)``, with zeros at the end for what is missing to a whole word."""
+    """Return the bytes of ``tensor`` as int64 ``(words,)``, padded with zeros to a full word."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     missing = -len(data) % 8
     if missing:
@@ -79,73 +83,73 @@ def _odd(stream: str, index: Tensor) -> Tensor:
     return random_words(stream_key(0, f"checksum {stream}"), index) | 1
 
 
-def piece_checksum(name: str, piece: Tensor, index: Sequence[Tensor], whole: Sequence[int]) -> Tensor:
-    """The summand of a piece of a tensor in the checksum of the whole one: 0-dim int64, on its device, modulo 2^64.
+def piece_checksum(name: str, piece: Tensor, index: Sequence[Tensor], full_shape: Sequence[int]) -> Tensor:
+    """Return the summand of a piece in the checksum of the full tensor: 0-dim int64, on its device, modulo 2^64.
 
-    Each element's bits are multiplied by an odd number that depends on its place in the whole tensor, so the sums of any pieces that
-    make up the whole add up to the same checksum, however it was cut.
+    Each element's bits are multiplied by an odd number that depends on its position in the full tensor. So the sums of any pieces that
+    make up the tensor add up to the same checksum, independent of the division.
 
     Args:
-        name: Of the tensor; under another name the checksum is another one.
-        piece: Any dtype, and one dimension for each of ``index``.
-        index: For each dimension, the piece's places in the whole tensor: int64 ``(size of the piece,)``.
-        whole: Shape of the whole tensor.
+        name: Name of the tensor; part of the checksum.
+        piece: Any dtype, with one dimension for each of ``index``.
+        index: For each dimension, the piece's positions in the full tensor: int64 ``(size of the piece,)``.
+        full_shape: Shape of the full tensor.
     """
     device = piece.device
     total = torch.zeros((), dtype=torch.int64, device=device)
     if not piece.numel():
         return total
-    held = piece.detach().reshape(1) if piece.ndim == 0 else piece.detach()
+    values = piece.detach().reshape(1) if piece.ndim == 0 else piece.detach()
     places = list(index) or [torch.zeros(1, dtype=torch.int64)]
-    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))] or [1]
-    rows = max(1, _ELEMENTS_AT_ONCE // max(1, held[0].numel()))
-    for first in range(0, len(held), rows):
-        part = held[first : first + rows]
+    strides = [math.prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))] or [1]
+    rows = max(1, _ELEMENTS_AT_ONCE // max(1, values[0].numel()))
+    for first in range(0, len(values), rows):
+        part = values[first : first + rows]
         words = _element_bits(part.contiguous())
         place = torch.zeros((), dtype=torch.int64, device=device)
-        for dim, (along, stride) in enumerate(zip(places, strides, strict=True)):
-            own = (along[first : first + rows] if dim == 0 else along).to(device) * stride
-            place = place + own.view(-1, *[1] * (held.ndim - 1 - dim))
+        for dim, (positions, stride) in enumerate(zip(places, strides, strict=True)):
+            offsets = (positions[first : first + rows] if dim == 0 else positions).to(device) * stride
+            place = place + offsets.view(-1, *[1] * (values.ndim - 1 - dim))
         total += (words * _odd("element", place)).sum()
     return total * _odd(name, torch.zeros(1, dtype=torch.int64, device=device))[0]
 
 
 def _element_bits(tensor: Tensor) -> Tensor:
-    """The bits of each element as int64, in the shape of ``tensor``."""
+    """Return the bits of each element as int64, in the shape of ``tensor``."""
     if tensor.dtype == torch.bool:
         return tensor.to(torch.int64)
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     words = tensor.view(integers).to(torch.int64)
-    # As above: two flipped upper bits of 64 would cancel.
+    # Step 2 of the module's docstring, needed for 64-bit elements only.
     return words ^ ((words >> 32) & 0xFFFFFFFF) if integers is torch.int64 else words
 
 
-# A witness of slots' gradients: their checksums just before they enter the tree of all slots.
+# A witness of slots' gradients: it takes their checksums just before they enter the tree of all slots.
 #
-# A slot's gradient is complete on a rank as the input of each parameter group's reduce-scatter (a sharded model), or parameter by
-# parameter (a whole one). There the witness is put, once, by ``attach``. In a round that it watches it takes checksums on the way; in
-# an *extra round*, in which a rank computes another team's slot to check it, it also keeps the gradient out of the tree, so
-# that the step's sum is what it would be without. An extra round comes before the step's own rounds: FSDP drops what it makes of
-# it as it does after every round but the last. All ranks of a replica run it together, because weights are gathered in it.
+# A slot's gradient is complete on a rank as the input of each parameter group's reduce-scatter (sharded model), or parameter by
+# parameter (replicated model). ``attach`` installs the witness there, once. In a watched round it takes checksums. In an *extra round*
+# a rank computes another team's slot to verify it; there the witness also keeps the gradient out of the tree, so that the step's sum
+# does not change. Extra rounds precede the step's own rounds: FSDP drops their output, as after every round but the last. All ranks
+# of a replica run an extra round together, because it gathers weights.
 
 
 class NotWitnessedError(ValueError):
-    """A model whose slots' gradients are not to be seen one by one."""
+    """The model does not expose the gradients of single slots."""
 
 
 @dataclass
 class Witness:
-    """Sees the gradients of a slot as they become complete."""
+    """Takes checksums of a slot's gradients as they become complete."""
 
     watching: bool = False
     extra: bool = False
     sums: list[Tensor] = field(default_factory=list)
-    """Checksums, of parameters or of parameter groups; they wait on the device until they are taken."""
+    """Checksums of parameters or parameter groups; they stay on the device until ``take``."""
     corrupt: Callable[[Tensor], None] | None = None
-    """Damages a gradient in place before anybody sees it: a fault on demand."""
+    """Fault injection: damages a gradient in place before it is used."""
 
     def see(self, name: str, gradient: Tensor) -> bool:
-        """Takes note of a gradient that is about to enter its tree; ``False`` keeps it out, in an extra round."""
+        """Process a gradient that is about to enter its tree; return ``False`` to keep it out, in an extra round."""
         if self.corrupt is not None:
             self.corrupt(gradient)
         if self.watching:
@@ -154,7 +158,7 @@ class Witness:
 
     @contextmanager
     def watch(self, *, extra: bool = False) -> Iterator[None]:
-        """Watches a round, or a part of it, inside the ``with``."""
+        """Take checksums of a round, or a part of it, inside the ``with``."""
         self.watching, self.extra = True, extra
         try:
             yield
@@ -162,21 +166,21 @@ class Witness:
             self.watching = self.extra = False
 
     def take(self) -> int:
-        """The checksum of what was watched since this was last asked for."""
+        """Return the checksum of all gradients seen since the last call."""
         total, self.sums = total_checksum(self.sums), []
         return total
 
 
 def extra_round(slots: tuple[int, ...], shard_rank: int) -> Round:
-    """A round in which the shard ranks of a replica compute ``slots`` only to check them."""
+    """Return a round in which the shard ranks of a replica compute ``slots`` only to verify them."""
     return Round(slots, slots[shard_rank], counts=False, last=False)
 
 
 def attach(model: DataParallel) -> Witness:
-    """Puts a witness into ``model``; bits stay as they are. Raises ``NotWitnessedError`` if it cannot see slots."""
+    """Install a witness in ``model``; bits do not change. Raise ``NotWitnessedError`` if single slots are not exposed."""
     if not model.summation.slot_by_slot:
         raise NotWitnessedError(
-            'slots are summed before they can be told apart: set train.reduction = "reproducible" or "integer" to audit them'
+            'slots are summed before they can be audited: set train.reduction = "reproducible" or "integer" to audit them'
         )
     witness = Witness()
     model.summation.intake.admit = witness.see

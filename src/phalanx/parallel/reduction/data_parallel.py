@@ -1,17 +1,17 @@
-"""Data parallelism: spreads a plain model over the data-parallel axes and drives its gradients through a step.
+"""Data parallelism: distributes a plain model over the data-parallel axes and drives its gradients through a step.
 
-The tensor, context and expert axes have left each rank with a smaller plain module by now, and the pipeline with one or
-more parts of it (its stages). Two choices are left, and they combine freely:
+The tensor, context and expert axes have already left each rank with a smaller plain module, and the pipeline with one or more parts
+of it (its stages). Two independent choices remain:
 
-- How a rank holds the weights: ``Sharded`` by FSDP2 (``fully_shard``), ZeRO-3 or, with weights kept after forward, ZeRO-2;
-  replicas of the shards make it hybrid. Also used on a single rank when compute runs in a narrower format than the master
-  weights, because FSDP2 makes the narrow copy. Or ``Whole``: every rank holds the module as it is, nothing to gather.
-- How the slots' gradients are added: ``TreeSummation`` or ``FastSummation`` (``summation.py``), or ``IntegerSummation``.
+- Weights are ``Sharded`` by FSDP2 (``fully_shard``), as ZeRO-3 or, with weights kept after forward, as ZeRO-2. With several replicas
+  of the shards it is hybrid. A single rank uses it too if the compute dtype is narrower than the master weights, because FSDP2 makes
+  the narrow copy. Or they are ``Unsharded``: every rank has the full module, and nothing is gathered.
+- The slots' gradients are added by ``TreeSummation``, ``FastSummation`` (``summation.py``) or ``IntegerSummation``.
 
-The optimizer's step goes through its rounds (``mesh/slots.py``): ``begin(round)``, then forward and backward of the slot's
+The optimizer's step calls, for each round (``mesh/slots.py``): ``begin(round)``, then forward and backward of the slot's
 micro-batches, each backward pass through a part inside ``computing``, then ``end(round)``. In a pipeline a round begins before the
-one ahead of it has ended, but through each part all backward passes of a round come before those of the next. After the
-last round each parameter's ``grad`` is this rank's share of the sum (``gradients``), until ``abandon``.
+previous one has ended, but each part runs all backward passes of a round before those of the next. After the last round each
+parameter's ``grad`` is this rank's share of the sum (``gradients``), until ``abandon``.
 """
 
 from __future__ import annotations
@@ -36,75 +36,75 @@ from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.mesh.slots import Round
-from phalanx.parallel.mesh.torch_compat import finish_backward, give_gradient, measure_waits
+from phalanx.parallel.mesh.torch_compat import finish_backward, measure_waits, set_gradient
 from phalanx.parallel.reduction.integer_summation import IntegerSummation
 from phalanx.parallel.reduction.reduce_scatter import TimedAllGather
 from phalanx.parallel.reduction.summation import FastSummation, Summation, TreeSummation
 from phalanx.run.spec import RunSpec
 
-# The gradients of one layer's experts from the slots of a hand, which their ranks compute at once.
+# The gradients of one layer's experts from the slots of a hand, which a team computes at once.
 #
-# Experts that several slots' tokens come to have a gradient for each slot: a leaf of the slots' tree. Autograd could deliver their sum in the
-# weights' dtype alone, rounded, and FSDP2 would add the sums of micro-batches. So the leaves are taken out of the backward pass, and the
-# sum goes to FSDP2 in fp32, the format in which it would have been added up by slots computed apart. What is added first, where a slot has several
-# micro-batches, is a choice of the run (``train.expert_sums``):
+# Experts that process the tokens of several slots have one gradient for each slot: a leaf of the slots' tree. Autograd would deliver
+# only their sum, rounded to the weights' dtype, and FSDP2 would add the sums of micro-batches. So the leaves are taken out of the
+# backward pass, and the sum is passed to FSDP2 in fp32, as if the slots had been computed separately. If a slot has several
+# micro-batches, the run selects the order of summation (``train.expert_sums``):
 #
-# - ``"micro-batch"``: the slots of each micro-batch, and then these sums. One set of gradients is kept.
-# - ``"slot"``: the micro-batches of each slot, and then the slots, as for all other weights. Then the sum is the same however many
-#   slots a team computes at once, and so are the bits for every ``parallel.expert``. A set of gradients is kept for each slot of the
-#   team, as many in all as a rank would keep that held the layer's experts alone.
+# - ``"micro-batch"``: add the slots of each micro-batch, and then these sums. One set of gradients is kept.
+# - ``"slot"``: add the micro-batches of each slot, and then the slots, as for all other weights. The sum, and so the bits, are the
+#   same for every ``parallel.expert``. One set of gradients is kept for each slot of the team. In total that is as many as a rank
+#   with all of the layer's experts would keep.
 #
-# With one micro-batch to a slot there is nothing to choose, and nothing is kept.
+# With one micro-batch per slot both are the same, and nothing is kept.
 
 
 class ExpertSums:
-    """Adds up what a layer's experts get from the slots of a hand, and gives FSDP2 the sum.
+    """Adds up the gradients of a layer's experts over the slots of a hand, and passes the sum to FSDP2.
 
     Args:
-        give: Called with a parameter's name and the sum of a hand's slots, fp32, when it is complete.
-        experts: The number of experts.
+        set_grad: Called with a parameter's name and the complete sum over a hand's slots, fp32.
+        experts: Number of experts.
         by_slot: True if the micro-batches of each slot are added first.
     """
 
-    def __init__(self, give: Callable[[str, Tensor], None], experts: int, *, by_slot: bool) -> None:
-        self._give, self._experts, self._by_slot = give, experts, by_slot
+    def __init__(self, set_grad: Callable[[str, Tensor], None], experts: int, *, by_slot: bool) -> None:
+        self._set_grad, self._experts, self._by_slot = set_grad, experts, by_slot
         self.complete = False
         """True if the next backward pass completes the slots' gradients."""
-        self._kept: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        """Sums over micro-batches, by parameter and the first of some experts: ``(experts, slots, ...)``, or without slots."""
+        self._partial: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        """Sums over micro-batches, by parameter and first expert: ``(experts, slots, ...)``, or without slots."""
         self._sums: dict[str, list[Tensor]] = defaultdict(list)
-        """Sums of a parameter's first experts, while those of the others are still to come: ``(experts, ...)``, fp32."""
+        """Complete sums of a parameter's first experts, until those of the others follow: ``(experts, ...)``, fp32."""
 
     def take(self, name: str, experts: range, leaves: Tensor) -> None:
-        """Takes the gradients ``(experts, slots, ...)`` of a micro-batch of each slot, of some of a parameter's experts."""
-        values, kept = leaves if self._by_slot else add_slots(leaves), self._kept[name]
-        if experts.start in kept:
-            kept[experts.start] += values
+        """Take the gradients ``(experts, slots, ...)`` of one micro-batch of each slot, for some of a parameter's experts."""
+        values, partial = leaves if self._by_slot else add_slots(leaves), self._partial[name]
+        if experts.start in partial:
+            partial[experts.start] += values
         else:
-            kept[experts.start] = values if self.complete else values.float()
+            partial[experts.start] = values if self.complete else values.float()
         if not self.complete:
             return
         self._complete(name, experts.start)
         if experts.stop == self._experts:
-            self._give(name, _joined(self._sums.pop(name)))
+            self._set_grad(name, _joined(self._sums.pop(name)))
 
     def finish(self) -> None:
-        """Gives what was there before the backward pass that completes the slots, if it was that, where a schedule divides it."""
+        """Pass on all partial sums after postponed weight gradients, if these complete the slots."""
         if not self.complete:
             return
-        for name, kept in self._kept.items():
-            for first in sorted(kept):
+        for name, partial in self._partial.items():
+            for first in sorted(partial):
                 self._complete(name, first)
         for name in list(self._sums):
-            self._give(name, _joined(self._sums.pop(name)))
+            self._set_grad(name, _joined(self._sums.pop(name)))
 
     def clear(self) -> None:
-        """Forgets what a step that was broken off has left."""
-        self._kept.clear()
+        """Discard the sums of an aborted step."""
+        self._partial.clear()
         self._sums.clear()
 
     def _complete(self, name: str, first: int) -> None:
-        values = self._kept[name].pop(first)
+        values = self._partial[name].pop(first)
         self._sums[name].append(add_slots(values) if self._by_slot else values)
 
 
@@ -113,24 +113,24 @@ def _joined(sums: list[Tensor]) -> Tensor:
 
 
 def sums_of(experts: Experts, *, by_slot: bool) -> ExpertSums:
-    """Takes the gradients of ``experts``, which FSDP2 has wrapped and which serve several slots at once, out of backward passes."""
+    """Take the gradients of ``experts`` out of backward passes. FSDP2 has wrapped them, and they process several slots at once."""
     assert isinstance(experts, FSDPModule), "with several slots at once, several ranks share the weights"
     module = weakref.ref(experts)
 
-    def give(name: str, total: Tensor) -> None:
-        here = module()
-        assert isinstance(here, FSDPModule), "a backward pass goes through it"
-        give_gradient(here, name, total)
+    def set_grad(name: str, total: Tensor) -> None:
+        target = module()
+        assert isinstance(target, FSDPModule), "the module exists during its backward pass"
+        set_gradient(target, name, total)
 
-    sums = ExpertSums(give, len(experts.up), by_slot=by_slot)
+    sums = ExpertSums(set_grad, len(experts.up), by_slot=by_slot)
     experts.take = sums.take
     return sums
 
 
 class DataParallel(ABC):
-    """A model spread over the data-parallel axes, and the sum of its slots' gradients.
+    """A model distributed over the data-parallel axes, and the sum of its slots' gradients.
 
-    ``parts`` are the stages of the model that this rank holds; without a pipeline, the whole model is the only one.
+    ``parts`` are the stages of the model on this rank; without a pipeline, the full model is the only one.
     """
 
     def __init__(self, parts: Sequence[nn.Module], summation: Summation) -> None:
@@ -138,17 +138,17 @@ class DataParallel(ABC):
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks' places."""
+        """The mesh of the model."""
         return self.summation.mesh
 
-    def begin(self, current: Round) -> None:  # noqa: B027  for what is to happen at a slot's beginning, such as faults
-        """Called before the forward pass of a round's first micro-batch."""
+    def begin(self, current: Round) -> None:  # noqa: B027  a hook, for example for injected faults
+        """Hook before the forward pass of a round's first micro-batch."""
 
     @contextmanager
     def computing(self, part: int, current: Round, *, last: bool, postponed: bool = False) -> Iterator[None]:
-        """Encloses a backward pass of a round through a part, or the adding of weight gradients that were ``postponed``.
+        """Context of a backward pass of a round through a part, or of adding ``postponed`` weight gradients.
 
-        With the ``last`` one, the gradient of the round's slot is complete in this part.
+        The one with ``last`` completes the gradient of the round's slot in this part.
         """
         self.summation.intake.round = current
         self.before_backward(part, current, last=last)
@@ -160,40 +160,40 @@ class DataParallel(ABC):
 
     @abstractmethod
     def before_backward(self, part: int, current: Round, *, last: bool) -> None:
-        """Called before gradients of a part are computed."""
+        """Hook before gradients of a part are computed."""
 
     @abstractmethod
     def after_weights(self, part: int) -> None:
-        """Called when postponed weight gradients of a part were added, outside of any backward pass."""
+        """Hook after postponed weight gradients of a part were added, outside of any backward pass."""
 
     @abstractmethod
     def close(self, part: int, current: Round) -> None:
-        """Called when the gradient of a round's slot is complete in a part."""
+        """Hook after the gradient of a round's slot is complete in a part."""
 
     @abstractmethod
     def end(self, current: Round) -> None:
-        """Called when a round is closed in all parts."""
+        """Hook after a round is closed in all parts."""
 
     def abandon(self) -> None:
-        """Forgets all gradients, of a finished step or of one that was broken off."""
+        """Discard all gradients, of a finished or an aborted step."""
         for part in self.parts:
             part.zero_grad(set_to_none=True)
         self.summation.clear()
 
     def loss_weight(self, current: Round) -> float:
-        """The factor on a rank's loss: 0 where a result that does not count would be added."""
+        """Return the factor on a rank's loss: 0 if a result that must not count would be added."""
         return self.summation.loss_weight(current)
 
 
 class Sharded(DataParallel):
-    """FSDP2: each rank holds a share of every parameter group, and gets that share of the summed gradient."""
+    """FSDP2: each rank has a share of every parameter group, and receives that share of the summed gradient."""
 
     def __init__(self, parts: Sequence[nn.Module], summation: Summation, *, keep_weights: bool) -> None:
         super().__init__(parts, summation)
         self._keep_weights = keep_weights
         self.expert_sums: list[list[ExpertSums]] = [[] for _ in parts]
-        """Sums of the experts in each part that several slots' tokens come to at once."""
-        # While weights are gathered the modules show the whole ones; these are the shares, whose gradients count.
+        """For each part, the sums of experts that process several slots at once."""
+        # While weights are gathered the modules have the full ones; these are the shares, whose gradients count.
         self._shares = [list(named_parameters([part]).values()) for part in parts]
         summation.reduce_groups(list(_fsdp_modules(parts)))
 
@@ -201,12 +201,12 @@ class Sharded(DataParallel):
         root = cast(FSDPModule, self.parts[part])
         for sums in self.expert_sums[part]:
             sums.complete = last
-        # A tree needs every slot alone. Else ZeRO-3 reduces after every slot too, while ZeRO-2, which has the memory for
-        # whole gradients, does so once a step; sums over replicas wait for the last round.
+        # A tree needs every slot separately. Otherwise ZeRO-3 also reduces after every slot. ZeRO-2 has memory for full gradients
+        # and reduces once per step. Sums over replicas wait for the last round.
         slot_by_slot = self.summation.slot_by_slot or not self._keep_weights
         root.set_requires_gradient_sync(last and (slot_by_slot or current.last))
         root.set_requires_all_reduce(self.summation.slot_by_slot or current.last)
-        # ZeRO-2 gathers weights once a step: they change only after its last backward pass.
+        # ZeRO-2 gathers weights once per step: they change only after its last backward pass.
         root.set_reshard_after_backward((last and current.last) or not self._keep_weights)
 
     def after_weights(self, part: int) -> None:
@@ -216,11 +216,11 @@ class Sharded(DataParallel):
 
     def close(self, part: int, current: Round) -> None:
         if self.summation.slot_by_slot and not current.last:
-            # The trees hold this round's gradients; what FSDP would accumulate means nothing yet.
+            # The trees have this round's gradients; the output that FSDP would accumulate is meaningless until the last round.
             _drop(self._shares[part])
 
     def end(self, current: Round) -> None:
-        """Nothing: FSDP has exchanged what there is."""
+        """Do nothing: FSDP has exchanged all gradients."""
 
     def abandon(self) -> None:
         super().abandon()
@@ -230,8 +230,8 @@ class Sharded(DataParallel):
             sums.clear()
 
 
-class Whole(DataParallel):
-    """Every rank holds the module as it is; nothing is gathered, and only sums over replicas cross the network."""
+class Unsharded(DataParallel):
+    """Every rank has the full module; nothing is gathered, and only sums over replicas cross the network."""
 
     def __init__(self, parts: Sequence[nn.Module], summation: Summation) -> None:
         super().__init__(parts, summation)
@@ -244,10 +244,10 @@ class Whole(DataParallel):
             self.summation.add_to_siblings()
 
     def after_weights(self, part: int) -> None:
-        """Nothing: ``close`` takes in what was added."""
+        """Do nothing: ``close`` takes in the added gradients."""
 
     def close(self, part: int, current: Round) -> None:  # noqa: ARG002
-        # What a split backward pass has accumulated without PyTorch's hooks noticing.
+        # A split backward pass accumulates some gradients without calling PyTorch's hooks.
         self.summation.take_whole(self._parameters[part])
 
     def end(self, current: Round) -> None:
@@ -261,17 +261,17 @@ def _drop(shares: Sequence[nn.Parameter]) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient, as a plain tensor that shares its memory."""
+    """Return this rank's part of a parameter or gradient, as a plain tensor that shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters of all parts, by name."""
+    """Return the parameters of all parts, by name."""
     return {name: parameter for part in parts for name, parameter in part.named_parameters()}
 
 
 def gradients(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """This rank's part of every gradient, by name. Raises ``RuntimeError`` if a parameter has none."""
+    """Return this rank's part of every gradient, by name. Raise ``RuntimeError`` if a parameter has none."""
     shares = {}
     for name, parameter in named_parameters(parts).items():
         if parameter.grad is None:
@@ -281,16 +281,15 @@ def gradients(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def reshard(parts: Sequence[nn.Module]) -> None:
-    """Gives up whole weights that a forward pass without a backward has left gathered (and narrow copies of them)."""
+    """Free full weights that a forward pass without backward has left gathered, and narrow copies of them."""
     for module in _fsdp_modules(parts):
         module.reshard()
 
 
 def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClock) -> DataParallel:
-    """Spreads ``parts`` (on the meta device) over ``mesh`` as ``spec.parallel`` and ``spec.precision`` say.
+    """Distribute ``parts`` (on the meta device) over ``mesh`` by ``spec.parallel`` and ``spec.precision``.
 
-    Afterwards every rank has memory for what it holds of the parameters, but nothing in it: a fill or a restore
-    follows.
+    Afterwards every rank has allocated its share of the parameters, uninitialized: initialization or a restore follows.
     """
     narrow = spec.precision.compute == "bf16"
     keep_weights = spec.parallel.sharding != "zero3"
@@ -299,7 +298,7 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
     if mesh.fsdp_ranks == 1 and experts_whole and not narrow:
         for part in parts:
             part.to_empty(device=mesh.device)
-        return Whole(parts, summation)
+        return Unsharded(parts, summation)
     for part in parts:
         _shard(part, mesh, narrow=narrow, by_slot=summation.slot_by_slot, keep_weights=keep_weights)
         part.to_empty(device=mesh.device)
@@ -307,7 +306,7 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
         if clock.blocking:
             module.set_custom_all_gather(TimedAllGather(clock))
         else:
-            measure_waits(module, lambda: clock.measure())  # which a profile may replace
+            measure_waits(module, lambda: clock.measure())  # looked up late, because a profile may replace it
     model = Sharded(parts, summation, keep_weights=keep_weights)
     if summation.slot_by_slot and mesh.layout.team > 1:
         by_slot = spec.train.expert_sums == "slot"
@@ -329,28 +328,30 @@ def _summation(spec: RunSpec, mesh: Mesh, clock: CommClock, *, narrow: bool, kee
 
 
 def _wire(spec: RunSpec, *, narrow: bool) -> torch.dtype:
-    """The narrowest dtype that loses nothing of a slot's gradient.
+    """Return the narrowest dtype that represents a slot's gradient exactly.
 
-    Backward passes give gradients in the dtype of compute; FSDP2 adds those of several micro-batches in fp32, and those of a
-    user's own parameter that is used both in a ``Linear`` and outside it, where a schedule puts weight gradients off.
+    Backward passes give gradients in the compute dtype. FSDP2 adds those of several micro-batches in fp32. It does the same for a user's
+    parameter that is used both in a ``Linear`` and outside it, if a schedule postpones weight gradients.
     """
     sequences = spec.train.batch_size // spec.train.slots
-    alone = (spec.train.micro_batch_size or sequences) >= sequences and not spec.model.factory
-    return torch.bfloat16 if narrow and alone else torch.float32
+    is_single_backward = (spec.train.micro_batch_size or sequences) >= sequences and not spec.model.factory
+    return torch.bfloat16 if narrow and is_single_backward else torch.float32
 
 
 def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_slot: bool, keep_weights: bool) -> None:
-    """Wraps a part's experts, blocks, head and root, each a group of parameters that is gathered at once."""
+    """Wrap a part's experts, blocks, head and root with FSDP2, each as one unit."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if narrow else None,
         reduce_dtype=torch.float32,
-        # The rotary tables are computed in fp32; the model casts where it wants to.
+        # The rotary tables are fp32; the model does its own casts.
         cast_forward_inputs=False,
     )
-    # What takes slots one by one sums over replicas itself.
-    alone = by_slot or mesh.replicas == 1
-    dense = mesh.dense["fsdp"] if alone else mesh.dense["replicate", "fsdp"]
-    experts = mesh.expert_mesh["expert_shard"] if alone else mesh.expert_mesh["replicate", "expert_shard"]
+    # A summation that takes slots one by one sums over replicas itself.
+    no_replicas = by_slot or mesh.replicas == 1
+    dense = mesh.dense["fsdp"] if no_replicas else mesh.dense["replicate", "fsdp"]
+    experts = (
+        mesh.expert_mesh["expert_shard"] if no_replicas else mesh.expert_mesh["replicate", "expert_shard"]
+    )
     for block in blocks_of(part):
         if isinstance(block, Block) and isinstance(block.ffn, MoE):
             fully_shard(
@@ -358,15 +359,16 @@ def _shard(part: nn.Module, mesh: Mesh, *, narrow: bool, by_slot: bool, keep_wei
             )
         fully_shard(block, mesh=dense, reshard_after_forward=not keep_weights, mp_policy=policy)
         if isinstance(block, Block) and isinstance(block.ffn, MoE):
-            # Behind attention. Before the experts run the host waits for a GPU's counts of tokens, and what it launches after that
-            # has nothing left to hide behind.
+            # Prefetch during attention. Before the experts run, the host waits for the GPU's counts of tokens, and a gather launched
+            # after that would overlap with nothing.
             experts_of = cast(FSDPModule, block.ffn.experts)
             cast(FSDPModule, block).set_modules_to_forward_prefetch([experts_of])
     if isinstance(part, Transformer) and part.head is not None and not part.mtp:
-        # A unit of its own: its weights travel behind the last blocks' forward pass, its gradient behind their backward pass. Both are
-        # needed one after the other, so it is kept between them.
+        # A separate unit: its gather overlaps with the last blocks' forward pass, its reduction with their backward pass. Its forward
+        # and backward follow each other, so it stays gathered between them.
         fully_shard(part.head, mesh=dense, reshard_after_forward=False, mp_policy=policy)
-    # The root's weights (embedding, norm) are needed first, and last in the backward pass; they are small, or tied to the head: keep them.
+    # The root's weights (embedding, norm) are needed first in forward and last in backward. They are small, or tied to the head, so
+    # they stay gathered.
     fully_shard(part, mesh=dense, reshard_after_forward=False, mp_policy=policy)
 
 

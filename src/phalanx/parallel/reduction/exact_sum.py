@@ -1,13 +1,12 @@
-"""Sums of squares that come out the same however the numbers are spread over ranks.
+"""Sums of squares that do not depend on the distribution of the numbers over ranks.
 
-The norm of the gradient runs over shards whose boundaries move with the number of ranks, so an ordinary sum would
-round differently on every fleet. Here each square is first cut, without error, into two pieces that are multiples of
-fixed powers of two, coarse enough that *adding up any number of pieces is exact*; exact addition is associative, so
-the order, the shards and the reduction algorithm cease to matter. The cut is Rump's extraction as used by Demmel and
-Nguyen, "Parallel Reproducible Summation" (IEEE Trans. Computers 64(7), 2015): ``q = (x + M) - M`` with a power of two
-``M`` that depends only on the largest element and on how many there are, both of which every rank knows.
+The norm of the gradient runs over shards whose boundaries depend on the number of ranks, so an ordinary sum would round differently
+on every fleet. Here each square is first cut, without error, into two pieces that are multiples of fixed powers of two, coarse
+enough that *adding any number of pieces is exact*. Exact addition is associative, so order, shards and reduction algorithm do not
+matter. The cut is Rump's extraction as used by Demmel and Nguyen, "Parallel Reproducible Summation" (IEEE Trans. Computers 64(7),
+2015): ``q = (x + M) - M`` with a power of two ``M`` that depends only on the largest element and on the number of elements.
 
-What the second piece cannot hold, below ``n^2 2^-104`` of the largest square, is dropped, on every fleet alike.
+The remainder below the second piece, less than ``n^2 2^-104`` of the largest square, is dropped, equally on every fleet.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from phalanx.hardware.kernels.choose import kernels_for
 
 
 def largest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The largest magnitude in ``tensors``: 0-dim fp64; infinite if anything is infinite or not a number."""
-    held = list(tensors)
-    peak = kernels_for(device, held).peak(held, device)
+    """Return the largest magnitude in ``tensors``: 0-dim fp64; infinite if any element is infinite or not a number."""
+    tensor_list = list(tensors)
+    peak = kernels_for(device, tensor_list).peak(tensor_list, device)
     return torch.nan_to_num(peak, nan=math.inf, posinf=math.inf)
 
 
 def extraction_constants(peak: float, count: int) -> tuple[float, float]:
-    """The two constants ``M`` that cut squares of numbers up to ``peak``, ``count`` of them, into exact pieces.
+    """Return the two constants ``M`` that cut the squares of ``count`` numbers up to ``peak`` into exact pieces.
 
-    Squares are at most ``2^e``. The first piece of each is a multiple of ``2^(k - 52)`` and all of them together stay
-    below ``2^(k + 1)``, with ``k = e + bits(count)``: 53 bits, so no addition rounds. What remains of each square is
-    below ``2^(k - 53)``, and the second constant treats it likewise.
+    1. Squares are at most ``2^e``. The first piece of each is a multiple of ``2^(k - 52)``, with ``k = e + bits(count)``. All of them
+       together stay below ``2^(k + 1)``: 53 bits, so no addition rounds.
+    2. The remainder of each square is below ``2^(k - 53)``, and the second constant cuts it in the same way.
     """
     exponent = 2 * math.frexp(peak)[1]
     bits = count.bit_length() + 1
@@ -45,16 +44,16 @@ def extraction_constants(peak: float, count: int) -> tuple[float, float]:
 
 @torch.no_grad()
 def extracted_sums(tensors: Iterable[Tensor], constants: tuple[float, float], device: torch.device) -> Tensor:
-    """The exact sums of both pieces of every element's square: ``(2,)``, fp64."""
-    held = list(tensors)
-    return kernels_for(device, held).extracted_sums(held, constants, device)
+    """Return the exact sums of both pieces of every element's square: ``(2,)``, fp64."""
+    tensor_list = list(tensors)
+    return kernels_for(device, tensor_list).extracted_sums(tensor_list, constants, device)
 
 
 def norm(tensors: list[Tensor], count: int, device: torch.device) -> float:
-    """The Euclidean norm of all elements held by all ranks, the same bits on any layout.
+    """Return the Euclidean norm of all elements of all ranks, with the same bits on any layout. A collective.
 
     Args:
-        tensors: What this rank answers for, fp32 or narrower; over all ranks, every element exactly once.
+        tensors: This rank's elements, fp32 or narrower; over all ranks, every element exactly once.
         count: Number of elements over all ranks.
 
     Returns:

@@ -1,9 +1,8 @@
-"""Gradient summation in integers: every slot's gradient is added where it is computed, and ranks exchange sums.
+"""Gradient summation in integers: a rank adds its slots' gradients locally, and ranks exchange sums.
 
-A rank adds its slots' gradients up in bins (``bins.py``), whose sums are the same in any order. So ranks exchange once what they have:
-a maximum of the spans' exponents, then a reduce-scatter or all-reduce of integers, which the library may carry out as it likes: in a
-ring, a tree or inside the switches. With ZeRO-3 a rank has no room for whole gradients; there ranks exchange after every slot, and the
-owner of a share keeps its bins alone. The bits are the same either way.
+A rank adds its slots' gradients in bins (``bins.py``), whose sums do not depend on the order. So ranks exchange their sums once. They
+take a maximum of the spans' exponents, then a reduce-scatter or all-reduce of integers, which the library may run as it likes. With ZeRO-3 a rank has no memory for full gradients. There ranks exchange after every slot, and only the owner of
+a share keeps its bins. The bits are the same either way.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from phalanx.parallel.reduction.tree import Intake
 
 
 class IntegerSummation(Summation):
-    """Adds slots up in integers, whatever rank computed them and when.
+    """Adds slots in integers, independent of which rank computed them and when.
 
     Args:
-        mesh: The ranks' places.
+        mesh: The mesh of the model.
         clock: Measures exchanges.
-        deal: Which rank computes which slots.
-        each_round: True if shares of gradients are exchanged after every round, so that no rank holds whole sums.
-        reporters: Context ranks of which one alone has a number for each element of a slot's gradient, and the others zeros; 1 if each has
-            one. The width of a bin follows the numbers that are added, so with it, it does not follow the context degree.
+        deal: Assignment of slots to ranks.
+        each_round: True if gradient shares are exchanged after every round, so that no rank keeps full sums.
+        reporters: Number of context ranks that share the elements of a slot's gradient, if only one of them has a number for each
+            element and the others have zeros; else 1. It makes the width of a bin independent of the context degree.
     """
 
     slot_by_slot = True
@@ -51,7 +50,7 @@ class IntegerSummation(Summation):
         super().__init__(mesh, clock)
         self._deal, self._each_round, self._reporters = deal, each_round, reporters
         self._reducers: list[IntegerReducer] = []
-        self._whole: dict[nn.Parameter, IntegerReducer] = {}
+        self._unsharded: dict[nn.Parameter, IntegerReducer] = {}
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
         layout = self.mesh.layout
@@ -62,7 +61,7 @@ class IntegerSummation(Summation):
                 int(self.mesh.expert_mesh.get_local_rank("expert_shard")) if experts else self.mesh.fsdp_rank
             )
             leaves = leaves_of(self.mesh, self._deal, experts=experts)
-            # Experts get all of a slot's tokens, whatever the context degree.
+            # Experts get all tokens of a slot, for every context degree.
             summands = leaves.count // (1 if experts else self._reporters)
             reducer = self._reducer(str(number), leaves, summands, group_shapes(module), ranks, place)
             self._reducers.append(reducer)
@@ -93,16 +92,16 @@ class IntegerSummation(Summation):
         push = weakref.WeakMethod(self._push)  # see TreeSummation
         for name, parameter in parameters.items():
             leaves = Leaves(self._deal, 1)
-            self._whole[parameter] = self._reducer(name, leaves, leaves.count, [parameter.shape], 1, 0)
+            self._unsharded[parameter] = self._reducer(name, leaves, leaves.count, [parameter.shape], 1, 0)
             parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
 
     def add_to_siblings(self) -> None:
-        """Nothing: integers have no tree."""
+        """Do nothing: integer sums have no tree."""
 
     def _push(self, tensor: Tensor) -> None:
         parameter = cast(nn.Parameter, tensor)
         if self.intake.slot_complete and parameter.grad is not None:
-            self._whole[parameter].take_in(parameter.grad)
+            self._unsharded[parameter].take_in(parameter.grad)
             parameter.grad = None
 
     def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -112,7 +111,7 @@ class IntegerSummation(Summation):
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         for bucket in in_buckets(parameters, nn.Parameter.numel):
-            sums = [self._whole[parameter].take_out() for parameter in bucket]
+            sums = [self._unsharded[parameter].take_out() for parameter in bucket]
             if self.mesh.replicas > 1:
                 with self.clock.measure():
                     _add_over_replicas(sums, self.mesh)
@@ -121,10 +120,10 @@ class IntegerSummation(Summation):
                 bins.total(parameter.grad.view(1, -1))
 
     def clear(self) -> None:
-        for reducer in (*self._whole.values(), *self._reducers):
+        for reducer in (*self._unsharded.values(), *self._reducers):
             reducer.clear()
 
-    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  what does not count is not added
+    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  results that do not count are not added
         return 1.0
 
 
@@ -137,31 +136,31 @@ class IntegerReducer:
     clock: CommClock
     leaves: Leaves
     summands: int
-    """Numbers that are added for each element; zeros that stand for nothing are not counted."""
+    """Number of summands for each element; zeros of context ranks that do not report are not counted."""
     intake: Intake
     layout: SpanLayout
-    """The spans of each of the ``shares`` into which ranks divide the group."""
+    """Spans of each of the ``shares`` into which ranks divide the group."""
     shares: int
     place: int
-    """Number of the share that this rank owns, and of its slot among those that the ranks of a round yield."""
+    """Index of the share that this rank owns, and of its slot among those of a round."""
     each_round: bool
-    """True if only this rank's share is kept from one round to the next."""
+    """True if a rank keeps only its own share from one round to the next."""
     bins: Bins | None = field(default=None, init=False)
-    _taken: set[int] = field(default_factory=set, init=False)
+    _added_slots: set[int] = field(default_factory=set, init=False)
 
     def take_in(self, gradient: Tensor, group: dist.ProcessGroup | None = None) -> bool:
-        """Adds this rank's gradient of the current round, all shares of it; False if that is kept out of the sum.
+        """Add this rank's gradient of the current round, with all shares. Return False if a witness keeps it out of the sum.
 
-        ``group`` is the ranks that own the shares; ``None`` for a single one.
+        ``group`` are the ranks that own the shares; ``None`` for a single one.
         """
         if not self.intake.admit(self.name, gradient):
             return False
         current = self.intake.round
         new = self._empty(gradient) if self.each_round or self.bins is None else self.bins
         if self.place < len(self.leaves.of_round(current)):
-            if current.slot in self._taken:
+            if current.slot in self._added_slots:
                 raise ValueError(f"slot {current.slot} was given twice")
-            self._taken.add(current.slot)
+            self._added_slots.add(current.slot)
             new.add_gradient(gradient.view(self.shares, self.layout.elements))
         if group is not None and (self.each_round or current.last):
             with self.clock.measure():
@@ -173,18 +172,18 @@ class IntegerReducer:
         return True
 
     def take_out(self) -> Bins:
-        """The sum of all slots of this replica, of which nothing is kept. Raises ``ValueError`` while slots are missing."""
-        bins, taken = self.bins, len(self._taken)
+        """Return the sum of all slots of this replica, and clear it. Raise ``ValueError`` while slots are missing."""
+        bins, added = self.bins, len(self._added_slots)
         self.clear()
         rounds = self.leaves.deal.rounds(self.mesh.replica)
         yields = [len(self.leaves.of_round(Round(slots, 0, counts=True, last=False))) for slots in rounds]
         expected = sum(self.place < count for count in yields)
-        if bins is None or taken != expected:
-            raise ValueError(f"slots are missing: {self.name} has the gradients of {taken} of {expected}")
+        if bins is None or added != expected:
+            raise ValueError(f"slots are missing: {self.name} has the gradients of {added} of {expected}")
         return bins
 
     def finish(self, out: Tensor) -> None:
-        """Writes the sum over all slots of the fleet into ``out``, this rank's share; nothing of it is kept."""
+        """Write the sum over all slots of the fleet into ``out``, this rank's share, and clear it."""
         bins = self.take_out()
         if self.mesh.replicas > 1:
             with self.clock.measure():
@@ -192,24 +191,23 @@ class IntegerReducer:
         bins.total(out.view(1, -1))
 
     def take_alone(self, gradient: Tensor) -> None:
-        """Takes in the gradient of a group that only this rank holds, and after the last round makes it the sum."""
+        """Take in the gradient of a group that only this rank has; after the last round replace it by the sum."""
         if self.take_in(gradient) and self.intake.round.last:
             self.finish(gradient)
 
     def clear(self) -> None:
-        """Forgets the sum."""
+        """Discard the sum."""
         self.bins = None
-        self._taken.clear()
+        self._added_slots.clear()
 
     def _empty(self, gradient: Tensor) -> Bins:
         return Bins.empty(self.shares, self.layout, BinFormat(self.summands), gradient.device)
 
 
 class IntegerReduceScatter(PlainBuffers, ReduceScatter):
-    """The reduce-scatter of one FSDP parameter group, in integers.
+    """Reduce-scatter of one FSDP parameter group, in integers.
 
-    Until the last round of a step its output means nothing; whoever drives the step drops the gradients that FSDP
-    makes of it.
+    Until the last round of a step its output is meaningless; the caller drops the gradients that FSDP makes of it.
     """
 
     def __init__(self, reducer: IntegerReducer) -> None:
@@ -220,10 +218,10 @@ class IntegerReduceScatter(PlainBuffers, ReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: object,  # noqa: ARG002  the operation is a sum, whatever FSDP would have asked for
+        op: object,  # noqa: ARG002  the operation is always a sum
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
-        """``input_tensor`` ``(ranks * share,)`` is this rank's slot; ``output_tensor`` ``(share,)`` is the sum."""
+        """Reduce: ``input_tensor`` ``(ranks * share,)`` is this rank's slot, ``output_tensor`` ``(share,)`` gets the sum."""
         if self.reducer.take_in(input_tensor, group) and self.reducer.intake.round.last:
             self.reducer.finish(output_tensor)
         else:
@@ -231,7 +229,7 @@ class IntegerReduceScatter(PlainBuffers, ReduceScatter):
 
 
 def _reduce_scatter(bins: Bins, place: int, group: dist.ProcessGroup) -> Bins:
-    """The sum of the bins of all ranks of ``group``, of the share at ``place``."""
+    """Return the sum of the bins of all ranks of ``group`` for the share at ``place``."""
     tops = bins.tops.clone()
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)
     bins.raise_to(tops)
@@ -241,7 +239,7 @@ def _reduce_scatter(bins: Bins, place: int, group: dist.ProcessGroup) -> Bins:
 
 
 def _add_over_replicas(sums: Sequence[Bins], mesh: Mesh) -> None:
-    """Makes each of ``sums``, of this rank's share, the sum over all replicas, in two exchanges."""
+    """Replace each of ``sums``, of this rank's share, by the sum over all replicas, in two exchanges."""
     group = mesh.replicate_group
     tops = torch.cat([bins.tops.view(-1) for bins in sums])
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)

@@ -1,13 +1,13 @@
-"""FSDP2's extension points for communication: a reduce-scatter in tree order, and an all-gather whose time is measured.
+"""FSDP2's extension points for communication: a reduce-scatter in tree order, and a timed all-gather.
 
-With a sharded model, FSDP2 hands every parameter group's gradient to a reduce-scatter after each backward pass
-(``FSDPModule.set_custom_reduce_scatter``). Ours is an all-to-all: the rank that owns a share of the parameters receives that share of
+With a sharded model, FSDP2 passes every parameter group's gradient to a reduce-scatter after each backward pass
+(``FSDPModule.set_custom_reduce_scatter``). Ours is an all-to-all: the owner of a share of the parameters receives that share of
 *every* slot's gradient, unsummed, and adds in the order of ``phalanx.parallel.reduction.slot_tree``.
 
-Where the ranks stand in several machines, as many in each, a machine's ranks exchange among themselves first and add what they can. Slots of
-a round are dealt in the order of ranks, so the slots of a machine are neighbors in the tree: with a power of two of them, one sum goes on to each of
-the other machines, and their network carries that share of the bytes of all slots. Any other number leaves a few sums, which are
-passed on side by side. The additions are nodes of the same tree, so the bits are the same.
+If the ranks are on several machines, equally many on each, the ranks of a machine exchange first and add what they can. Slots of a
+round are assigned in the order of ranks, so the slots of a machine are neighbors in the tree. If their number is a power of two, one
+sum is sent to each other machine, and the network carries that fraction of the bytes of all slots. For any other number, a few sums
+are sent side by side. The additions are nodes of the same tree, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -27,26 +27,25 @@ from phalanx.parallel.reduction.tree import LevelSums, TreeReducer, leaf_sums, l
 
 
 class PlainBuffers:
-    """Communication buffers as FSDP asks for them: uninitialized, since they are written over anyway."""
+    """Communication buffers for FSDP: uninitialized, because they are overwritten."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A buffer of ``size``."""
+        """Return a buffer of ``size``."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class TreeReduceScatter(PlainBuffers, ReduceScatter):
-    """The reduce-scatter of one FSDP parameter group, by all-to-all and addition in tree order.
+    """Reduce-scatter of one FSDP parameter group, by all-to-all and addition in tree order.
 
-    Until the last round of a step its output means nothing; whoever drives the step drops the gradients that FSDP
-    makes of it.
+    Until the last round of a step its output is meaningless; the caller drops the gradients that FSDP makes of it.
 
     Args:
-        reducer: Takes in what is exchanged.
+        reducer: Receives the exchanged gradients.
         clock: Measures the exchange.
-        levels: The group's machines, if the exchange is to be made in two levels.
-        wire: The dtype in which slots' gradients are sent, if every one of their elements is exactly a number of that dtype.
+        levels: The group's machines, if the exchange has two levels.
+        wire: Dtype in which gradients are sent; it must represent every element exactly.
     """
 
     def __init__(
@@ -63,10 +62,10 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: object,  # noqa: ARG002  the operation is a sum, whatever FSDP would have asked for
+        op: object,  # noqa: ARG002  the operation is always a sum
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
-        """``input_tensor`` ``(ranks * share,)`` is this rank's slot; ``output_tensor`` ``(share,)`` is the sum."""
+        """Reduce: ``input_tensor`` ``(ranks * share,)`` is this rank's slot, ``output_tensor`` ``(share,)`` gets the sum."""
         if not self.reducer.intake.admit(self.reducer.name, input_tensor):
             output_tensor.zero_()
             return
@@ -83,7 +82,7 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
             output_tensor.zero_()
 
     def _exchanged(self, gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """What the ranks of ``group`` send each other, each the same number of elements to all."""
+        """All-to-all of equal pieces of ``gradient`` over ``group``, sent in the wire dtype."""
         sent = gradient.to(self._wire)
         received = torch.empty_like(sent)
         with self.clock.measure():
@@ -91,33 +90,35 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         return received.to(gradient.dtype)
 
     def _push_by_machine(self, gradient: Tensor, levels: TwoLevels) -> None:
-        """Exchanges a slot's ``gradient`` ``(ranks * share,)`` in two levels, and takes in what all ranks' slots add up to."""
+        """Exchange a slot's ``gradient`` ``(ranks * share,)`` in two levels, and push the resulting nodes of the tree."""
         reducer, machines, width = self.reducer, levels.machines, levels.width
         leaves = reducer.leaves.of_round(reducer.intake.round)
         plan = _plan(reducer.leaves.count, leaves, machines, width, gradient.device)
         share = gradient.numel() // (machines * width)
-        # Step 1, inside: rank p of this machine gets the shares of the ranks at place p in every machine: (width, machines, share).
-        by_place = gradient.view(machines, width, share).transpose(0, 1).reshape(-1)
-        slots = self._exchanged(by_place, levels.inside).view(width, machines * share)
-        # Step 2: this machine's slots are added as far as they are neighbors in the tree: (nodes, machines, share).
-        own = plan.machines[levels.machine]
-        own.add(slots)
-        nodes = [slots[row].view(machines, share) for _, row in own.left]
-        sent = torch.stack(nodes, 1).view(-1) if nodes else slots.new_empty(0)  # (machines, nodes, share)
-        # Step 3, across: every machine's nodes of this rank's own share, end to end: (nodes of all machines, share).
-        get = [len(machine.left) * share for machine in plan.machines]
+        # Step 1, inside the machine: rank p gets the shares of the ranks at position p of every machine.
+        by_position = (
+            gradient.view(machines, width, share).transpose(0, 1).reshape(-1)
+        )  # (width * machines * share,)
+        slots = self._exchanged(by_position, levels.inside).view(width, machines * share)
+        # Step 2: add this machine's slots as far as they are neighbors in the tree.
+        own_sums = plan.machines[levels.machine]
+        own_sums.add(slots)
+        nodes = [slots[row].view(machines, share) for _, row in own_sums.remaining]
+        sent = torch.stack(nodes, 1).view(-1) if nodes else slots.new_empty(0)  # (machines * nodes * share,)
+        # Step 3, across machines: receive every machine's nodes of this rank's own share: (nodes of all machines, share).
+        get = [len(machine.remaining) * share for machine in plan.machines]
         received = slots.new_empty(sum(get))
         with self.clock.measure():
             dist.all_to_all_single(received, sent, get, [len(nodes) * share] * machines, group=levels.across)
-        reducer.push_nodes(plan.whole, received.view(-1, share))
+        reducer.push_nodes(plan.across, received.view(-1, share))
 
 
 @dataclass(frozen=True)
 class _MachinePlan:
-    """The additions of a round: of each machine's slots, and of what all machines are left with."""
+    """Additions of a round: for each machine those of its slots, and those of the machines' remaining nodes."""
 
     machines: tuple[LevelSums, ...]
-    whole: LevelSums
+    across: LevelSums
 
 
 @functools.cache
@@ -125,12 +126,12 @@ def _plan(count: int, leaves: range, machines: int, width: int, device: torch.de
     parts = tuple(
         leaf_sums(count, leaves[number * width : (number + 1) * width], device) for number in range(machines)
     )
-    nodes = [node for part in parts for node, _ in part.left]
+    nodes = [node for part in parts for node, _ in part.remaining]
     return _MachinePlan(parts, level_sums(count, nodes, device))
 
 
 class TimedAllGather(PlainBuffers, AllGather):
-    """FSDP's own all-gather, with the time that a CPU spends in it measured."""
+    """FSDP's own all-gather, with its time on a CPU measured."""
 
     def __init__(self, clock: CommClock) -> None:
         self.clock = clock
@@ -142,7 +143,7 @@ class TimedAllGather(PlainBuffers, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,  # noqa: ARG002
     ) -> dist.Work | None:
-        """Concatenates every rank's ``input_tensor`` ``(n,)`` in ``output_tensor`` ``(ranks * n,)``."""
+        """Concatenate every rank's ``input_tensor`` ``(n,)`` in ``output_tensor`` ``(ranks * n,)``."""
         with self.clock.measure():
             all_gather_single(output_tensor, input_tensor, group)
         return None

@@ -1,12 +1,12 @@
 """The tree in which the gradients of slots are added: the same additions on any number of ranks.
 
-Floating-point addition is not associative, so if each rank summed its own slots and the ranks' sums were then added, the
-result would depend on the number of ranks. Here slot gradients are the leaves of one binary tree over the slot index, and
-every addition is a node of that tree: ``node(level + 1, i) = node(level, 2 i) + node(level, 2 i + 1)``. Whichever rank
-computes which slot, in whatever order gradients arrive, the same additions are made. A node without a right sibling (the
-number of slots is no power of two) moves up unchanged.
+Floating-point addition is not associative. If each rank summed its own slots, and the ranks' sums were then added, the result would
+depend on the number of ranks. Here slot gradients are the leaves of one binary tree over the slot index, and every addition is a node
+of that tree: ``node(level + 1, i) = node(level, 2 i) + node(level, 2 i + 1)``. The additions depend neither on the ranks that compute
+the slots nor on the order in which gradients arrive. A node without a right sibling (the number of slots is no power of two) moves up
+unchanged.
 
-Everything here is a function on integers; ``SlotTree`` is the one mutable thing, and it does not care what it adds.
+All functions here work on integers. Only ``SlotTree`` is mutable; it can add values of any type.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from phalanx.parallel.mesh.slots import Deal, Round
 T = TypeVar("T")
 
 TreeNode = tuple[int, int]
-"""A node of the tree: (level, index); level 0 is the slots themselves."""
+"""A node of the tree: (level, index); level 0 has the slots."""
 
 
 @dataclass(frozen=True)
 class Leaves:
-    """The leaves of the tree in which one kind of parameter's gradients are added: ``per_hand`` for each team's hand.
+    """Leaves of the tree in which one kind of parameter's gradients are added: ``per_hand`` for each team's hand.
 
-    Dense parameters have one leaf for each slot and context rank, since context ranks see different parts of a slot;
-    experts have one for each set of tokens that some rank computes at once.
+    Dense parameters have one leaf for each slot and context rank, since context ranks see different parts of a slot. Experts have one
+    for each set of tokens that a rank computes at once.
     """
 
     deal: Deal
@@ -37,18 +37,18 @@ class Leaves:
 
     @property
     def count(self) -> int:
-        """Number of leaves of a step."""
+        """Number of leaves in a step."""
         return self.deal.slots // self.deal.team * self.per_hand
 
     def of_round(self, current: Round) -> range:
-        """The leaves that a round of a replica yields, one from each rank that holds a share, in their order."""
+        """Return the leaves of one round of a replica: one from each rank that has a share, in their order."""
         team, first = self.deal.team, current.slots[0]
         assert first is not None, "a round begins with a slot"
-        hands = current.dealt // team
+        hands = current.assigned // team
         return range(first // team * self.per_hand, (first // team + hands) * self.per_hand)
 
     def forest(self, replica: int) -> list[TreeNode]:
-        """The nodes that a replica is left with after adding all it can of its own leaves, from left to right."""
+        """Return the nodes that remain after a replica has added all it can of its own leaves, from left to right."""
         return list(_forest(self, replica))
 
 
@@ -63,7 +63,7 @@ def _forest(leaves: Leaves, replica: int) -> tuple[TreeNode, ...]:
 
 @dataclass
 class SlotTree(Generic[T]):
-    """Adds up slots as they arrive, in the order that the tree fixes.
+    """Adds slots as they arrive, in the order that the tree fixes.
 
     Args:
         slots: Number of leaves.
@@ -75,14 +75,14 @@ class SlotTree(Generic[T]):
     nodes: dict[TreeNode, T] = field(default_factory=dict)
 
     def push(self, slot: int, value: T) -> None:
-        """Adds one slot's value to the tree."""
+        """Add one slot's value to the tree."""
         if not 0 <= slot < self.slots:
             raise ValueError(f"slot {slot} is outside 0..{self.slots - 1}")
         self.push_node((0, slot), value)
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Adds a node that was summed elsewhere, and merges it with its sibling, and so on, as far as these are there."""
-        assert 0 <= node[0] <= self.root_node[0], "a node lies on a level of the tree"
+        """Add a node that was summed elsewhere. Merge it with its sibling, and so on upwards, while siblings are in the tree."""
+        assert 0 <= node[0] <= self.root_node[0], "the level exists in the tree"
         assert 0 <= node[1] << node[0] < self.slots, "a node covers a leaf"
         if node in self.nodes:
             raise ValueError(f"node {node} was given twice")
@@ -106,7 +106,7 @@ class SlotTree(Generic[T]):
         return ((self.slots - 1).bit_length(), 0)
 
     def take_root(self) -> T:
-        """The sum of all slots; the tree is empty afterwards. Raises ``ValueError`` while slots are missing."""
+        """Remove and return the sum of all slots. Raise ``ValueError`` while slots are missing."""
         if set(self.nodes) != {self.root_node}:
             raise ValueError(f"slots are missing: the tree of {self.slots} holds nodes {sorted(self.nodes)}")
         return self.nodes.pop(self.root_node)

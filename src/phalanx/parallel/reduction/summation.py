@@ -1,13 +1,13 @@
-"""Gradient summation over the slots of a step: in tree order, in integers, or in whatever order the library likes.
+"""Gradient summation over the slots of a step: in tree order, in integers, or in the library's order.
 
-One of the two choices that make up data parallelism; the other, whether a rank holds the weights whole or sharded, is made in
-``data_parallel.py``, which calls what is here:
+One of the two choices in data parallelism. The other, sharded or unsharded weights, is in ``data_parallel.py``, which calls this
+module:
 
-- ``TreeSummation``: every slot's gradient enters a tree of all slots alone, so the sum has the same bits on any number of
-  ranks (``reduction = "reproducible"``).
+- ``TreeSummation``: every slot's gradient enters a tree of all slots separately, so the sum has the same bits on any number of ranks
+  (``reduction = "reproducible"``).
 - ``IntegerSummation`` (``integer_summation.py``): every slot's gradient is added in integers, whose sum has the same bits in any
   order (``reduction = "integer"``).
-- ``FastSummation``: gradients accumulate in place, and a reduce-scatter or all-reduce adds them up (``reduction = "fast"``).
+- ``FastSummation``: gradients accumulate in place, and a reduce-scatter or all-reduce adds them (``reduction = "fast"``).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from phalanx.parallel.reduction.tree import Intake, TreeReducer, admit_all, exch
 
 
 class Summation(ABC):
-    """The sum over all slots of a step; one object serves one model, which is either sharded or held whole."""
+    """Sum over all slots of a step. One object serves one model, which is either sharded or unsharded."""
 
     slot_by_slot: ClassVar[bool]
-    """True if each slot's gradient is to be reduced alone; else gradients may accumulate on a rank first."""
+    """True if each slot's gradient must be reduced separately; else gradients may accumulate on a rank first."""
 
     def __init__(self, mesh: Mesh, clock: CommClock) -> None:
         self.mesh, self.clock = mesh, clock
@@ -45,35 +45,35 @@ class Summation(ABC):
 
     @abstractmethod
     def loss_weight(self, current: Round) -> float:
-        """The factor on a rank's loss: 0 where the gradient of a result that does not count would be added."""
+        """Return the factor on a rank's loss: 0 if the gradient of a result that must not count would be added."""
 
     @abstractmethod
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
-        """Sets how FSDP2 reduces the gradient of each parameter group of a sharded model. Called once, at first."""
+        """Set how FSDP2 reduces the gradient of each parameter group of a sharded model. Called once, first."""
 
     @abstractmethod
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Makes ready for the gradients of whole parameters, by name. Called once, at first."""
+        """Prepare for the gradients of unsharded parameters, by name. Called once, first."""
 
     @abstractmethod
     def add_to_siblings(self) -> None:
-        """May have the next backward pass, which is a slot's last, add to what was summed before. Called ahead of it."""
+        """Hook before a slot's last backward pass: may make it accumulate into an earlier sum."""
 
     @abstractmethod
     def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Takes in the ``grad`` of whole parameters when it is complete for a slot."""
+        """Take in the ``grad`` of unsharded parameters when it is complete for a slot."""
 
     @abstractmethod
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Leaves the sum of all slots in the ``grad`` of whole parameters, after the last round."""
+        """Set the ``grad`` of unsharded parameters to the sum of all slots, after the last round."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forgets the sum of a step that is over or was broken off."""
+        """Discard the sum of a finished or aborted step."""
 
 
 class TreeSummation(Summation):
-    """Adds slots up in the order of ``phalanx.parallel.mesh.slots``, whatever rank computed them and when."""
+    """Adds slots in the order of ``phalanx.parallel.reduction.slot_tree``, independent of which rank computed them and when."""
 
     slot_by_slot = True
 
@@ -82,9 +82,9 @@ class TreeSummation(Summation):
         self._deal, self._wire = deal, wire
         self._reducers: list[TreeReducer] = []
         self._trees: dict[nn.Parameter, SlotTree[Tensor]] = {}
-        self._lent: set[nn.Parameter] = set()
+        self._accumulating: set[nn.Parameter] = set()
         self.spare: dict[nn.Parameter, list[Tensor]] = {}
-        """Memory that no sum needs for the moment, by parameter."""
+        """Free buffers by parameter."""
         self._names: dict[nn.Parameter, str] = {}
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
@@ -101,7 +101,7 @@ class TreeSummation(Summation):
         for number, module in enumerate(modules):
             leaves, ranks, levels = experts if isinstance(module, Experts) else dense
             reducer = TreeReducer(str(number), self.mesh, leaves, self.intake)
-            # The sum of a hand's slots is no gradient of a single slot any more, in whatever dtype these were.
+            # The sum of a hand's slots is fp32, even if single slots' gradients are narrower.
             of_hands = isinstance(module, Experts) and self.mesh.layout.team > 1
             wire = torch.float32 if of_hands else self._wire
             self._reducers.append(reducer)
@@ -112,8 +112,8 @@ class TreeSummation(Summation):
                 module.set_all_reduce_hook(reducer.take_alone)
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        # A hook that held this object would make a cycle through C++ that Python's collector cannot see: the model
-        # and its process groups, with their threads, would outlive a rank's leaving.
+        # A hook with a strong reference would make a cycle through C++ that Python's collector cannot see. The model and its
+        # process groups, with their threads, would then outlive the rank's membership.
         push = weakref.WeakMethod(self._push)
         for name, parameter in parameters.items():
             self._names[parameter] = name
@@ -123,38 +123,38 @@ class TreeSummation(Summation):
             parameter.register_post_accumulate_grad_hook(weakly(push))  # type: ignore[no-untyped-call]
 
     def add_to_siblings(self) -> None:
-        # A right sibling's gradient alone is nothing that anybody needs, unless a witness wants to see it: the backward pass
-        # adds it to the left one, which is the same addition without a set of gradients in between. A pipeline may put weight
-        # gradients off and bring them in pieces, which the tree would then add in another order.
+        # A right sibling's gradient is not needed separately, except by a witness. So the backward pass adds it to the left one,
+        # which is the same addition without a second set of gradients. Not in a pipeline: it may postpone weight gradients and
+        # deliver them in pieces, which would change the order of additions.
         slot = self.intake.round.slot
         if slot % 2 == 0 or self.mesh.layout.pipeline > 1 or self.intake.admit is not admit_all:
             return
         for parameter, tree in self._trees.items():
             if parameter.grad is None and (0, slot - 1) in tree.nodes:
                 parameter.grad = tree.nodes.pop((0, slot - 1))
-                self._lent.add(parameter)
+                self._accumulating.add(parameter)
 
     def _push(self, tensor: Tensor) -> None:
         parameter, slot = cast(nn.Parameter, tensor), self.intake.round.slot
         if not self.intake.slot_complete or parameter.grad is None:
             return
-        if parameter in self._lent:
-            self._lent.discard(parameter)
+        if parameter in self._accumulating:
+            self._accumulating.discard(parameter)
             self._trees[parameter].push_node((1, slot // 2), parameter.grad)
         elif self.intake.admit(self._names[parameter], parameter.grad):
-            self._trees[parameter].push(slot, self._kept(parameter, parameter.grad))
+            self._trees[parameter].push(slot, self._in_spare(parameter, parameter.grad))
         parameter.grad = None
 
-    def _kept(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        """``gradient`` in memory of an earlier sum, if there is any; its own then serves the next layer's gradient."""
+    def _in_spare(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        """Copy ``gradient`` into a free buffer, if there is one, so that its own memory can serve the next layer's gradient."""
         spare = self.spare[parameter]
         return spare.pop().copy_(gradient) if spare else gradient
 
     def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in self._lent:  # the slot had no gradient for them
+        for parameter in self._accumulating:  # the backward pass gave them no gradient
             self._trees[parameter].push_node((0, self.intake.round.slot - 1), cast(Tensor, parameter.grad))
             parameter.grad = None
-        self._lent.clear()
+        self._accumulating.clear()
         self.intake.slot_complete = True
         for parameter in parameters:
             self._push(parameter)
@@ -168,9 +168,9 @@ class TreeSummation(Summation):
         leaves = Leaves(self._deal, 1)
         forest = leaves.forest(self.mesh.replica)
         for bucket in in_buckets(parameters, nn.Parameter.numel):
-            # Each node of the forest holds the same parameters, end to end: (elements of the bucket,).
+            # For each node of the forest, the bucket's parameters end to end: (elements of the bucket,).
             nodes = [
-                torch.cat([self._taken(parameter, node).reshape(-1) for parameter in bucket])
+                torch.cat([self._pop_node(parameter, node).reshape(-1) for parameter in bucket])
                 for node in forest
             ]
             total = torch.empty_like(nodes[0])
@@ -178,39 +178,39 @@ class TreeSummation(Summation):
                 exchange(nodes, leaves, self.mesh, total)
             _hand_out(total, bucket)
 
-    def _taken(self, parameter: nn.Parameter, node: TreeNode) -> Tensor:
+    def _pop_node(self, parameter: nn.Parameter, node: TreeNode) -> Tensor:
         value = self._trees[parameter].nodes.pop(node)
         _put_aside(self.spare[parameter], value)
         return value
 
     def clear(self) -> None:
-        self._lent.clear()
+        self._accumulating.clear()
         for tree in (*self._trees.values(), *(reducer.tree for reducer in self._reducers)):
             tree.nodes.clear()
 
-    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  the tree leaves out what does not count
+    def loss_weight(self, current: Round) -> float:  # noqa: ARG002  the tree leaves out results that do not count
         return 1.0
 
 
 class FastSummation(Summation):
-    """Adds gradients up in whatever order accumulation and the library's collectives like."""
+    """Adds gradients in the order of accumulation and of the library's collectives."""
 
     slot_by_slot = False
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
         for module in modules:
-            # A sum, not FSDP's mean: the loss is divided by the tokens of the step.
+            # A sum, not FSDP's mean: the loss is already divided by the tokens of the step.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
     def follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Nothing: gradients accumulate in ``grad`` by themselves."""
+        """Do nothing: gradients accumulate in ``grad``."""
 
     def add_to_siblings(self) -> None:
-        """Nothing: they are added to whatever is there."""
+        """Do nothing: backward passes accumulate already."""
 
     def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Nothing: the next slot's gradients are added to them."""
+        """Do nothing: the next slot's gradients are added to them."""
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.mesh.replicas == 1:
@@ -222,14 +222,14 @@ class FastSummation(Summation):
             _hand_out(flat, bucket)
 
     def clear(self) -> None:
-        """Nothing: there is no sum but in ``grad``."""
+        """Do nothing: the sum is only in ``grad``."""
 
     def loss_weight(self, current: Round) -> float:
         return 1.0 if current.counts else 0.0
 
 
 def leaves_of(mesh: Mesh, deal: Deal, *, experts: bool) -> Leaves:
-    """The summands of a sharded parameter group's gradient: of dense parameters, or of experts."""
+    """Return the summands of a sharded parameter group's gradient: of dense parameters, or of experts."""
     layout = mesh.layout
     # Context ranks see different parts of a slot; experts get the tokens of several ranks at once.
     of_experts = layout.expert_shard // (layout.shard // layout.team)
@@ -237,23 +237,23 @@ def leaves_of(mesh: Mesh, deal: Deal, *, experts: bool) -> Leaves:
 
 
 def _add_in_place(spare: list[Tensor], left: Tensor, right: Tensor) -> Tensor:
-    """Adds for a ``SlotTree``, in the memory of ``left``; that of ``right`` is put aside."""
+    """``SlotTree`` addition in the memory of ``left``; the memory of ``right`` is put aside."""
     _put_aside(spare, right)
     return left.add_(right)
 
 
 def _put_aside(spare: list[Tensor], value: Tensor) -> None:
-    """Keeps the memory of a sum for a later gradient: on a CPU, where memory given back is mapped anew, page by page.
+    """Keep the memory of a sum for a later gradient, on a CPU only, where freed memory is mapped again page by page.
 
-    A tree then holds at any time what it needs at most in a step: no more than a set of gradients for each of its levels. A
-    GPU's memory stays with PyTorch's allocator, which hands it out again at no cost.
+    A tree then keeps the most that it needs in a step: at most one set of gradients for each of its levels. GPU memory stays with
+    PyTorch's allocator, which reuses it at no cost.
     """
     if value.device.type == "cpu":
         spare.append(value)
 
 
 def weakly(push: Callable[[], Callable[[Tensor], None] | None]) -> Callable[[Tensor], None]:
-    """A hook of a parameter that calls ``push`` as long as that exists."""
+    """Return a parameter hook that calls ``push`` as long as its object exists."""
 
     def hook(parameter: Tensor) -> None:
         call = push()
@@ -264,7 +264,7 @@ def weakly(push: Callable[[], Callable[[Tensor], None] | None]) -> Callable[[Ten
 
 
 def _hand_out(flat: Tensor, bucket: Sequence[nn.Parameter]) -> None:
-    """Makes the pieces of ``flat`` the gradients of the parameters that it was put together from."""
+    """Make the pieces of ``flat`` the gradients of the parameters of ``bucket``."""
     pieces = torch.split(flat, [parameter.numel() for parameter in bucket])
     for parameter, piece in zip(bucket, pieces, strict=True):
         parameter.grad = piece.view_as(parameter)

@@ -1,16 +1,16 @@
-"""The tensor axis: each matrix divided over a few ranks, and the sequence between the matrices.
+"""The tensor axis: each matrix is divided over ranks, and the sequence is divided between the matrices.
 
-Megatron's division (Shoeybi et al., arXiv 1909.08053): the first matrices of attention and of the feed-forward layer are
-divided by rows, so that a rank has some of the heads or inner elements; the last by columns, so that the ranks' products add
-up to the whole. Between those pairs a rank holds a piece of the sequence (``phalanx.parallel.tensor.sequence_comm``). Embedding and
-output projection are divided by rows of the vocabulary; the loss (``phalanx.train.step.loss``) never puts the scores together.
+Megatron's division (Shoeybi et al., arXiv 1909.08053). The first matrices of attention and of the feed-forward layer are divided by
+rows, so that a rank has some of the heads or inner elements. The last one is divided by columns, so that the ranks' products add up
+to the result. Between those pairs a rank has a piece of the sequence (``phalanx.parallel.tensor.sequence_comm``). Embedding and
+output projection are divided by rows of the vocabulary; the loss (``phalanx.train.step.loss``) never gathers the scores.
 
-What is not divided is alike on all ranks: norms, routers, biases that are added after a sum, and the projections into the
-latents of latent attention, which are small. Each rank sees its own part of their gradients, so these are summed: one
-collective for each block and backward pass. Where there are more ranks than key and value heads, neighbors hold the same head,
-each for some of the query heads that share it; the gradients of these copies are summed in the order of the ranks.
+Small parameters are replicated: norms, routers, biases that are added after a sum, and the projections into the latents of latent
+attention. Each rank computes a part of their gradients. These are summed by one collective for each block and backward pass. With
+more ranks than key and value heads, neighbors have the same head, each for some of its query heads. The gradients of these copies are
+summed in the order of the ranks.
 
-Routed experts are left as they are (``phalanx.parallel.expert``); each rank routes the tokens of its piece.
+Routed experts are left unchanged (``phalanx.parallel.expert``); each rank routes the tokens of its piece.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _UNITS = (Transformer, PredictionAhead, Block)
 
 @dataclass(frozen=True)
 class VocabularyPiece:
-    """The rows of the vocabulary that this rank holds."""
+    """The rows of the vocabulary on this rank."""
 
     start: int
-    """The first."""
+    """The first row."""
     comm: SequenceComm | None
-    """To those who have the others; ``None`` if there are none."""
+    """Collectives with the ranks of the other rows; ``None`` if there are none."""
     lanes: tuple[int, ...] = ()
-    """Rows of each lane, if they are divided into lanes."""
+    """Number of rows in each lane, if the vocabulary is divided into lanes."""
 
 
 def vocabulary_piece(mesh: Mesh, spec: RunSpec, clock: CommClock) -> VocabularyPiece | None:
-    """This rank's rows of embedding and output projection; ``None`` if it has all, and not in lanes."""
+    """Return this rank's rows of embedding and output projection; ``None`` without tensor ranks and lanes."""
     lanes, ranks, vocabulary = spec.model.lanes, mesh.layout.tensor, spec.model.vocab_size
     if ranks == 1 and not lanes:
         return None
@@ -63,20 +63,20 @@ def vocabulary_piece(mesh: Mesh, spec: RunSpec, clock: CommClock) -> VocabularyP
 
 
 def _comm(mesh: Mesh, spec: RunSpec, clock: CommClock) -> SequenceComm | None:
-    """To the ranks that share each matrix; ``None`` if there is one."""
+    """Return collectives with the ranks that share each matrix; ``None`` if there is one rank."""
     if mesh.layout.tensor == 1:
         return None
     return SequenceComm(mesh.tensor_group, clock, "tree" if spec.model.lanes else "library")
 
 
 class RowLinear(Linear):
-    """Row-parallel linear layer: holds some of the inputs, and reduce-scatters the sum over ranks along the sequence."""
+    """Row-parallel linear layer: has some of the inputs, and reduce-scatters the sum over ranks along the sequence."""
 
-    def __init__(self, whole: Linear, comm: SequenceComm) -> None:
-        """Takes over the parameters of ``whole``, cut already."""
+    def __init__(self, linear: Linear, comm: SequenceComm) -> None:
+        """Take over the parameters of ``linear``, which are already this rank's parts."""
         super().__init__(1, 1, bias=False, device="meta")
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        self.weight, self.bias, self.product, self.comm = whole.weight, whole.bias, whole.product, comm
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias, self.product, self.comm = linear.weight, linear.bias, linear.product, comm
 
     def forward(self, x: Tensor) -> Tensor:
         """``(b, s, inputs / ranks)`` to ``(b, s / ranks, outputs)``."""
@@ -86,51 +86,53 @@ class RowLinear(Linear):
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Vocabulary-parallel embedding: holds some rows, and reduce-scatters along the sequence."""
+    """Vocabulary-parallel embedding: has some rows, and reduce-scatters along the sequence."""
 
-    def __init__(self, whole: nn.Embedding, start: int, comm: SequenceComm) -> None:
-        """Takes over the parameter of ``whole``, cut already."""
+    def __init__(self, embedding: nn.Embedding, start: int, comm: SequenceComm) -> None:
+        """Take over the parameter of ``embedding``, which is already this rank's part."""
         super().__init__(1, 1, device="meta")
-        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
-        self.weight, self.start, self.comm = whole.weight, start, comm
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.weight, self.start, self.comm = embedding.weight, start, comm
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(b, s)`` of the whole vocabulary to ``(b, s / ranks, d)``."""
+        """Tokens ``(b, s)`` of the full vocabulary to ``(b, s / ranks, d)``."""
         count = self.weight.shape[0]
         row = tokens - self.start
         absent = (row < 0) | (row >= count)
-        # Any row will do for absent tokens; taking all rows by turns spares backward a row that everybody adds to.
-        found = F.embedding(row % count, self.weight).masked_fill(absent.unsqueeze(-1), 0)
-        return self.comm.sum_scatter(found)
+        # Absent tokens may read any row. The modulo spreads them, so that backward has no row to which all of them add.
+        vectors = F.embedding(row % count, self.weight).masked_fill(absent.unsqueeze(-1), 0)  # (b, s, d)
+        return self.comm.sum_scatter(vectors)  # (b, s / ranks, d)
 
 
 class _SummedGradients:
-    """Hooks of a module: while it runs, it sees parameters whose gradients are summed over the ranks.
+    """Hooks that make a module see parameters whose gradients are summed over the ranks, while it runs.
 
-    Not by storing them in the module for good, because FSDP exchanges parameters before and after it runs.
+    They are not stored in the module permanently, because FSDP exchanges parameters before and after it runs.
     """
 
     def __init__(self, names: tuple[str, ...], comm: SequenceComm) -> None:
         self._names, self._comm = names, comm
-        self._kept: tuple[Tensor, ...] = ()
+        self._saved: tuple[Tensor, ...] = ()
 
     def install(self, module: nn.Module) -> None:
-        """Lets it see them from now on."""
+        """Register the hooks on ``module``."""
         note_derived_weights(module, self._names)
         module.register_forward_pre_hook(self._enter)
-        # Always, because recomputation of activations breaks off as soon as it has what it needs.
+        # always_call, because activation recomputation stops with an exception as soon as it has the tensors it needs.
         module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
-        self._kept = tuple(module.get_parameter(name) for name in self._names)
-        self._put(module, self._comm.sum_gradients(self._kept))
+        self._saved = tuple(module.get_parameter(name) for name in self._names)
+        self._put(module, self._comm.sum_gradients(self._saved))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
-        self._put(module, self._kept)
-        self._kept = ()
+        self._put(module, self._saved)
+        self._saved = ()
 
     def _put(self, module: nn.Module, tensors: tuple[Any, ...]) -> None:
-        for full_name, tensor in zip(self._names, tensors, strict=False):  # none were kept if entering failed
+        for full_name, tensor in zip(
+            self._names, tensors, strict=False
+        ):  # none were saved if entering failed
             path, _, name = full_name.rpartition(".")
             module.get_submodule(path)._parameters[name] = tensor
 
@@ -138,14 +140,14 @@ class _SummedGradients:
 def apply_tensor(
     module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClock, tiles: RankTiles | None = None
 ) -> dict[str, Partition]:
-    """Divides ``module``, on the meta device and not yet sharded, over the tensor axis of ``mesh``; in lanes also by ``tiles``.
+    """Divide ``module`` over the tensor axis of ``mesh``; with lanes also by ``tiles``. It is on the meta device and not yet sharded.
 
-    Afterwards its parameters are this rank's parts. It takes tokens of whole sequences (of this context rank), or as a
-    later stage of a pipeline hidden states ``(b, s / ranks, d)`` with the ``positions`` of whole sequences; its readout
-    gets hidden states ``(b, s / ranks, d)`` and this rank's rows of the projection.
+    Afterwards its parameters are this rank's parts. It takes tokens of full sequences (of this context rank). A later pipeline stage
+    takes hidden states ``(b, s / ranks, d)`` with the ``positions`` of full sequences. Its readout gets hidden states
+    ``(b, s / ranks, d)`` and this rank's rows of the projection.
 
     Returns:
-        Where the part of each parameter lies, routed experts left out; empty with a single tensor rank.
+        The partition of each parameter except routed experts; empty with a single tensor rank.
     """
     if mesh.layout.model_ranks > 1:
         total = SequenceComm(mesh.sequence_group, clock).total
@@ -161,28 +163,30 @@ def apply_tensor(
         lanes = RankLanes(spec.model.lanes, mesh.layout.tensor, comm, keys, tiles)
         apply_lanes(module, table, lanes, rows.start)
         return partitions
-    assert comm is not None, "without lanes, rows are divided over ranks alone"
+    assert comm is not None, "without lanes, rows are divided over ranks only"
     if spec.parallel.async_tensor:
         overlap_with_products(mesh.tensor_group)
     _communicate(module, rows, comm, partitions)
-    for host, names in _by_unit(module, (name for name, held in partitions.items() if not held.splits)):
-        _SummedGradients(names, comm).install(host)
+    for unit, names in _by_unit(
+        module, (name for name, partition in partitions.items() if not partition.splits)
+    ):
+        _SummedGradients(names, comm).install(unit)
     if mesh.key_group is not None:
-        copied = (name for name, held in partitions.items() if held.splits and held.copies > 1)
-        for host, names in _by_unit(module, copied):
-            _SummedGradients(names, SequenceComm(mesh.key_group, clock, "ranks")).install(host)
+        copied = (name for name, partition in partitions.items() if partition.splits and partition.copies > 1)
+        for unit, names in _by_unit(module, copied):
+            _SummedGradients(names, SequenceComm(mesh.key_group, clock, "ranks")).install(unit)
     return partitions
 
 
 def _cut(module: nn.Module, mesh: Mesh, table: Mapping[str, Parameter]) -> dict[str, Partition]:
-    """Replaces each parameter that ``table`` says is divided by this rank's part of it."""
+    """Replace each parameter that ``table`` divides by this rank's part. Return the partitions by name."""
     index, count = mesh.tensor_rank, mesh.layout.tensor
     partitions = {}
     for owner_name, owner in module.named_modules():
         if isinstance(owner, Experts):
             continue
-        for name, whole in owner.named_parameters(prefix=owner_name, recurse=False):
-            shape, dim = tuple(whole.shape), table[name].tensor_dim
+        for name, full_param in owner.named_parameters(prefix=owner_name, recurse=False):
+            shape, dim = tuple(full_param.shape), table[name].tensor_dim
             parts = table[name].parts_over(count)
             copies = count // parts
             if dim is None or parts == 1:
@@ -190,7 +194,7 @@ def _cut(module: nn.Module, mesh: Mesh, table: Mapping[str, Parameter]) -> dict[
                 continue
             split = DimSplit(dim, index // copies, parts, mesh.tensor_group, copies)
             partitions[name] = Partition(shape, (split,), index % copies, copies)
-            part = nn.Parameter(whole.new_empty(partitions[name].part[1]), whole.requires_grad)
+            part = nn.Parameter(full_param.new_empty(partitions[name].part[1]), full_param.requires_grad)
             setattr(owner, name.rpartition(".")[2], part)
     return partitions
 
@@ -198,7 +202,7 @@ def _cut(module: nn.Module, mesh: Mesh, table: Mapping[str, Parameter]) -> dict[
 def _communicate(
     module: Transformer, rows: VocabularyPiece, comm: SequenceComm, partitions: Mapping[str, Partition]
 ) -> None:
-    """Puts the collectives around the divided matrices: before the layer, and after its matrix with divided inputs."""
+    """Install the collectives around the divided matrices: a gather before the layer, a sum after its row-parallel matrix."""
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return comm.gather(args[0]), *args[1:]
@@ -214,10 +218,10 @@ def _communicate(
 
 
 def _by_unit(module: nn.Module, names: Iterable[str]) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """The parameters ``names`` of each module that FSDP may treat as a unit, without those of units inside it."""
+    """Return, for each module that FSDP may treat as a unit, its parameters among ``names``, without those of nested units."""
     units = {name: part for name, part in module.named_modules() if isinstance(part, _UNITS)}
     inside: dict[str, list[str]] = {name: [] for name in units}
     for name in names:
         unit = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
         inside[unit].append(name.removeprefix(f"{unit}."))
-    return ((units[unit], tuple(found)) for unit, found in inside.items() if found)
+    return ((units[unit], tuple(own_names)) for unit, own_names in inside.items() if own_names)

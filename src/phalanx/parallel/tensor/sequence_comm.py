@@ -1,12 +1,11 @@
 """Collectives of sequence parallelism, and sums in the order of a binary tree over the ranks that share each matrix.
 
-Sequence parallelism (Korthikanti et al., arXiv 2205.05198): between the divided matrices a rank holds a contiguous piece of
-the sequence; before them the pieces are gathered, after them the partial products are summed and divided along the
-sequence again. Each of the two is the other's backward pass. Parameters that are whole on every rank, but see only a piece
-of the sequence or some of the heads, get the sum of the ranks' gradients.
+Sequence parallelism (Korthikanti et al., arXiv 2205.05198). Between the divided matrices a rank has a contiguous piece of the
+sequence. Before them the pieces are gathered; after them the partial products are reduce-scattered along the sequence. Each of the
+two is the other's backward pass. Replicated parameters that see only a piece of the sequence, or some of the heads, get the sum of
+the ranks' gradients.
 
-On a CPU the calling thread waits in a collective, which the clock counts; in compiled code it cannot, and nothing is
-counted there.
+On a CPU the calling thread waits in a collective, which the clock measures. In compiled code nothing is measured.
 """
 
 from __future__ import annotations
@@ -25,30 +24,31 @@ from phalanx.model.layers.dense import aligned
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.torch_compat import exchange_along, gather_along, sum_over, sum_scatter_along
 
-# Sums in the order of a binary tree over an index, and their opposite: one tensor read by several, whose gradients are added so.
+# Sums in the order of a binary tree over an index, and the inverse: one tensor with several readers, whose gradients are so added.
 #
-# A sum of floating-point numbers depends on its order. In a binary tree over 2^k summands, whoever holds an aligned run of 2^j
-# neighbors adds these up by itself, and what is left are the upper levels of the same tree: so the result has the same bits
-# whoever holds which summands (``phalanx.parallel.mesh.slots`` does so with the slots of a batch). A node's sum is rounded to the
-# summands' dtype.
+# A floating-point sum depends on its order. In a binary tree over 2^k summands, a rank with an aligned run of 2^j neighbors adds them
+# locally, and the upper levels of the same tree remain. So the bits do not depend on the distribution of the summands
+# (``phalanx.parallel.reduction.slot_tree`` does the same with slots). A node's sum is rounded to the summands' dtype.
 
 
 def sum_in_tree(summands: Tensor) -> Tensor:
-    """The sum ``(...)`` over the first dimension of ``(2^k, ...)``, all additions of a level at once."""
+    """Return the sum ``(...)`` over the first dimension of ``(2^k, ...)``, with all additions of a level at once."""
     while len(summands) > 1:
-        summands = summands[0::2] + summands[1::2]
+        summands = summands[0::2] + summands[1::2]  # (half as many, ...)
     return summands[0]
 
 
 def add_in_tree(summands: Iterable[Tensor], add: Callable[[Tensor, Tensor], Tensor] = torch.add) -> Tensor:
-    """The sum of 2^k ``summands``, each taken in as it comes: at any time at most k + 1 tensors are held."""
-    held: list[tuple[int, Tensor]] = []  # sizes of subtrees and their sums, as the digits of a binary counter
+    """Return the sum of 2^k ``summands``, which are read one by one; at most k + 1 tensors are in memory at any time."""
+    subtrees: list[
+        tuple[int, Tensor]
+    ] = []  # (size, sum) of each subtree, like the digits of a binary counter
     for summand in summands:
         size, node = 1, summand
-        while held and held[-1][0] == size:
-            size, node = 2 * size, add(held.pop()[1], node)
-        held.append((size, node))
-    ((_, total),) = held
+        while subtrees and subtrees[-1][0] == size:
+            size, node = 2 * size, add(subtrees.pop()[1], node)
+        subtrees.append((size, node))
+    ((_, total),) = subtrees
     return total
 
 
@@ -63,16 +63,18 @@ class _Dense(torch.autograd.Function):
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` without gaps in memory and begun at a boundary, and so its gradient: kernels may add in another order where rows are apart, or
-    begin within a cache line, as those of a piece of a larger tensor do."""
+    """Return ``x`` contiguous and aligned in memory, and likewise its gradient.
+
+    Kernels may add in another order if rows have gaps or begin within a cache line, like those of a slice of a larger tensor.
+    """
     return apply_function(_Dense, x)
 
 
 def forked(x: Tensor, count: int) -> Iterator[Tensor]:
-    """``x`` under 2^k names, whose gradients are added in a tree.
+    """Yield 2^k views of ``x``, whose gradients are added in a tree.
 
-    Each name is made when it is asked for. Backward, which goes through what was computed in the reverse order, then adds the
-    gradients of a subtree before it comes to the next, and holds at most k + 1 of them.
+    Each view is made on demand. Backward visits the computations in reverse order. So it adds the gradients of a subtree before it
+    reaches the next, and keeps at most k + 1 of them.
     """
     if count == 1:
         yield x
@@ -94,13 +96,13 @@ class _Twice(torch.autograd.Function):
 
 
 def twice(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two names for ``x``; their gradients are added as left plus right."""
+    """Return two views of ``x``; their gradients are added as left plus right."""
     left, right = apply_function_of_many(_Twice, x)
     return left, right
 
 
 _SEQUENCE = 1
-"""The dimension of hidden states ``(b, s, d)`` that is divided."""
+"""The sequence dimension of hidden states ``(b, s, d)``, which is divided."""
 
 
 @dataclass(frozen=True)
@@ -110,22 +112,22 @@ class SequenceComm:
     group: dist.ProcessGroup
     clock: CommClock
     order: Literal["library", "ranks", "tree"] = "library"
-    """The order of sums: the library's; in ``total`` that of the ranks; or in all of them that of a binary tree over the ranks."""
+    """Order of sums: the library's; in ``total`` that of the ranks; or in all of them that of a binary tree over the ranks."""
 
     def gather(self, piece: Tensor) -> Tensor:
-        """The whole sequence ``(b, s, d)`` from the ranks' pieces ``(b, s / ranks, d)``; gradients are summed."""
+        """Return the full sequence ``(b, s, d)`` from the ranks' pieces ``(b, s / ranks, d)``; gradients are summed."""
         return apply_function(_Gather, piece, self)
 
     def sum_scatter(self, partial: Tensor) -> Tensor:
-        """This rank's piece ``(b, s / ranks, d)`` of the sum of the ranks' ``(b, s, d)``; gradients are gathered."""
+        """Return this rank's piece ``(b, s / ranks, d)`` of the sum of the ranks' ``(b, s, d)``; gradients are gathered."""
         return apply_function(_SumScatter, partial, self)
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The same tensors, whose gradients are the sums of the ranks', in fp32, by one collective for all."""
+        """Return the same tensors, with gradients that are the sums of the ranks' gradients, in fp32, by one collective for all."""
         return apply_function_of_many(_SumGradients, self, *parameters)
 
     def total(self, statistics: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, without a gradient."""
+        """Return the sum of the ranks' tensors, without a gradient."""
         if self.order == "ranks":
             first, *others = self.stack(statistics).unbind()
             return sum(others, first)
@@ -135,12 +137,12 @@ class SequenceComm:
             return sum_over(statistics, self.group)
 
     def stack(self, statistics: Tensor) -> Tensor:
-        """Every rank's tensor, ``(ranks, ...)``, without a gradient."""
+        """Return every rank's tensor, ``(ranks, ...)``, without a gradient."""
         with self.waiting():
             return gather_along(statistics.unsqueeze(0).contiguous(), 0, self.group)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A context to measure the time of a collective."""
+        """Return a context that measures the time of a collective."""
         return nullcontext() if torch.compiler.is_compiling() else self.clock.measure()
 
 

@@ -136,7 +136,7 @@ class ModuleWitness:
             return
         index = [torch.arange(start, start + size) for start, size in zip(offset, shape, strict=True)]
         piece = ",".join(f"{start}:{start + size}" for start, size in zip(offset, shape, strict=True))
-        value = piece_checksum(name, part, index, partition.whole)
+        value = piece_checksum(name, part, index, partition.full_shape)
         self._seen.append((Observation(self.step, moment, name, 0, piece=piece), value))
 
     def _hook(self, name: str, path: str) -> Callable[[nn.Module, object, object], None]:

@@ -92,7 +92,7 @@ def dry_run(spec: RunSpec, ranks: int, rank: int) -> Comparison:
         small = tiny(spec, ranks)
         held = holding(spec, mesh.layout, place_of(mesh.layout, rank))
         narrow = holding(small, mesh.layout, place_of(mesh.layout, rank))
-        derived = {piece.parameter.name: piece.held for piece in held.pieces}
+        derived = {piece.parameter.name: piece.elements for piece in held.pieces}
         return Comparison(
             rank,
             held.stages,

@@ -224,7 +224,7 @@ def _head_products(mla: MlaSpec, heads: int, rows: int, dtype: torch.dtype) -> t
     query = _numbers(1, heads, rows, nope + rope, salt=13, dtype=dtype).requires_grad_()
     mixed = _numbers(1, heads, rows, rank + rope, salt=14, dtype=dtype).requires_grad_()
     up = AbsorbedUp(weight, mla)
-    asked, valued = up.asked(query), up.valued(mixed)
+    asked, valued = up.latent_queries(query), up.values(mixed)
     upstream = [_numbers(*y.shape, salt=salt, dtype=dtype) for salt, y in ((15, asked), (16, valued))]
     return asked, valued, *torch.autograd.grad((asked, valued), (weight, query, mixed), upstream)
 

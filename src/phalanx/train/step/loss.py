@@ -188,7 +188,7 @@ def _in_tiles(
     grads_hidden: list[Tensor] = []
 
     def grads_weight() -> Iterator[Tensor]:
-        count = len(tiles.here)
+        count = len(tiles.tile_numbers)
         for states, wanted in zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True):
             loss, grad_states, grad_weight = of_piece(aligned(states), wanted)
             losses.append(loss)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.checkpoint.committed.digest import OPTIMIZER, WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.image import spans
 from phalanx.checkpoint.format.shards import Copies, Shard, dtype_name
@@ -111,7 +111,7 @@ class Placement:
         if 0 in shape:
             offset = (0,) * len(shape)
         holders = self.holders(name)
-        box = Box(f"{prefix}/{name}", dtype_name(tensor.dtype), partition.whole, offset, shape)
+        box = Box(f"{prefix}/{name}", dtype_name(tensor.dtype), partition.full_shape, offset, shape)
         return Shard(
             box, local(tensor.detach()), Copies(holders.index(self.mesh.rank), len(holders), holders)
         )
@@ -345,7 +345,7 @@ def _pieces(
         together = shards[first : first + len(ranks)]
         cut = []
         for shard, hasher in zip(together, ranks, strict=False):
-            tensor = whole(shard.box.name, shard.box.dtype, shard.box.global_shape)
+            tensor = full_box(shard.box.name, shard.box.dtype, shard.box.global_shape)
             cut.append(
                 [(shard, span.part, hasher) for span in spans(tensor, tensor, piece_bytes)]
                 or [(shard, tensor, hasher)]

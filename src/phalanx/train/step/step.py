@@ -128,7 +128,7 @@ class Stepper:
         self._mesh, self._device = model.mesh, model.mesh.device
         self._routers = {name: router for part in model.parts for name, router in routers(part)}
         for router in self._routers.values():
-            router.seen.zero_()
+            router.token_counts.zero_()
         # A slot's loss is scaled by the tokens it holds when nothing is masked: a constant of the run, so that its
         # gradient does not wait for the batch's token count. The rest of the factor comes after the sum.
         self._slot_tokens = train.batch_size // train.slots * train.seq_len
@@ -334,8 +334,8 @@ class Stepper:
         names = self.built.placement.routers
         counts = torch.zeros((len(names), moe.experts), dtype=torch.int64, device=self._device)
         for name, router in self._routers.items():
-            counts[names.index(name)] = router.seen
-            router.seen.zero_()
+            counts[names.index(name)] = router.token_counts
+            router.token_counts.zero_()
         dist.all_reduce(counts)
         for name, router in self._routers.items():
             if applied and router.bias is not None:

@@ -220,8 +220,8 @@ def test_a_piece_that_asks_for_anything_to_be_run_is_refused_and_nothing_is_run(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"relative_path": "../secret"}, "no file of the folder"),
-        ({"relative_path": ".."}, "no file of the folder"),
+        ({"relative_path": "../secret"}, "not a file of the folder"),
+        ({"relative_path": ".."}, "not a file of the folder"),
         ({"offset": 10**9}, "is shorter than"),
         ({"length": -1}, "is shorter than"),
         ({"offset": "x"}, "damaged"),

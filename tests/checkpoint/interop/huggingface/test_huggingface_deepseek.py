@@ -100,7 +100,7 @@ def test_predictions_ahead_that_the_config_does_not_speak_of_are_left_out_with_a
     edit_config(folder, num_nextn_predict_layers=0)
     imported = import_hf(folder, tmp_path / "back")
     assert imported.spec == dataclasses.replace(model.spec, mtp_depth=0)
-    assert "layers behind the last" in imported.notes[0]
+    assert "layers after the last" in imported.notes[0]
 
 
 def test_predictions_ahead_that_the_files_lack_are_left_out_with_a_note(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_predictions_ahead_that_the_files_lack_are_left_out_with_a_note(tmp_path
     edit_config(published, num_nextn_predict_layers=1)
     imported = import_hf(published, tmp_path / "run")
     assert (imported.spec, imported.weights_sha256) == (before.spec, before.weights_sha256)
-    assert "the files hold none" in imported.notes[0]
+    assert "the files have none" in imported.notes[0]
 
 
 def test_shared_tensors_may_be_left_out_but_not_differ(

@@ -42,7 +42,7 @@ def test_the_published_configuration_is_the_preset() -> None:
 
 
 def test_windows_of_no_length_are_refused_with_the_remedy() -> None:
-    with pytest.raises(HuggingFaceError, match="sliding_window says none: write its positions"):
+    with pytest.raises(HuggingFaceError, match="sliding_window is null: set it to a number"):
         spec_of(json.loads(PUBLISHED) | LAYER_TYPES | {"sliding_window": None})
 
 

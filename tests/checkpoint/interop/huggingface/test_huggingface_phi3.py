@@ -114,7 +114,7 @@ def test_a_cache_of_a_short_text_is_refused_for_a_long_one() -> None:
     ours = our_model(short_until(12))
     cache, text = empty_cache(ours.spec, 1, 20, torch.device("cpu")), random_tokens(ours.spec, 1, 13)
     ours(text[:, :12], cache=cache)
-    with pytest.raises(ValueError, match="fill a new cache with the whole text"):
+    with pytest.raises(ValueError, match="fill a new cache with the full text"):
         ours(text[:, 12:], cache=cache)
 
 

@@ -31,7 +31,7 @@ from phalanx.checkpoint.interop.huggingface.config import (
 from phalanx.checkpoint.interop.huggingface.export_folder import export_hf, tensors_of, weight_files
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.tier import Draft, Record
+from phalanx.checkpoint.tiers.tier import Draft, StepRecord
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer, tokenizer_from_file, train_bpe
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.transformer import Transformer
@@ -205,7 +205,7 @@ def test_a_checkpoint_of_many_ranks_is_exported_as_the_same_files(
             ]
             data[entry.start : entry.stop] = part.contiguous().reshape(-1).view(torch.uint8).numpy()
         sharded.write(Draft(7, 0), rank, Image(layout, data))
-    sharded.commit(Draft(7, 0), Record(7, 3, {}), timeout_s=1)
+    sharded.commit(Draft(7, 0), StepRecord(7, 3, {}), timeout_s=1)
     export_hf(tier, 7, ODD, tmp_path / "one")
     export_hf(sharded, 7, ODD, tmp_path / "three")
     for path in (tmp_path / "one").iterdir():
@@ -389,7 +389,7 @@ def no_room() -> Iterator[None]:
 def test_a_full_disk_during_export_is_explained_and_leaves_nothing(
     odd: tuple[Transformer, DiskTier], tmp_path: Path
 ) -> None:
-    with pytest.raises(HuggingFaceError, match=r"File too large. Nothing was left behind; free space"):
+    with pytest.raises(HuggingFaceError, match=r"File too large. No files remain; free space"):
         export_hf(odd[1], 7, ODD, tmp_path / "hf", "float32")
     assert not list(tmp_path.iterdir())
 

@@ -132,7 +132,7 @@ def test_a_text_that_is_scored_is_as_long_as_the_publisher_allows(llama3: Path, 
 
 
 def test_a_step_that_no_published_model_has_is_refused(llama3: Path) -> None:
-    with stand_in(llama3) as found, pytest.raises(NoSuchStepError, match="leave the step out"):
+    with stand_in(llama3) as found, pytest.raises(NoSuchStepError, match="omit the step"):
         restored_model(found.path, 7)
 
 

@@ -104,5 +104,5 @@ def test_what_is_absorbed_is_differentiated_as_finite_differences_say() -> None:
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
         for shape in ((2 * 4, 3), (2, 2, 3, 4), (2, 2, 3, 5))
     )
-    assert torch.autograd.gradcheck(lambda w, q: AbsorbedUp(w, mla).asked(q), (weight, query))
-    assert torch.autograd.gradcheck(lambda w, m: AbsorbedUp(w, mla).valued(m), (weight, mixed))
+    assert torch.autograd.gradcheck(lambda w, q: AbsorbedUp(w, mla).latent_queries(q), (weight, query))
+    assert torch.autograd.gradcheck(lambda w, m: AbsorbedUp(w, mla).values(m), (weight, mixed))

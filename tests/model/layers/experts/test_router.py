@@ -149,13 +149,13 @@ def test_tokens_are_counted_once_for_each_gradient(again: bool) -> None:
     expected = tokens_per_expert(router(text).experts, 4)
     with torch.no_grad():
         router(text)
-    assert router.seen.tolist() == [0] * 4
+    assert router.token_counts.tolist() == [0] * 4
     for passes in (1, 2):
         gradients(router, text, again=again)
-        assert torch.equal(router.seen, passes * expected)
+        assert torch.equal(router.token_counts, passes * expected)
     router.counting = False
     gradients(router, text, again=again)
-    assert torch.equal(router.seen, 2 * expected)
+    assert torch.equal(router.token_counts, 2 * expected)
 
 
 def test_what_is_counted_is_no_part_of_the_models_state_and_the_bias_is() -> None:

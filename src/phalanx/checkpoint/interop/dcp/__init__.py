@@ -1,1 +1,1 @@
-"""Checkpoints as folders of ``torch.distributed.checkpoint``: written, and read without running what they hold."""
+"""Folders of ``torch.distributed.checkpoint``: export, and import without executing their content."""

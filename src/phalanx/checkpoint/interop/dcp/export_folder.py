@@ -1,7 +1,7 @@
-"""Checkpoints as ``torch.distributed.checkpoint`` folders, for tools that read that format.
+"""Export checkpoints as ``torch.distributed.checkpoint`` folders, for tools that read that format.
 
-One process holds the full tensors meanwhile: this is for export, not for the way a run saves itself. Names stay as
-they are (``model/<parameter>``, ``optimizer/<state>/<parameter>``); ``extra`` goes under the key "extra".
+One process has the full tensors in memory; runs do not save themselves this way. Names stay unchanged (``model/<parameter>``,
+``optimizer/<state>/<parameter>``); ``extra`` is stored under the key "extra".
 """
 
 import json
@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from phalanx.checkpoint.committed.restore import restore
-from phalanx.checkpoint.format.boxes import whole
+from phalanx.checkpoint.format.boxes import full_box
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.format.shards import Shard, torch_dtype
 from phalanx.checkpoint.tiers.tier import Tier
@@ -20,10 +20,10 @@ EXTRA = "extra"
 
 
 def export_dcp(tier: Tier, step: int, out_dir: Path | str) -> None:
-    """Writes committed ``step`` to the new folder ``out_dir`` in PyTorch's distributed-checkpoint format.
+    """Write committed ``step`` to the new folder ``out_dir`` in PyTorch's distributed-checkpoint format.
 
-    Takes host memory for all tensors. ``extra`` is stored as JSON text. Raises CheckpointError where ``out_dir`` exists
-    and is not empty, and what ``restore`` raises.
+    Needs host memory for all tensors. ``extra`` is stored as JSON text. Raises CheckpointError if ``out_dir`` exists and is not empty, and
+    the errors of ``restore``.
     """
     out = Path(out_dir)
     if out.exists() and any(out.iterdir()):
@@ -36,11 +36,11 @@ def export_dcp(tier: Tier, step: int, out_dir: Path | str) -> None:
 
 
 def empty_shards(tier: Tier, step: int) -> list[Shard]:
-    """Full, uninitialized CPU tensors for every tensor of committed ``step``, sorted by name."""
-    boxes = {held.box.name: held.box for held in tier.boxes(step)}
+    """Return full, uninitialized CPU tensors for every tensor of committed ``step``, sorted by name."""
+    boxes = {stored.box.name: stored.box for stored in tier.boxes(step)}
     return [
         Shard(
-            whole(name, box.dtype, box.global_shape),
+            full_box(name, box.dtype, box.global_shape),
             torch.empty(box.global_shape, dtype=torch_dtype(box.dtype)),
         )
         for name, box in sorted(boxes.items())

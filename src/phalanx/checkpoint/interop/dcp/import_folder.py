@@ -1,12 +1,11 @@
 """Import: the weights of a ``torch.distributed.checkpoint`` folder become a run directory to start from.
 
-Such a folder says nothing of its model, so the model is named beside it. Names are this project's own (``phalanx export --to dcp``
-writes them) or those of torchtitan's Llama 3, whose queries and keys are rotated in pairs of neighbors and are put into halves here.
-Writers differ in whether they repeat a tied embedding under the output projection's name: equal numbers there are left out, and other
-numbers, which no tied model has, are refused.
-Only weights are taken over: an optimizer's state lies in an order and under names of its software, and is left out, which is said.
-Nothing is unpickled but by name (``metadata.py``); pieces are read by ``torch.load(weights_only=True)``, those of one tensor at a
-time. Source of the names: torchtitan/models/llama3/model/state_dict_adapter.py.
+Such a folder does not describe its model, so the caller names it. Tensor names are this project's (written by ``phalanx export --to
+dcp``) or those of torchtitan's Llama 3, whose queries and keys are rotated in pairs of neighbors and are reordered into halves here.
+Some writers repeat a tied embedding under the output projection's name. Equal numbers there are left out; others are refused, because no
+tied model has them. Only weights are imported. The optimizer's state depends on the order and names of its software; it is left out, with
+a note. Pickled names are restricted (``metadata.py``), and pieces are read by ``torch.load(weights_only=True)``, one tensor at a time.
+Source of the names: torchtitan/models/llama3/model/state_dict_adapter.py.
 """
 
 from __future__ import annotations
@@ -74,16 +73,16 @@ _TOKENS = "a folder in PyTorch's distributed format has none"
 
 
 def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int = IMAGE_BYTES) -> Imported:
-    """Makes the weights in ``directory`` a new run directory ``out`` of ``model`` with a checkpoint at step 0.
+    """Import the weights in ``directory`` into a new run directory ``out`` of ``model``, with a checkpoint at step 0.
 
-    A vocabulary size of 0 is taken from the embedding. Memory: ``image_bytes``, and the largest tensor; two embeddings where the folder
-    repeats a tied one. Raises DcpError, or HuggingFaceError where ``out`` exists; nothing is left behind then.
+    A vocabulary size of 0 is taken from the embedding. Memory: ``image_bytes`` and the largest tensor; two embeddings if the folder repeats
+    a tied one. Raises DcpError, or HuggingFaceError if ``out`` exists; no files remain then.
     """
     index = read_index(directory)
     spec = resolve(model, _vocabulary(index))
-    wanted = list(_wanted(directory, index, spec))
+    needed = list(_published_tensors(directory, index, spec))
     copied = _tied_copy(index, spec)
-    notes = _require(directory, index, wanted, copied)
+    notes = _require(directory, index, needed, copied)
     source = _Folder(directory)
     if copied:
         notes += (_same_as_embedding(source, index, *copied),)
@@ -92,19 +91,19 @@ def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int
         run = RunDirectory(folder)
         extra: dict[str, object] = {"step": 0, "imported_from": str(directory.absolute())}
         digest = copy_weights(
-            DiskTier(run.checkpoints), Weights({**tensors}, Storage()), wanted, extra, image_bytes
+            DiskTier(run.checkpoints), Weights({**tensors}, Storage()), needed, extra, image_bytes
         )
         run.run_file.write_text(run_file_text(out.name, spec))
     return Imported(spec, digest, _TOKENS, notes)
 
 
 def _vocabulary(index: FolderIndex) -> int:
-    found = [index.tensors[name].shape for name, _ in (_OURS, *_TITANS) if name in index.tensors]
-    return found[0][0] if found and found[0] else 0
+    shapes = [index.tensors[name].shape for name, _ in (_OURS, *_TITANS) if name in index.tensors]
+    return shapes[0][0] if shapes and shapes[0] else 0
 
 
-def _wanted(directory: Path, index: FolderIndex, spec: ModelSpec) -> Iterator[Published]:
-    """Every tensor of the model by its name in the folder."""
+def _published_tensors(directory: Path, index: FolderIndex, spec: ModelSpec) -> Iterator[Published]:
+    """Yield every tensor of the model by its name in the folder."""
     table = (*parameters(spec), *buffers(spec))
     if f"{WEIGHTS}embedding.weight" in index.tensors:
         yield from (Published(WEIGHTS + part.name, part) for part in table)
@@ -113,7 +112,7 @@ def _wanted(directory: Path, index: FolderIndex, spec: ModelSpec) -> Iterator[Pu
     if f"{prefix}tok_embeddings.weight" not in index.tensors:
         some = ", ".join(sorted(index.tensors)[:4]) or "no tensor"
         raise DcpError(
-            f"{directory}: holds {some}: neither this project's names (model/embedding.weight) nor those of torchtitan's Llama 3 "
+            f"{directory}: has {some}: neither this project's names (model/embedding.weight) nor those of torchtitan's Llama 3 "
             "(tok_embeddings.weight); convert it to a Hugging Face folder with the software that wrote it"
         )
     for part in table:
@@ -123,13 +122,13 @@ def _wanted(directory: Path, index: FolderIndex, spec: ModelSpec) -> Iterator[Pu
 def _titan_name(directory: Path, part: Parameter) -> str:
     if part.name in _TITAN_ENDS:
         return _TITAN_ENDS[part.name]
-    found = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", part.name)
-    if found is None or found[2] not in _TITAN_LAYER:
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", part.name)
+    if match is None or match[2] not in _TITAN_LAYER:
         raise DcpError(
             f"{directory}: torchtitan's names are those of its Llama 3, which has no {part.name}; name the model that was "
             "trained, or convert the folder to Hugging Face's format with torchtitan"
         )
-    return f"layers.{found[1]}.{_TITAN_LAYER[found[2]]}.{found[3]}"
+    return f"layers.{match[1]}.{_TITAN_LAYER[match[2]]}.{match[3]}"
 
 
 def _in_pairs(part: Parameter, spec: ModelSpec) -> RotaryRows | None:
@@ -139,15 +138,15 @@ def _in_pairs(part: Parameter, spec: ModelSpec) -> RotaryRows | None:
 
 
 def _tied_copy(index: FolderIndex, spec: ModelSpec) -> tuple[str, str] | None:
-    """The embedding and its copy, if the folder holds an output projection and the model has none of its own."""
+    """Return the embedding and its copy, if the folder has an output projection and the model ties it."""
     if not spec.tie_embeddings:
         return None
     return next((names for names in (_OURS, *_TITANS) if {*names} <= index.tensors.keys()), None)
 
 
 def _same_as_embedding(folder: _Folder, index: FolderIndex, embedding: str, copy: str) -> str:
-    """The note that the copy is left out. Raises DcpError where it is none."""
-    first, second = (folder.whole(name, index.tensors[name]).float() for name in (embedding, copy))
+    """Return the note that the copy is left out. Raises DcpError if it differs."""
+    first, second = (folder.full_tensor(name, index.tensors[name]).float() for name in (embedding, copy))
     if not torch.equal(first, second):
         raise DcpError(
             f"{folder.directory}: {copy} differs from {embedding}, and model.tie_embeddings = true makes them one; name the "
@@ -157,20 +156,20 @@ def _same_as_embedding(folder: _Folder, index: FolderIndex, embedding: str, copy
 
 
 def _require(
-    directory: Path, index: FolderIndex, wanted: list[Published], copied: tuple[str, str] | None
+    directory: Path, index: FolderIndex, needed: list[Published], copied: tuple[str, str] | None
 ) -> tuple[str, ...]:
-    """Raises DcpError where tensors are missing, of another shape, or unknown; notes on what is left out."""
-    shapes = {tensor.name: tensor.shape for tensor in wanted}
+    """Raise DcpError if tensors are missing, unknown or of another shape. Return notes on what is left out."""
+    shapes = {tensor.name: tensor.shape for tensor in needed}
     problems = [
         f"{name} has shape {index.tensors[name].shape}, and the model's is {shape}"
         for name, shape in shapes.items()
         if name in index.tensors and index.tensors[name].shape != shape
     ]
-    rest = [name for name in (*index.tensors, *index.others) if name not in shapes]
-    optimizer = [name for name in rest if name.startswith(_OPTIMIZER)]
-    beside = sorted({name.split(".")[0] for name in rest if name.startswith(_BESIDE)} - {"model"})
-    known = {*optimizer, *(name for name in rest if name.startswith(_BESIDE)), *(copied or ())}
-    problems += [f"{name} is not a part of the model" for name in rest if name not in known]
+    unmatched = [name for name in (*index.tensors, *index.others) if name not in shapes]
+    optimizer = [name for name in unmatched if name.startswith(_OPTIMIZER)]
+    beside = sorted({name.split(".")[0] for name in unmatched if name.startswith(_BESIDE)} - {"model"})
+    ignored = {*optimizer, *(name for name in unmatched if name.startswith(_BESIDE)), *(copied or ())}
+    problems += [f"{name} is not a part of the model" for name in unmatched if name not in ignored]
     missing = [name for name in shapes if name not in index.tensors]
     problems += [
         f"{name} is no tensor of float32, bfloat16 or float16" for name in missing if name in index.others
@@ -195,20 +194,20 @@ def _require(
 
 
 class _Folder:
-    """The folder's tensors, of which the last one that was read stays in memory."""
+    """The folder's tensors; the last one that was read is cached."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._last: tuple[str, torch.Tensor] | None = None
 
-    def whole(self, name: str, stored: StoredShape) -> torch.Tensor:
-        """A tensor in the format that it is stored in."""
+    def full_tensor(self, name: str, stored: StoredShape) -> torch.Tensor:
+        """Return a tensor in its stored dtype."""
         if self._last is None or self._last[0] != name:
-            # Elements that no piece holds stay NaN, which is refused as it is everywhere.
+            # Elements without a piece stay NaN, which is refused later.
             tensor = torch.full(stored.shape, torch.nan, dtype=torch_dtype(stored.dtype))
             for piece in stored.pieces:
-                where = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.shape, strict=True))
-                tensor[where] = self._read(name, stored, piece)
+                index = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.shape, strict=True))
+                tensor[index] = self._read(name, stored, piece)
             self._last = name, tensor
         return self._last[1]
 
@@ -219,21 +218,23 @@ class _Folder:
                 stream.seek(piece.start)
                 data = stream.read(piece.length)
             values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a damaged file makes PyTorch raise
+        except Exception as error:  # a damaged file may raise any error
             raise DcpError(f"{path}: {name} cannot be read ({error}); copy the folder again") from error
         if (
             not isinstance(values, torch.Tensor)
             or tuple(values.shape) != piece.shape
             or values.layout != torch.strided
         ):
-            raise DcpError(f"{path}: {name}: another tensor than {METADATA} says; copy the folder again")
+            raise DcpError(f"{path}: {name}: differs from its entry in {METADATA}; copy the folder again")
         if dtype_name(values.dtype) != stored.dtype:
-            raise DcpError(f"{path}: {name} is {values.dtype}, and {METADATA} says {stored.dtype}")
+            raise DcpError(
+                f"{path}: {name} is {values.dtype}, and {stored.dtype} in {METADATA}; copy the folder again"
+            )
         return values
 
 
 class _FolderTensor:
-    """A tensor of the folder as the importer reads it, in parts."""
+    """A tensor of the folder, read in parts by the importer."""
 
     def __init__(self, folder: _Folder, name: str, stored: StoredShape) -> None:
         self._folder, self._name, self._stored = folder, name, stored
@@ -245,4 +246,4 @@ class _FolderTensor:
         return list(self._stored.shape)
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
-        return self._folder.whole(self._name, self._stored)[part]
+        return self._folder.full_tensor(self._name, self._stored)[part]

@@ -1,9 +1,9 @@
-"""The ``.metadata`` of a ``torch.distributed.checkpoint`` folder, read without running anything that it holds.
+"""The ``.metadata`` of a ``torch.distributed.checkpoint`` folder, read without executing any of its content.
 
-The file is a pickle, and a pickle can name any function to be called. Here it may name the classes of PyTorch's metadata alone
-(as ``torch.load(weights_only=True)`` allows only what is listed), and these are stand-ins that keep attributes and do nothing.
-Whatever else it names is refused by name; whatever it says is checked before a file is opened: places lie in the folder, pieces in
-their tensors. Format: torch/distributed/checkpoint/metadata.py and filesystem.py of PyTorch 2.x.
+The file is a pickle, which can name any function to be called. Here it may name only the classes of PyTorch's metadata, as with
+``torch.load(weights_only=True)``. They are replaced by stand-ins that keep attributes and do nothing. Other names are refused. All values
+are checked before a file is opened: files must be in the folder, pieces within their tensors. Format:
+torch/distributed/checkpoint/metadata.py and filesystem.py of PyTorch 2.x.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _Kind = TypeVar("_Kind")
 
 METADATA = ".metadata"
 _LARGEST_BYTES = 1 << 30
-"""A hundred bytes for each piece of each tensor: ten million pieces."""
+"""Room for ten million pieces of a hundred bytes each."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class DcpError(CheckpointError):
-    """A folder in PyTorch's distributed format cannot be read; the message says why and what to do."""
+    """A folder in PyTorch's distributed format cannot be read; the message has the cause and the remedy."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangular part of a tensor, and the bytes of a file that hold it as ``torch.save`` wrote it."""
+    """A rectangular part of a tensor, and its byte range in a file, as ``torch.save`` wrote it."""
 
     offset: Extent
     shape: Extent
@@ -59,11 +59,11 @@ class FolderIndex:
 
     tensors: Mapping[str, StoredShape]
     others: tuple[str, ...]
-    """Names of what is no tensor of floating-point numbers."""
+    """Names of entries that are not floating-point tensors."""
 
 
 class _Kept:
-    """An object of the pickle: its attributes, whatever they are."""
+    """Stand-in for an object of the pickle; keeps its attributes."""
 
     def __setstate__(self, state: object) -> None:
         self.state = state
@@ -95,7 +95,7 @@ class _StorageInfo(_Kept): ...
 
 
 class _Index(_Kept):
-    """A key of the table of places."""
+    """Key in the table of file positions."""
 
     @property
     def key(self) -> tuple[str, Extent]:
@@ -104,7 +104,7 @@ class _Index(_Kept):
 
 
 class _Function:
-    """A function that the pickle may call; a pickle can set attributes of whatever it names, but not of this."""
+    """A function that the pickle may call. A pickle can set attributes of the objects that it names, but not of this one."""
 
     __slots__ = ("_call",)
 
@@ -115,13 +115,13 @@ class _Function:
         return self._call(*arguments)
 
     def __setstate__(self, state: object) -> None:
-        raise DcpError(f"{METADATA} changes what it only may call; take the folder from whom you trust")
+        raise DcpError(f"{METADATA} modifies a function; use a folder from a source that you trust")
 
 
 _nothing = _Function(lambda *_: None)
-"""Stands for values that do not matter here, such as memory formats."""
+"""Stand-in for values that are not used, such as memory formats."""
 _place = _Function(lambda *parts: "/".join(map(str, parts)))
-"""Stands for the classes of paths: the real ones are of Python, and what a pickle did to them would be done to this process."""
+"""Stand-in for path classes. The real ones are Python's, and a pickle's changes to them would affect this process."""
 
 
 _ALLOWED: Mapping[tuple[str, str], object] = {
@@ -150,7 +150,7 @@ _ALLOWED: Mapping[tuple[str, str], object] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names in ``_ALLOWED``, and PyTorch's dtypes."""
+    """Unpickler that resolves only the names in ``_ALLOWED``, and PyTorch's dtypes."""
 
     def find_class(self, module: str, name: str) -> object:
         allowed = _ALLOWED.get((module, name))
@@ -160,14 +160,14 @@ class _Unpickler(pickle.Unpickler):
             return name
         raise DcpError(
             f"{METADATA} names {module}.{name}, which is no part of PyTorch's metadata and could do anything; nothing of "
-            "it was run. Take the folder from whom you trust, or write it anew with torch.distributed.checkpoint"
+            "it was run. Use a folder from a source that you trust, or write it again with torch.distributed.checkpoint"
         )
 
 
 def read_index(directory: Path) -> FolderIndex:
-    """The tensors of a folder, and the files that hold their pieces.
+    """Return the tensors of a folder, and the files with their pieces.
 
-    Raises DcpError where the metadata is damaged, names anything but PyTorch's own classes, or places that are not in the folder.
+    Raises DcpError if the metadata is damaged, names other than PyTorch's own classes, or files outside the folder.
     """
     path = directory / METADATA
     try:
@@ -180,7 +180,7 @@ def read_index(directory: Path) -> FolderIndex:
         raise DcpError(f"{path}: {error.strerror}; give a folder in PyTorch's distributed format") from error
     except DcpError:
         raise
-    except Exception as error:  # an unpickler raises whatever a damaged file makes it
+    except Exception as error:  # a damaged file may raise any error
         raise DcpError(f"{path}: damaged ({type(error).__name__}); copy the folder again") from error
 
 
@@ -217,7 +217,7 @@ def _pieces(
         chunk = _expected(_Chunk, listed)
         offset, sizes = _extent(chunk.field("offsets")), _extent(chunk.field("sizes"))
         inside = len(offset) == len(sizes) == len(shape) and all(
-            begin + size <= whole for begin, size, whole in zip(offset, sizes, shape, strict=True)
+            begin + size <= extent for begin, size, extent in zip(offset, sizes, shape, strict=True)
         )
         info = places.get((name, offset))
         if not inside or not isinstance(info, _StorageInfo):
@@ -241,12 +241,14 @@ def _piece(directory: Path, name: str, offset: Extent, sizes: Extent, info: _Sto
     file = _expected(str, info.field("relative_path"))
     start, length = _expected(int, info.field("offset")), _expected(int, info.field("length"))
     if info.field("transform_descriptors"):
-        raise DcpError(f"{directory}: {name} is stored transformed (compressed, say), which is not read here")
+        raise DcpError(
+            f"{directory}: {name} is stored transformed (for example compressed), which is not supported; write the folder again without transforms"
+        )
     path = directory / file
     if file != path.name or file in ("", ".", "..") or path.is_symlink() or not path.is_file():
-        raise DcpError(f"{directory}: {name} is said to lie in {file!r}, which is no file of the folder")
+        raise DcpError(f"{directory}: {METADATA} puts {name} in {file!r}, which is not a file of the folder")
     if start < 0 or length < 0 or start + length > path.stat().st_size:
-        raise DcpError(f"{path}: is shorter than {METADATA} says; copy the folder again")
+        raise DcpError(f"{path}: is shorter than in {METADATA}; copy the folder again")
     return Piece(offset, sizes, file, start, length)
 
 
@@ -258,7 +260,7 @@ def _extent(sizes: object) -> Extent:
 
 
 def _expected(kind: type[_Kind], value: object) -> _Kind:
-    """The value, which must be of that kind; else a TypeError, which is told as damage."""
+    """Return the value if it is of that kind; else raise a TypeError, which is reported as damage."""
     if not isinstance(value, kind):
         raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
     return value

@@ -1,10 +1,10 @@
-"""Hugging Face's ``config.json`` for this project's models, both ways, with notes on what is not carried over.
+"""Hugging Face's ``config.json`` for this project's models, in both directions, with notes on fields that are not carried over.
 
-What differs is words, not mathematics: each way is a pure function over the tables of ``families/``, and what
-the other side cannot say, or asks for and this project does not compute, is an error that lists every field concerned.
+The two sides differ in names, not in mathematics. Each direction is a pure function over the tables of ``families/``. A field that the
+target cannot express, or that this project does not compute, is an error; the message lists all such fields.
 
-Source: the configuration classes of transformers 4.51 to 5.x. Version 5 keeps the rotary embedding's numbers in
-``rope_parameters``, version 4 in ``rope_theta`` and ``rope_scaling``; both are written, either is read.
+Source: the configuration classes of transformers 4.51 to 5.x. Version 5 keeps the rotary embedding's numbers in ``rope_parameters``,
+version 4 in ``rope_theta`` and ``rope_scaling``; both are written, either is read.
 """
 
 from collections.abc import Mapping
@@ -49,10 +49,10 @@ __all__ = [
 ]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-_DEFAULT_MAX_SEQ_LEN = 8192  # nothing in the model depends on it; readers size their buffers by it
+_DEFAULT_MAX_SEQ_LEN = 8192  # the model does not depend on it; readers size their buffers by it
 
 
-# What else a config.json can ask for, and the only value that this project's transformer computes.
+# Further fields of a config.json, with the only value that this project's transformer supports.
 _ONLY: Mapping[str, object] = {
     "hidden_act": "silu",
     "use_sliding_window": False,
@@ -65,25 +65,25 @@ _TYPED: Mapping[type, tuple[str, ...]] = {
     list: ("layer_types", "mlp_only_layers", "no_rope_layers", "attn_type_list"),
     int: ("max_window_layers", "decoder_sparse_step", "sliding_window_pattern"),
 }
-"""The fields that are read piece by piece; a run file's own checks see to the values of all others."""
+"""Fields that are read item by item; the run file's own checks validate all others."""
 
 
 class HuggingFaceError(CheckpointError):
-    """A model cannot be imported or exported; the message says why and what to do."""
+    """A model cannot be imported or exported; the message has the cause and the remedy."""
 
 
 class UnsupportedModelError(HuggingFaceError):
-    """The model computes something that the other side has no way to say."""
+    """The model computes something that the other format cannot express."""
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The storage format of a folder's weights, beyond what the model is."""
+    """Storage format of a folder's weights."""
 
     interleaved: bool = True
-    """True if the rotated rows of latent attention lie in pairs, as published, and not in halves."""
+    """True if the rotated rows of latent attention are stored in pairs, as published, and not in halves."""
     fp8_block: tuple[int, int] | None = None
-    """Rows and columns that share a scale, where matrices are stored in fp8."""
+    """Rows and columns that share a scale, if matrices are stored in fp8."""
     mxfp4: bool = False
     """True if the experts' matrices are stored in mxfp4."""
 
@@ -99,21 +99,21 @@ def hf_config_of(
     end_token: int | None = None,
     model_type: str = "",
 ) -> dict[str, object]:
-    """The ``config.json`` of a model, as a plain table.
+    """Return the ``config.json`` of a model, as a plain table.
 
-    ``max_seq_len`` is the context that readers are told of; 0 means the stretched one where the rotary embedding is stretched, else 8192.
-    ``model_type`` is the family to take if it can say all. Raises UnsupportedModelError for a model that no family can express.
+    ``max_seq_len`` is the context length for readers; 0 means the scaled one if the rotary embedding is scaled, else 8192. ``model_type`` is
+    the preferred family, used if it can express the model. Raises UnsupportedModelError if no family can express the model.
     """
     spec = resolve(spec)
     family = family_for(spec, model_type)
     _require_expressible(spec, family)
-    said = flat(in_family_terms(spec, family))
+    values = flat(in_family_terms(spec, family))
     if spec.rope_scaling is not None:
         max_seq_len = max_seq_len or stretched_length(spec.rope_scaling)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{theirs: said[ours] for ours, theirs in family.fields.items()},
+        **{theirs: values[ours] for ours, theirs in family.fields.items()},
         **family.constants,
         **family.write(spec),
         **({} if "hidden_activation" in family.constants else {"hidden_act": "silu"}),
@@ -145,9 +145,9 @@ def _require_expressible(spec: ModelSpec, family: Family) -> None:
 
 
 def spec_of(hf_config: JsonObject) -> ModelSpec:
-    """The resolved model that a ``config.json`` describes.
+    """Return the resolved model of a ``config.json``.
 
-    Raises UnsupportedModelError with every field that asks for something else than this transformer computes.
+    Raises UnsupportedModelError with every field whose value this transformer does not support.
     """
     _require_types(hf_config)
     family = family_of(hf_config)
@@ -156,44 +156,46 @@ def spec_of(hf_config: JsonObject) -> ModelSpec:
         for field, only in {**_ONLY, **family.constants}.items()
         if hf_config.get(field) is not None
         and field not in family.fields.values()
-        and not (field == "use_sliding_window" and "window" in family.said)
+        and not (field == "use_sliding_window" and "window" in family.handled)
         and not (field == "hidden_act" and "hidden_activation" in family.constants)  # which is read instead
         and _ALIKE.get(str(hf_config[field]), hf_config[field]) != only
     ]
     problems += [
-        f"{field} is missing, which means the family's own; supported: {family.constants[field]!r}"
+        f"{field} is missing, which means the family's default; supported: {family.constants[field]!r}"
         for field in family.stated
         if field not in hf_config
     ]
-    if "window" not in family.said and {*map(str, hf_config.get("layer_types") or ())} - {"full_attention"}:
+    if "window" not in family.handled and {*map(str, hf_config.get("layer_types") or ())} - {
+        "full_attention"
+    }:
         problems.append("layer_types: supported: 'full_attention' alone")
     problems += [problem] if (problem := _quantization_problem(hf_config)) else []
-    given = _given(hf_config, family)
-    wanted = family.fields.keys() - OPTIONAL - family.absent.keys()
-    problems += [f"{family.fields[ours]} is missing" for ours in sorted(wanted - given.keys())]
+    stated = _stated_fields(hf_config, family)
+    required = family.fields.keys() - OPTIONAL - family.absent.keys()
+    problems += [f"{family.fields[ours]} is missing" for ours in sorted(required - stated.keys())]
     rope, rope_problems = rotary_fields(hf_config, family)
     layers, layer_problems = family.read(hf_config)
-    table = _nested({**family.absent, **given, **family.fixed, **rope, **layers})
+    table = _nested({**family.absent, **stated, **family.fixed, **rope, **layers})
     problems += rope_problems + layer_problems
     if _has_no_mixture(table):
         del table["moe"]
     mixture = table.get("moe", {})
     if mixture.get("per_token") == 1 and mixture.get("normalize") is True:
         problems.append(
-            "num_experts_per_tok = 1 with scores that are scaled to sum to one (norm_topk_prob) is not supported: the one score "
-            "is always one, and the router would learn nothing; supported: 2 or more, or norm_topk_prob = false"
+            "num_experts_per_tok = 1 with scores that are scaled to sum to one (norm_topk_prob) is not supported: the only score "
+            "is always one, and the router gets no gradient; supported: 2 or more, or norm_topk_prob = false"
         )
     if not table.get("window"):
         table.pop("window_rope_theta", None)
-    spec, mistakes = spec_from_table({"model": table}, {})
-    problems += [str(mistake) for mistake in mistakes if not problems]
+    spec, spec_problems = spec_from_table({"model": table}, {})
+    problems += [str(problem) for problem in spec_problems if not problems]
     if problems or spec is None:
         raise UnsupportedModelError("the model cannot be imported: " + "; ".join(problems))
     return resolve(spec.model)
 
 
 def storage_of(hf_config: JsonObject) -> Storage:
-    """The storage format of the weights beside a ``config.json``. Raises UnsupportedModelError for a quantization not read here."""
+    """Return the storage format of the weights of a ``config.json``. Raises UnsupportedModelError for an unsupported quantization."""
     _require_types(hf_config)
     problem = _quantization_problem(hf_config)
     if problem:
@@ -209,7 +211,7 @@ def storage_of(hf_config: JsonObject) -> Storage:
 
 
 def _require_types(hf_config: JsonObject) -> None:
-    """Raises UnsupportedModelError for a list, table or number that is something else; what follows may rely on it."""
+    """Raise UnsupportedModelError if a list, table or number has another type, so that later code may rely on it."""
     problems = [
         f"{field} = {hf_config[field]!r} is no {_TYPES[kind]}"
         for kind, fields in _TYPED.items()
@@ -242,7 +244,7 @@ def _quantization_problem(hf_config: JsonObject) -> str:
 
 
 def _has_no_mixture(table: JsonObject) -> bool:
-    """True if all layers are dense ones before the first mixture."""
+    """Return True if all layers are dense, before the first mixture."""
     first, layers = table.get("moe", {}).get("first_dense"), table.get("layers")
     return isinstance(first, int) and isinstance(layers, int) and first >= layers > 0
 
@@ -265,18 +267,18 @@ def family_of(hf_config: JsonObject) -> Family:
     return family
 
 
-def _given(hf_config: JsonObject, family: Family) -> dict[str, object]:
-    """Our fields as ``config.json`` gives them; null is as if it said nothing."""
-    given: dict[str, object] = {}
+def _stated_fields(hf_config: JsonObject, family: Family) -> dict[str, object]:
+    """Return our fields with their values in ``config.json``; null counts as absent."""
+    stated: dict[str, object] = {}
     for ours, theirs in family.fields.items():
         for name in (theirs, family.aliases.get(theirs, theirs)):
             if hf_config.get(name) is not None:
-                given.setdefault(ours, hf_config[name])
-    return given
+                stated.setdefault(ours, hf_config[name])
+    return stated
 
 
 def _nested(flat: Mapping[str, object]) -> JsonObject:
-    """The inverse of ``flat``."""
+    """Inverse of ``flat``."""
     table: JsonObject = {}
     for name, value in flat.items():
         section, dot, field = name.partition(".")
@@ -287,10 +289,10 @@ def _nested(flat: Mapping[str, object]) -> JsonObject:
     return table
 
 
-# Notes on a ``config.json`` that is imported or written: what it states and this project does not do, in a sentence each.
+# Notes on a ``config.json`` that is imported or written: one sentence for each field that has no effect in this project.
 #
-# Whatever changes the logits is refused (``config.py``). The rest is read past, as ``transformers`` reads past what its
-# own class does not know, but never in silence: a publisher's own code might have used it.
+# Fields that change the logits are refused. Others are ignored, like unknown fields in ``transformers``, but with a note: the
+# publisher's code might have used them.
 
 
 _LAYER_CHOICE = ("decoder_sparse_step", "mlp_only_layers", "layer_types", "max_window_layers")
@@ -305,7 +307,7 @@ _STORAGE = (
     "architectures",
     "model_type",
 )
-# How transformers runs any model, and what it writes into every config.json; it says nothing of the mathematics.
+# Fields that transformers writes into every config.json; they do not affect the mathematics.
 _RUNNING = (
     *(
         "use_cache",
@@ -355,33 +357,31 @@ _KNOWN_ROTARY = frozenset(
 
 
 def import_notes(hf_config: JsonObject) -> tuple[str, ...]:
-    """The parts of a ``config.json`` that the model read from it leaves aside."""
+    """Return notes on the fields of a ``config.json`` that the imported model ignores."""
     family = FAMILIES[str(hf_config["model_type"])]
-    known = _KNOWN | {*family.fields.values(), *family.aliases.values(), *family.constants, *family.own}
+    handled = _KNOWN | {*family.fields.values(), *family.aliases.values(), *family.constants, *family.own}
     if "mla" in family.sections:
-        known |= {*_DERIVED}
+        handled |= {*_DERIVED}
     notes = []
     if hf_config.get("auto_map"):
         notes.append(
             f"auto_map: the publisher's own code is not run; the model is computed as {family.model_type}"
         )
-    unknown = sorted(key for key in hf_config if key not in known and not key.startswith("_"))
+    unknown = sorted(key for key in hf_config if key not in handled and not key.startswith("_"))
     if unknown:
-        notes.append(f"not known here, and left aside: {', '.join(unknown)}")
+        notes.append(f"unknown, and ignored: {', '.join(unknown)}")
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    by_layer = _LAYER_TYPES if "window_rope_theta" in family.said else frozenset[str]()
+    by_layer = _LAYER_TYPES if "window_rope_theta" in family.handled else frozenset[str]()
     strange = sorted(rope.keys() - _KNOWN_ROTARY - by_layer)
     if strange:
-        notes.append(
-            f"not known here of the rotary embedding's parameters, and left aside: {', '.join(strange)}"
-        )
+        notes.append(f"unknown parameters of the rotary embedding, and ignored: {', '.join(strange)}")
     if (
-        "window" not in family.said
+        "window" not in family.handled
         and hf_config.get("sliding_window")
         and hf_config.get("use_sliding_window", True)
     ):
         notes.append(
-            f"sliding_window = {hf_config['sliding_window']}: {family.model_type} has no window, in transformers neither; left aside"
+            f"sliding_window = {hf_config['sliding_window']}: {family.model_type} has no window, also in transformers; ignored"
         )
     for key in ("router_aux_loss_coef", "aux_loss_alpha"):
         if hf_config.get(key):
@@ -396,7 +396,7 @@ def import_notes(hf_config: JsonObject) -> tuple[str, ...]:
 
 
 def export_notes(spec: ModelSpec) -> tuple[str, ...]:
-    """The differences between what readers of an exported model compute and what this project does."""
+    """Return notes on how readers of an exported model compute differently from this project."""
     eps = LATENT_EPS if spec.mla is None else spec.mla.norm_eps or spec.norm_eps
     if eps == LATENT_EPS:
         return ()

@@ -1,9 +1,8 @@
 """Export: the weights of a checkpoint as a Hugging Face model folder.
 
-A model trained here is useful elsewhere once it is a folder of ``config.json`` and safetensors that ``transformers``, vLLM
-and the like open. No number changes: tensors are renamed, stacks of experts taken apart, rotated rows put into the published
-order (``names.py``), and copied in pieces of bounded size, whatever the model's. The folder appears under
-its name only when it is complete. Format of the weights: https://github.com/huggingface/safetensors.
+The folder of ``config.json`` and safetensors can be opened by ``transformers``, vLLM and others. No number changes: tensors are renamed,
+stacks of experts split, rotated rows reordered as published (``names.py``), and copied in pieces of bounded size. The folder gets its name
+only when it is complete. Format of the weights: https://github.com/huggingface/safetensors.
 """
 
 import json
@@ -17,9 +16,9 @@ from pathlib import Path
 import torch
 
 from phalanx.checkpoint.committed.digest import WEIGHTS, gather
-from phalanx.checkpoint.format.boxes import Box, whole
+from phalanx.checkpoint.format.boxes import Box, full_box
 from phalanx.checkpoint.format.image import spans
-from phalanx.checkpoint.format.restore_plan import Held
+from phalanx.checkpoint.format.restore_plan import StoredBox
 from phalanx.checkpoint.format.shards import torch_dtype
 from phalanx.checkpoint.interop.huggingface.config import Dtype, HuggingFaceError, export_notes, hf_config_of
 from phalanx.checkpoint.interop.huggingface.families.known import family_for
@@ -49,7 +48,7 @@ FILE_BYTES = 5_000_000_000  # of one safetensors file, as the Hub recommends
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A safetensors file to be written: its name, its header, and the tensors in it, in order."""
+    """A safetensors file to write: its name, its header, and its tensors, in order."""
 
     name: str
     header: bytes
@@ -69,13 +68,12 @@ def export_hf(
     trained_seq_len: int = 0,
     file_bytes: int = FILE_BYTES,
 ) -> tuple[str, ...]:
-    """Writes the weights of committed ``step`` as a Hugging Face model into the new folder ``out_dir``.
+    """Write the weights of committed ``step`` as a Hugging Face model into the new folder ``out_dir``.
 
-    ``spec`` is the run's resolved model; ``tokenizer_dir`` holds the tokenizer to go with it, and ``published_dir`` what the
-    model's publisher said, which is written again where it still holds. ``max_seq_len`` is the context that readers are told
-    of; 0 means the published one, else ``trained_seq_len``. Returns notes on what was left out. Memory: some pieces of
-    64 MiB. Raises UnsupportedModelError, HuggingFaceError where ``out_dir`` exists or a number does not fit ``dtype``,
-    and what reading the tier raises; nothing is left behind then.
+    ``spec`` is the run's resolved model. ``tokenizer_dir`` has its tokenizer, and ``published_dir`` the publisher's small files, which are
+    written again as far as they still apply. ``max_seq_len`` is the context length for readers; 0 means the published one, else
+    ``trained_seq_len``. Returns notes on what was left out. Memory: some pieces of 64 MiB. Raises UnsupportedModelError, HuggingFaceError if
+    ``out_dir`` exists or a number does not fit ``dtype``, and the errors of the tier; no files remain then.
     """
     out, spec = Path(out_dir), resolve(spec)
     tokenizer = load_tokenizer(tokenizer_dir) if tokenizer_dir is not None else None
@@ -86,15 +84,17 @@ def export_hf(
         )
     end_token = tokenizer.end_of_document if tokenizer is not None else None
     template = kept_template(tokenizer_dir) if tokenizer_dir is not None else None
-    kept = kept_by_export(published_dir, spec, tokenizer, max_seq_len, trained_seq_len)
-    was = published_type(published_dir)
-    context = kept.config.get("max_position_embeddings")
-    told = context if isinstance(context, int) else 0
-    own = hf_config_of(spec, max_seq_len=told, dtype=dtype, end_token=end_token, model_type=was)
-    config = {**own, **kept.config}
+    carried_over = kept_by_export(published_dir, spec, tokenizer, max_seq_len, trained_seq_len)
+    published_model_type = published_type(published_dir)
+    context = carried_over.config.get("max_position_embeddings")
+    context_length = context if isinstance(context, int) else 0
+    own = hf_config_of(
+        spec, max_seq_len=context_length, dtype=dtype, end_token=end_token, model_type=published_model_type
+    )
+    config = {**own, **carried_over.config}
     source = ExportSource(tier, step, spec)
     with new_folder(out) as folder:
-        files = weight_files(tensors_of(spec, was), dtype, file_bytes)
+        files = weight_files(tensors_of(spec, published_model_type), dtype, file_bytes)
         for file in files:
             with open(folder / file.name, "wb") as stream:
                 stream.write(file.header)
@@ -104,21 +104,21 @@ def export_hf(
         if len(files) > 1:
             write_json(folder / "model.safetensors.index.json", _index_of(files, dtype))
         write_json(folder / CONFIG, config)
-        if not kept.tokenizer:
+        if not carried_over.tokenizer:
             write_json(folder / GENERATION_CONFIG, {"eos_token_id": end_token, "pad_token_id": end_token})
             if tokenizer is not None:
                 tokenizer.save(folder)
         if published_dir is not None:
-            copy_kept(kept, published_dir, folder)
+            copy_kept(carried_over, published_dir, folder)
         if template is not None:
             save_template(folder, template)
             if tokenizer is not None:
                 _stop_at(folder, turn_ends(template, tokenizer), config)
-    return kept.notes + note_lost_fields(published_dir, config) + export_notes(spec)
+    return carried_over.notes + note_lost_fields(published_dir, config) + export_notes(spec)
 
 
 def _stop_at(folder: Path, turns: frozenset[int], config: JsonObject) -> None:
-    """Add the tokens that end a turn to those at which readers of the folder end a text and keep its other fields."""
+    """Add the tokens that end a turn to the end tokens in the folder's generation config; keep its other fields."""
     file = folder / GENERATION_CONFIG
     generation = read_json(file) if file.exists() else {"pad_token_id": config.get("pad_token_id")}
     named = generation.get("eos_token_id", config.get("eos_token_id"))
@@ -128,19 +128,19 @@ def _stop_at(folder: Path, turns: frozenset[int], config: JsonObject) -> None:
 
 
 def tensors_of(spec: ModelSpec, model_type: str = "") -> list[Published]:
-    """All tensors of a resolved model's folder, in the order in which they are written.
+    """Return all tensors of a resolved model's folder, in the order in which they are written.
 
-    ``model_type`` is the family to take if it can say all of the model.
+    ``model_type`` is the preferred family, used if it can express the model.
     """
     family = family_for(spec, model_type)
-    if spec.moe is not None and "moe.balance_bias" in family.said:
-        # Readers of this family want a bias with every router, which is zero where none was trained.
+    if spec.moe is not None and "moe.balance_bias" in family.handled:
+        # Readers of this family require a bias for every router; it is zero if none was trained.
         spec = replace(spec, moe=replace(spec.moe, balance_bias=True))
     return [*published(spec, family), *shared_copies(spec)]
 
 
 def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) -> list[WeightFile]:
-    """Deals tensors out over files of at most ``file_bytes`` bytes of data (or one tensor, if larger)."""
+    """Distribute tensors over files of at most ``file_bytes`` bytes of data (or one tensor, if larger)."""
     groups: list[list[Published]] = [[]]
     room = file_bytes
     for parts in _by_name(tensors):
@@ -160,13 +160,13 @@ def weight_files(tensors: Sequence[Published], dtype: Dtype, file_bytes: int) ->
 
 
 def _by_name(tensors: Sequence[Published]) -> Iterator[tuple[Published, ...]]:
-    """Each tensor that is written, as what it holds of one parameter or of several."""
+    """Yield for each written tensor its parts: one for each parameter in it."""
     for _, parts in groupby(tensors, key=lambda tensor: tensor.name):
         yield tuple(parts)
 
 
 def _dtype_of(tensor: Published, dtype: Dtype) -> Dtype:
-    # The bias moves in steps far below what half precision tells apart; it is published, and loaded, as fp32.
+    # The bias moves in steps below the resolution of half precision; it is published, and loaded, as fp32.
     return "float32" if tensor.name.endswith(".e_score_correction_bias") else dtype
 
 
@@ -202,13 +202,13 @@ class ExportSource:
     def __init__(self, tier: Tier, step: int, spec: ModelSpec) -> None:
         self._tier, self._step = tier, step
         self._trained_bias = spec.moe is not None and spec.moe.balance_bias
-        self._held: dict[str, list[Held]] = defaultdict(list)
+        self._stored: dict[str, list[StoredBox]] = defaultdict(list)
         for entry in tier.boxes(step):
-            self._held[entry.box.name].append(entry)
+            self._stored[entry.box.name].append(entry)
         self._last: tuple[Box, torch.Tensor] | None = None
 
     def published(self, tensor: Published, box: Box) -> torch.Tensor:
-        """The elements of a box of a tensor's parameter, with its rows in the published order; fp32."""
+        """Return the elements of a box of a tensor's parameter, with its rows in the published order; fp32."""
         if tensor.parameter.kind == "balance" and not self._trained_bias:
             return torch.zeros(box.shape)
         if tensor.rotary is None:
@@ -220,17 +220,17 @@ class ExportSource:
         return ordered[first - start : first - start + rows]
 
     def _read(self, box: Box) -> torch.Tensor:
-        """The elements of a box; those behind it are kept for the next call, which asks for the next expert."""
+        """Return the elements of a box. The elements after it are cached for the next call, which reads the next expert."""
         if self._last is None or not self._last[0].contains(box):
             wide = _with_what_follows(box)
-            (raw,) = gather(self._tier, self._step, [wide], self._held[box.name])
+            (raw,) = gather(self._tier, self._step, [wide], self._stored[box.name])
             self._last = wide, torch.from_numpy(raw).view(torch.float32)
-        held, values = self._last
-        return values[box.slices_in(held)]
+        cached_box, values = self._last
+        return values[box.slices_in(cached_box)]
 
 
 def _with_what_follows(box: Box) -> Box:
-    """A box of whole rows, and as many rows behind it as fit into a piece with it; any other box as it is."""
+    """Extend a box of full rows by as many following rows as fit into a piece; return any other box unchanged."""
     if box.shape[1:] != box.global_shape[1:]:
         return box
     rows = max(box.shape[0], PIECE_BYTES // (box.nbytes // box.shape[0]))
@@ -238,12 +238,12 @@ def _with_what_follows(box: Box) -> Box:
 
 
 def _pieces(source: ExportSource, tensors: Sequence[Published], dtype: Dtype) -> Iterator[memoryview]:
-    """The bytes of a tensor, which holds what ``tensors`` say, in its dtype and in C order."""
+    """Yield the bytes of a tensor with the parameters ``tensors``, in its dtype and in C order."""
     if any(tensor.place is not None and tensor.place.axis > 0 for tensor in tensors):
         yield from _interwoven_pieces(source, tensors, dtype)
         return
     for tensor in tensors:
-        box = whole(WEIGHTS + tensor.parameter.name, "float32", tensor.parameter.shape)
+        box = full_box(WEIGHTS + tensor.parameter.name, "float32", tensor.parameter.shape)
         if tensor.expert is not None:
             box = box.rows(tensor.expert, tensor.expert + 1)
         for span in spans(box, box, PIECE_BYTES):
@@ -254,13 +254,13 @@ def _pieces(source: ExportSource, tensors: Sequence[Published], dtype: Dtype) ->
 def _interwoven_pieces(
     source: ExportSource, tensors: Sequence[Published], dtype: Dtype
 ) -> Iterator[memoryview]:
-    """The bytes of a tensor of stacks that are joined within each expert, some experts at a time."""
-    boxes = [whole(WEIGHTS + part.parameter.name, "float32", part.parameter.shape) for part in tensors]
-    experts, *rest = tensors[0].shape
+    """Yield the bytes of a tensor of stacks that are joined within each expert, some experts at a time."""
+    boxes = [full_box(WEIGHTS + part.parameter.name, "float32", part.parameter.shape) for part in tensors]
+    experts, *matrix_shape = tensors[0].shape
     at_once = max(1, PIECE_BYTES * experts // max(box.nbytes for box in boxes))
     for start in range(0, experts, at_once):
         stop = min(start + at_once, experts)
-        joined = torch.empty((stop - start, *rest))
+        joined = torch.empty((stop - start, *matrix_shape))
         for tensor, box in zip(tensors, boxes, strict=True):
             assert tensor.place is not None, "a tensor of several parameters"
             tensor.place.put(source.published(tensor, box.rows(start, stop)), joined)

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face models on disk: written atomically, read with errors that name the file, with the publisher's own small files."""
+"""Folders of Hugging Face models on disk: written atomically, read with errors that name the file, with the publisher's small files."""
 
 import fnmatch
 import json
@@ -28,7 +28,7 @@ SAFETENSORS_DTYPE: Mapping[Dtype, str] = {"float32": "F32", "bfloat16": "BF16", 
 
 
 class StoredTensor(Protocol):
-    """A tensor of a file of safetensors, read in parts."""
+    """A tensor of a safetensors file, read in parts."""
 
     def get_dtype(self) -> str: ...
     def get_shape(self) -> list[int]: ...
@@ -37,7 +37,7 @@ class StoredTensor(Protocol):
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yields a folder under a temporary name; renames it to ``out`` when all went well, and removes it when not."""
+    """Yield a folder with a temporary name; rename it to ``out`` on success, and remove it on failure."""
     if out.exists():
         raise HuggingFaceError(f"{out}: exists; name a new folder, or remove that one first")
     folder = out.parent / f".{out.name}.partial-{os.getpid()}"
@@ -50,7 +50,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise HuggingFaceError(
-            f"{error.filename or out}: {error.strerror}. Nothing was left behind; free space or name another folder."
+            f"{error.filename or out}: {error.strerror}. No files remain; free space or name another folder."
         ) from error
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -82,17 +82,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-# The publisher's own small files of an imported model: kept with the run, and written out again by an export.
+# The publisher's small files of an imported model: stored with the run, and written again by an export.
 #
-# A Hugging Face folder says more than its weights do: the longest context, the tokens that begin and end a text, the chat template,
-# how to sample. An import copies all such files as they are into the run directory (``published/``), and a run that starts from it
-# takes them over. An export then writes back what still holds, byte for byte: a tokenizer's files as long as the run has that
-# tokenizer, the context length as long as positions are rotated in the same way. What no longer holds, or never concerned the
-# weights, is left out, and a note says so.
+# A Hugging Face folder has more than weights: the maximum context, the tokens that begin and end a text, the chat template, sampling
+# parameters. An import copies all such files unchanged into the run directory (``published/``), and a run that starts from it inherits
+# them. An export writes back, byte for byte, those that still apply. A tokenizer's files apply if the run still has that tokenizer, the
+# context length if positions are rotated in the same way. Other files are left out, with a note.
 
 
 _LARGEST_BYTES = 64 << 20
-"""A tokenizer of a quarter of a million tokens takes half of that; what is larger is data or weights."""
+"""A tokenizer of a quarter of a million tokens takes half of that; larger files are data or weights."""
 _WEIGHTS = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.npz"),
     "*.index.json",
@@ -104,7 +103,7 @@ _OF_THE_TOKENIZER = (
 )
 _TERMS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 _CONTEXT = "max_position_embeddings"
-# Fields of config.json that change nothing in what the model computes from its weights; written again as published.
+# Fields of config.json that do not affect the model's computation; written again as published.
 _BESIDE_THE_MODEL = (
     *("transformers_version", "use_cache", "pretraining_tp", "attention_dropout", "residual_dropout"),
     *("resid_pdrop", "embd_pdrop"),
@@ -118,7 +117,7 @@ _BESIDE_THE_MODEL = (
     ),
 )
 
-# Fields that follow from those that are written, and other names of theirs.
+# Fields that follow from those that are written, and their other names.
 _IMPLIED = (
     "original_max_position_embeddings",
     "layer_types",
@@ -131,23 +130,23 @@ _IMPLIED = (
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The parts that an export takes over from the publisher."""
+class CarriedOver:
+    """Files and fields that an export takes over from the publisher."""
 
     files: tuple[str, ...] = ()
     """Names below the publisher's folder, to be copied as they are."""
     config: Mapping[str, object] = field(default_factory=dict)
     """Fields for ``config.json``."""
     tokenizer: bool = False
-    """True if the tokenizer's files, and how text is generated, are among ``files``."""
+    """True if ``files`` includes the tokenizer's files and the generation config."""
     notes: tuple[str, ...] = ()
     """Sentences about what is left out or was decided otherwise."""
 
 
 def copy_publisher_files(source: Path, folder: Path) -> tuple[str, ...]:
-    """Copies the files of the model in ``source`` that are not weights to the new folder ``folder``; notes on what was left.
+    """Copy the files of the model in ``source`` that are not weights to the new folder ``folder``. Return notes on what was left out.
 
-    Hidden files are passed over. Raises ``OSError``.
+    Hidden files are skipped. Raises ``OSError``.
     """
     notes = []
     folder.mkdir()
@@ -170,39 +169,39 @@ def copy_publisher_files(source: Path, folder: Path) -> tuple[str, ...]:
 
 def kept_by_export(
     folder: Path | None, spec: ModelSpec, tokenizer: Tokenizer | None, max_seq_len: int, trained_seq_len: int
-) -> Kept:
-    """The parts that an export of the resolved model ``spec`` takes over from the publisher's files in ``folder``.
+) -> CarriedOver:
+    """Return the files and fields that an export of the resolved model ``spec`` takes over from the publisher's files in ``folder``.
 
-    ``tokenizer`` is the run's, ``None`` if it has none of its own. ``max_seq_len`` is the context that was asked for, 0 if none
-    was, and ``trained_seq_len`` the run's sequence length. Raises HuggingFaceError for damaged files.
+    ``tokenizer`` is the run's, ``None`` if it has none. ``max_seq_len`` is the requested context length, 0 if none, and
+    ``trained_seq_len`` the run's sequence length. Raises HuggingFaceError for damaged files.
     """
     published = _read_config(folder)
     notes: list[str] = []
     config = {key: published[key] for key in _BESIDE_THE_MODEL if key in published}
     if published.get("sliding_window") and not published.get("use_sliding_window", True):
         config["sliding_window"] = published["sliding_window"]  # switched off
-    context, said = _context(published, spec, max_seq_len, trained_seq_len)
+    context, context_note = _context(published, spec, max_seq_len, trained_seq_len)
     config |= {_CONTEXT: context} if context else {}
-    notes += [said] if said else []
+    notes += [context_note] if context_note else []
     if folder is None:
-        return Kept(config=config, notes=tuple(notes))
+        return CarriedOver(config=config, notes=tuple(notes))
     files = sorted(path.relative_to(folder).as_posix() for path in files_below(folder) if path.is_file())
     of_the_tokenizer = [name for name in files if _is_like(name, (*_OF_THE_TOKENIZER, GENERATION_CONFIG))]
-    wanted = [name for name in files if _is_like(name, _TERMS)]
-    keeps = keeps_tokenizer(folder, tokenizer)
-    if keeps:
+    copied = [name for name in files if _is_like(name, _TERMS)]
+    same_tokenizer = keeps_tokenizer(folder, tokenizer)
+    if same_tokenizer:
         config |= {key: published[key] for key in TOKEN_FIELDS if key in published}
-        wanted += of_the_tokenizer
+        copied += of_the_tokenizer
     elif of_the_tokenizer:
         names = ", ".join(of_the_tokenizer)
         notes.append(f"left out, since the run has another tokenizer than the published one: {names}")
-    left = [name for name in files if name not in {CONFIG, *wanted, *of_the_tokenizer}]
-    notes += [f"left out of what was published: {', '.join(left)}"] if left else []
-    return Kept(tuple(wanted), config, keeps, tuple(notes))
+    dropped = [name for name in files if name not in {CONFIG, *copied, *of_the_tokenizer}]
+    notes += [f"left out of what was published: {', '.join(dropped)}"] if dropped else []
+    return CarriedOver(tuple(copied), config, same_tokenizer, tuple(notes))
 
 
 def keeps_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> bool:
-    """True if the run's tokenizer is still the one in ``folder``; a run without one has not replaced it."""
+    """Return True if the run's tokenizer is still the one in ``folder``; a run without a tokenizer has not replaced it."""
     if tokenizer is None:
         return True
     try:
@@ -211,15 +210,15 @@ def keeps_tokenizer(folder: Path, tokenizer: Tokenizer | None) -> bool:
         return False
 
 
-def copy_kept(kept: Kept, folder: Path, out: Path) -> None:
-    """Copies the files of ``kept`` from the publisher's folder to ``out``. Raises ``OSError``."""
-    for name in kept.files:
+def copy_kept(carried_over: CarriedOver, folder: Path, out: Path) -> None:
+    """Copy the files of ``carried_over`` from the publisher's folder to ``out``. Raises ``OSError``."""
+    for name in carried_over.files:
         (out / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(folder / name, out / name)
 
 
 def note_lost_fields(folder: Path | None, written: Mapping[str, object]) -> tuple[str, ...]:
-    """A note on the fields of the published ``config.json`` that the one ``written`` does not have."""
+    """Return a note on the fields of the published ``config.json`` that the one ``written`` does not have."""
     published = _read_config(folder)
     lost = [
         key
@@ -227,14 +226,16 @@ def note_lost_fields(folder: Path | None, written: Mapping[str, object]) -> tupl
         if key not in written and value is not None and key not in _IMPLIED and not key.startswith("_")
     ]
     notes = [f"left out of {CONFIG}: {', '.join(sorted(lost))}"] if lost else []
-    was = published.get("model_type")
-    if was not in (None, written["model_type"]):
-        notes.append(f"model_type {was!r} is written as {written['model_type']!r}, which computes the same")
+    published_type = published.get("model_type")
+    if published_type not in (None, written["model_type"]):
+        notes.append(
+            f"model_type {published_type!r} is written as {written['model_type']!r}, which computes the same"
+        )
     return tuple(notes)
 
 
 def published_type(folder: Path | None) -> str:
-    """The ``model_type`` of the publisher's files in ``folder``; empty if there is none. Raises HuggingFaceError."""
+    """Return the ``model_type`` of the publisher's files in ``folder``; empty if there is none. Raises HuggingFaceError."""
     return str(_read_config(folder).get("model_type", ""))
 
 
@@ -243,16 +244,16 @@ def _read_config(folder: Path | None) -> JsonObject:
 
 
 def published_context(config: JsonObject) -> int:
-    """The most tokens of a text that a ``config.json`` speaks of; 0 if it does not say."""
-    said = config.get(_CONTEXT)
-    return said if isinstance(said, int) and not isinstance(said, bool) and said > 0 else 0
+    """Return the maximum number of tokens of a text in a ``config.json``; 0 if it has none."""
+    context = config.get(_CONTEXT)
+    return context if isinstance(context, int) and not isinstance(context, bool) and context > 0 else 0
 
 
 def served_context(folder: Path, spec: ModelSpec, trained_seq_len: int) -> int:
-    """The most tokens of a text of a run with the publisher's files in ``folder``, which may not exist: those that an export writes into ``config.json``.
+    """Return the maximum number of tokens of a text for a run with the publisher's files in ``folder``, which may not exist.
 
-    They are the publisher's, as long as positions are rotated as in the published model, and those of a training sequence otherwise. Raises
-    HuggingFaceError for a damaged ``config.json``.
+    It is the value that an export writes into ``config.json``: the publisher's if positions are rotated as in the published model, else that
+    of a training sequence. Raises HuggingFaceError for a damaged ``config.json``.
     """
     config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
     return _context(config, spec, 0, trained_seq_len)[0]
@@ -261,24 +262,24 @@ def served_context(folder: Path, spec: ModelSpec, trained_seq_len: int) -> int:
 def _context(
     published: JsonObject, spec: ModelSpec, max_seq_len: int, trained_seq_len: int
 ) -> tuple[int, str]:
-    """The longest context to write, 0 to leave it to the model, and a note on the choice where there was one."""
+    """Return the maximum context to write, 0 to leave it to the model, and a note on the choice, if any."""
     if max_seq_len:
         return max_seq_len, ""
-    said = published_context(published)
-    if said:
-        if _rotates_alike(published, spec):
-            return max(said, trained_seq_len), ""
-        why = f"the rotary embedding is not that of the published model, whose context was {said}"
+    context = published_context(published)
+    if context:
+        if _has_same_rotation(published, spec):
+            return max(context, trained_seq_len), ""
+        reason = f"the rotary embedding is not that of the published model, whose context was {context}"
     else:
-        why = "nothing was published"
+        reason = "nothing was published"
     if not trained_seq_len:
         return 0, ""
     return trained_seq_len, (
-        f"{_CONTEXT} = {trained_seq_len}, the run's train.seq_len, since {why}; --max-seq-len sets another"
+        f"{_CONTEXT} = {trained_seq_len}, the run's train.seq_len, since {reason}; --max-seq-len sets another"
     )
 
 
-def _rotates_alike(published: JsonObject, spec: ModelSpec) -> bool:
+def _has_same_rotation(published: JsonObject, spec: ModelSpec) -> bool:
     try:
         theirs = spec_of(published)
     except HuggingFaceError:

@@ -1,8 +1,8 @@
 """Import: a Hugging Face model folder becomes a run directory to start from.
 
-A published model can be trained on, and text generated from it, once it is a run directory. No number changes: tensors are
-renamed and put into this project's order (``stored_weights.py``), in pieces of bounded size, whatever the model's. Only float64 is
-rounded, which a note says. The directory appears under its name only when it is complete.
+Then the published model can be trained, and can generate text. No number changes: tensors are renamed and put into this project's order
+(``stored_weights.py``), in pieces of bounded size. Only float64 is rounded, with a note. The directory gets its name only when it is
+complete.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import torch
 
 from phalanx.checkpoint.committed.digest import WEIGHTS, TensorDigest, combine
 from phalanx.checkpoint.format.blocks import page_aligned
-from phalanx.checkpoint.format.boxes import Box, Extent, whole
+from phalanx.checkpoint.format.boxes import Box, Extent, full_box
 from phalanx.checkpoint.format.image import Image, image_layout, spans
 from phalanx.checkpoint.interop.huggingface.folders import (
     CONFIG,
@@ -31,7 +31,7 @@ from phalanx.checkpoint.interop.huggingface.folders import (
 from phalanx.checkpoint.interop.huggingface.names import Published
 from phalanx.checkpoint.interop.huggingface.stored_weights import Weights, open_folder, values
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.checkpoint.tiers.tier import Draft, Record
+from phalanx.checkpoint.tiers.tier import Draft, StepRecord
 from phalanx.data.errors import TokenizerError
 from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import SENTENCEPIECE_FILE, tokenizer_from_file
@@ -41,7 +41,7 @@ from phalanx.run.spec import ModelSpec
 
 IMAGE_BYTES = 1 << 30
 _SEQUENCE = 2048
-"""Tokens of the longest text that an imported model scores, or as many as its publisher allows."""
+"""Maximum number of tokens in a text that an imported model scores, if its publisher allows as many."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,23 @@ class Imported:
     spec: ModelSpec
     weights_sha256: str
     no_tokenizer_because: str = ""
-    """Why there is no tokenizer; empty if there is one."""
+    """Reason for the absence of a tokenizer; empty if there is one."""
     notes: tuple[str, ...] = ()
     """Sentences about parts of the folder that were left out or are read in another way."""
 
 
 def import_hf(directory: Path, out: Path, *, image_bytes: int = IMAGE_BYTES) -> Imported:
-    """Makes the Hugging Face model in ``directory`` a new run directory ``out`` with a checkpoint at step 0.
+    """Import the Hugging Face model in ``directory`` into a new run directory ``out``, with a checkpoint at step 0.
 
-    ``out`` gets ``run.toml`` (the model), ``checkpoints/`` (fp32 weights, and nothing else), ``published/`` (all other files as they are)
-    and, where the model comes with a tokenizer that can be read, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises
-    UnsupportedModelError, or HuggingFaceError where ``out`` exists or the model's files are incomplete or damaged; nothing is left behind
-    then.
+    ``out`` gets ``run.toml`` (the model), ``checkpoints/`` (fp32 weights only), ``published/`` (all other files unchanged) and, if the model
+    has a supported tokenizer, ``tokenizer/``. Memory: ``image_bytes``, and two pieces of 64 MiB. Raises UnsupportedModelError, or
+    HuggingFaceError if ``out`` exists or the model's files are incomplete or damaged; no files remain then.
     """
     with new_folder(out) as folder, ExitStack() as stack:
         opened = open_folder(directory, stack)
         run = RunDirectory(folder)
         extra = {"step": 0, "imported_from": str(directory.absolute())}
-        digest = copy_weights(DiskTier(run.checkpoints), opened.weights, opened.wanted, extra, image_bytes)
+        digest = copy_weights(DiskTier(run.checkpoints), opened.weights, opened.tensors, extra, image_bytes)
         without_tokenizer, notes = write_small_files(directory, run, out.name, opened.spec)
         return Imported(opened.spec, digest, without_tokenizer, opened.notes + notes)
 
@@ -76,7 +75,10 @@ def import_hf(directory: Path, out: Path, *, image_bytes: int = IMAGE_BYTES) -> 
 def write_small_files(
     directory: Path, run: RunDirectory, name: str, spec: ModelSpec
 ) -> tuple[str, tuple[str, ...]]:
-    """Writes all of an imported run but its weights: ``run.toml``, ``published/``, ``tokenizer/``. Returns why there is no tokenizer, and notes."""
+    """Write all of an imported run but its weights: ``run.toml``, ``published/``, ``tokenizer/``.
+
+    Return the reason for the absence of a tokenizer (empty if there is one), and notes.
+    """
     context = published_context(read_json(directory / CONFIG))
     run.run_file.write_text(run_file_text(name, spec, context))
     without_tokenizer = _copy_tokenizer(directory, run.tokenizer)
@@ -84,11 +86,11 @@ def write_small_files(
 
 
 def run_file_text(name: str, spec: ModelSpec, context: int = 0) -> str:
-    """The ``run.toml`` of an imported model, whose publisher allows ``context`` tokens (0: not known).
+    """Return the ``run.toml`` of an imported model, whose publisher allows ``context`` tokens (0: unknown).
 
-    Nobody has trained here, so a sequence, which bounds a text that is scored, has a usual length within the context.
+    Scored texts are limited to a sequence. The model was not trained here, so a usual length within the context is written.
     """
-    # One text at a time: the default's many of this length would take gigabytes.
+    # One text at a time: the default number of texts of this length would take gigabytes.
     lengths = {"seq_len": min(context or _SEQUENCE, _SEQUENCE), "micro_batch_size": 1}
     return tomli_w.dumps({"name": name, "model": to_table(spec), "train": lengths})
 
@@ -96,14 +98,14 @@ def run_file_text(name: str, spec: ModelSpec, context: int = 0) -> str:
 def copy_weights(
     tier: DiskTier,
     weights: Weights,
-    wanted: Sequence[Published],
+    needed: Sequence[Published],
     extra: dict[str, object],
     image_bytes: int,
 ) -> str:
-    """Commits the tensors as step 0, an image of ``image_bytes`` at a time as one rank's share; returns their digest."""
+    """Commit the tensors as step 0, in images of ``image_bytes`` that each count as one rank's share. Return their digest."""
     draft = Draft(0, 0)
     sources: dict[str, list[Published]] = defaultdict(list)
-    for tensor in wanted:
+    for tensor in needed:
         sources[tensor.parameter.name].append(tensor)
     hashes = {name: hashlib.sha256() for name in sources}
     shapes = {name: tensors[0].parameter.shape for name, tensors in sources.items()}
@@ -114,20 +116,20 @@ def copy_weights(
         data[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
         for entry in layout.entries:
             name = entry.box.name.removeprefix(WEIGHTS)
-            found = values(entry.box, sources[name], weights)
-            data[entry.start : entry.stop] = found.contiguous().reshape(-1).view(torch.uint8).numpy()
+            elements = values(entry.box, sources[name], weights)
+            data[entry.start : entry.stop] = elements.contiguous().reshape(-1).view(torch.uint8).numpy()
             hashes[name].update(data[entry.start : entry.stop].data)
         tier.write(draft, rank, Image(layout, data))
     for rank in range(len(shares)):
         tier.collect(draft, rank, len(shares), timeout_s=0)
     digest = combine({name: TensorDigest("float32", shapes[name], hashes[name].digest()) for name in sources})
-    tier.commit(draft, Record(0, len(shares), extra, digest), timeout_s=0)
+    tier.commit(draft, StepRecord(0, len(shares), extra, digest), timeout_s=0)
     return digest
 
 
 def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box]]:
-    """The model's tensors in parts, in order, so that each list of parts fits into an image."""
-    tensors = (whole(WEIGHTS + name, "float32", shape) for name, shape in shapes.items())
+    """Yield the model's tensors in parts, in order; each list of parts fits into an image."""
+    tensors = (full_box(WEIGHTS + name, "float32", shape) for name, shape in shapes.items())
     parts = (span.part for box in tensors for span in spans(box, box, min(image_bytes, PIECE_BYTES)))
     share: list[Box] = []
     nbytes = 0
@@ -141,7 +143,7 @@ def _shares(shapes: Mapping[str, Extent], image_bytes: int) -> Iterator[list[Box
 
 
 def _copy_tokenizer(directory: Path, folder: Path) -> str:
-    """Copies the tokenizer; returns the empty string, or why there is none to copy."""
+    """Copy the tokenizer. Return the empty string, or the reason for its absence."""
     if not any((directory / name).exists() for name in (TOKENIZER_FILE, SENTENCEPIECE_FILE)):
         return f"{directory} has neither {TOKENIZER_FILE} nor {SENTENCEPIECE_FILE}"
     try:

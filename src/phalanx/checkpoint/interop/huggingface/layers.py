@@ -1,7 +1,6 @@
-"""Fields of a family's ``config.json`` that are no field of ModelSpec under another name: which layers are of which kind.
+"""Fields of a family's ``config.json`` without a counterpart in ModelSpec, such as the kind of each layer.
 
-A family names its pair of functions (``families/``): one reads fields of ``ModelSpec`` and says what is wrong with
-them, the other writes them back.
+A family has a pair of functions (``families/``): one reads fields of ``ModelSpec`` and returns problems, the other writes them.
 """
 
 import json
@@ -13,64 +12,64 @@ from phalanx.run.kinds.mixture import is_mixture
 from phalanx.run.spec import ModelSpec, MoeSpec
 
 LATENT_EPS = 1e-6
-"""The epsilon of the norms of attention's latents in ``transformers``, whatever ``rms_norm_eps`` is."""
+"""Epsilon of the norms of attention's latents in ``transformers``, for any ``rms_norm_eps``."""
 _UNUSED_WINDOW = 4096
-"""Written where no layer has a window: some classes make a mask of it nevertheless, and fail on null."""
-_MOST_LAYERS = 1 << 16  # more are refused as model.layers; here they are not gone through
+"""Window that is written if no layer has one: some classes make a mask of it anyway, and fail on null."""
+_MOST_LAYERS = 1 << 16  # more are refused as model.layers; here they are not enumerated
 
 Read = Callable[[JsonObject], tuple[dict[str, object], list[str]]]
-"""From a ``config.json`` to fields of ModelSpec, and what is wrong with it."""
+"""Function from a ``config.json`` to fields of ModelSpec, and its problems."""
 Write = Callable[[ModelSpec], Mapping[str, object]]
-"""From a resolved model to fields of ``config.json``."""
+"""Function from a resolved model to fields of ``config.json``."""
 Check = Callable[[ModelSpec], Iterator[str]]
-"""The combinations of a resolved model that a family cannot say although it has words for each of the fields."""
+"""Function that yields combinations of fields that a family cannot express, although it can express each field."""
 
 
 def nothing_read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:  # noqa: ARG001
-    """Reads no field."""
+    """Read no field."""
     return {}, []
 
 
 def nothing_written(spec: ModelSpec) -> Mapping[str, object]:  # noqa: ARG001
-    """Writes no field."""
+    """Write no field."""
     return {}
 
 
 def all_said(spec: ModelSpec) -> Iterator[str]:  # noqa: ARG001
-    """Nothing more is amiss."""
+    """Yield no problem."""
     yield from ()
 
 
-def reads(*all_of: Read) -> Read:
-    """All of the fields that several functions read."""
+def reads(*readers: Read) -> Read:
+    """Combine functions that read fields."""
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-        found = [one(hf_config) for one in all_of]
-        fields = {path: value for some, _ in found for path, value in some.items()}
-        return fields, [problem for _, problems in found for problem in problems]
+        results = [reader(hf_config) for reader in readers]
+        fields = {path: value for fields_of_reader, _ in results for path, value in fields_of_reader.items()}
+        return fields, [problem for _, problems in results for problem in problems]
 
     return read
 
 
-def writes(*all_of: Write) -> Write:
-    """All of the fields that several functions write."""
-    return lambda spec: {key: value for one in all_of for key, value in one(spec).items()}
+def writes(*writers: Write) -> Write:
+    """Combine functions that write fields."""
+    return lambda spec: {key: value for writer in writers for key, value in writer(spec).items()}
 
 
 def whole_heads(spec: ModelSpec) -> Iterator[str]:
-    """Families whose readers may take dim / heads for the width of a head."""
+    """Check for families whose readers may use dim / heads as head width."""
     if spec.dim % spec.heads:
         yield f"dim = {spec.dim} with {spec.heads} heads: it must be a multiple of heads"
 
 
 def heads_as_wide_as_the_model(spec: ModelSpec) -> Iterator[str]:
-    """Families without a width of heads: it is dim / heads."""
+    """Check for families without a head width: it is dim / heads."""
     if spec.dim != spec.heads * spec.head_dim:
         yield f"head_dim = {spec.head_dim} with {spec.heads} heads: it must be dim / heads"
 
 
 def read_window_everywhere(default: int | None) -> Read:
-    """Mistral's window: in all layers, or in none; ``default`` is the family's own."""
+    """Mistral's window: in all layers, or in none; ``default`` is the family's."""
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
         window = hf_config.get("sliding_window", default)
@@ -87,64 +86,64 @@ def read_only_window(hf_config: JsonObject) -> tuple[dict[str, object], list[str
 
 
 def phi3_layers(spec: ModelSpec) -> Iterator[str]:
-    """Phi-3's heads and layers."""
+    """Check of Phi-3's heads and layers."""
     yield from heads_as_wide_as_the_model(spec)
     yield from window_everywhere(spec)
 
 
 def write_window(spec: ModelSpec) -> Mapping[str, object]:
-    """The window, for families that say the layers otherwise."""
+    """Write the window, for families that state its layers in other fields."""
     return {"sliding_window": spec.window or None}
 
 
 def window_everywhere(spec: ModelSpec) -> Iterator[str]:
-    """Families whose layers have a window all of them, or none."""
+    """Check for families with a window in all layers or in none."""
     if {*spec.attention_pattern} - {"window"}:
         yield f"attention_pattern = {json.dumps(spec.attention_pattern)}: all layers have a window, or none"
 
 
 def read_switched_window(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Qwen's window, which is off unless ``use_sliding_window``; then in the layers of ``layer_types``, or in the last ones."""
+    """Qwen's window: off unless ``use_sliding_window``; then in the layers of ``layer_types``, or in the last ones."""
     if not hf_config.get("use_sliding_window"):
         return _read_types(hf_config, ["full_attention"], 0)
     return read_layer_types(4096, _from_layer(hf_config, 28))(hf_config)
 
 
 def read_window_if_switched_on(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Qwen3-MoE's window, off unless ``use_sliding_window``, and then in all layers."""
+    """Qwen3-MoE's window: off unless ``use_sliding_window``, and then in all layers."""
     return read_window_everywhere(4096)({"use_sliding_window": False, **hf_config})
 
 
 def write_window_switch(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_window_if_switched_on``."""
+    """Inverse of ``read_window_if_switched_on``."""
     return {"use_sliding_window": spec.window > 0, "sliding_window": spec.window or None}
 
 
 def read_last_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """dots.llm1's window, in the layers of ``layer_types``, or in those from ``max_window_layers`` on."""
+    """dots.llm1's window: in the layers of ``layer_types``, or in those from ``max_window_layers`` on."""
     return read_layer_types(4096, _from_layer(hf_config, 62))(hf_config)
 
 
 def _from_layer(hf_config: JsonObject, default: int) -> Callable[[int], bool]:
-    """True of the layers from ``max_window_layers`` on; null is as if it said nothing."""
-    given = hf_config.get("max_window_layers")
-    first = default if given is None else int(given)
+    """Return a predicate for the layers from ``max_window_layers`` on; null counts as absent."""
+    stated = hf_config.get("max_window_layers")
+    first = default if stated is None else int(stated)
     return lambda layer: layer >= first
 
 
 def read_layer_types(window: int, is_windowed: Callable[[int], bool]) -> Read:
-    """``layer_types`` with ``sliding_window``; ``window`` and ``is_windowed`` are the family's own."""
+    """Read ``layer_types`` with ``sliding_window``; ``window`` and ``is_windowed`` are the family's defaults."""
 
     def read(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
         layers = hf_config.get("num_hidden_layers")
         if not isinstance(layers, int) or layers > _MOST_LAYERS:
             return {}, []
-        given = hf_config.get("sliding_window", window)
+        stated = hf_config.get("sliding_window", window)
         kinds = [
-            "sliding_attention" if given and is_windowed(layer) else "full_attention"
+            "sliding_attention" if stated and is_windowed(layer) else "full_attention"
             for layer in range(layers)
         ]
-        return _read_types(hf_config, kinds, given)
+        return _read_types(hf_config, kinds, stated)
 
     return read
 
@@ -159,7 +158,7 @@ def _read_types(
     if "window" not in pattern:
         return {}, []
     if window is None:
-        return {}, ["layer_types has layers with a window, and sliding_window says none: write its positions"]
+        return {}, ["layer_types has layers with a window, but sliding_window is null: set it to a number"]
     return {"attention_pattern": pattern, "window": window}, []
 
 
@@ -167,7 +166,7 @@ _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "window"}
 
 
 def shortest_pattern(kinds: Sequence[str]) -> list[str]:
-    """The shortest list that, repeated, begins with ``kinds``; empty if all layers are full."""
+    """Return the shortest list that, repeated, begins with ``kinds``; empty if all layers are full."""
     if not {*kinds} - {"full"}:
         return []
     for length in range(1, len(kinds)):
@@ -194,31 +193,31 @@ def write_switched_window(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def all_rotated(spec: ModelSpec) -> Iterator[str]:
-    """Families all of whose layers have rotary positions."""
+    """Check for families whose layers all have rotary positions."""
     if "no-position" in spec.attention_pattern:
         yield f"attention_pattern = {json.dumps(spec.attention_pattern)}: all layers have rotary positions"
 
 
 def gemma2_layers(spec: ModelSpec) -> Iterator[str]:
-    """Gemma 2's width and layers."""
+    """Check of Gemma 2's width and layers."""
     yield from whole_heads(spec)
     yield from all_rotated(spec)
 
 
 def qwen2_layers(spec: ModelSpec) -> Iterator[str]:
-    """Qwen2's heads and layers."""
+    """Check of Qwen2's heads and layers."""
     yield from heads_as_wide_as_the_model(spec)
     yield from all_rotated(spec)
 
 
 def read_regular_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Gemma 3's windows, in ``layer_types`` or in all layers but every so-many-th."""
-    every = hf_config.get("sliding_window_pattern") or 6
-    return read_layer_types(4096, lambda layer: (layer + 1) % every != 0)(hf_config)
+    """Gemma 3's windows: in ``layer_types``, or in all layers except every ``sliding_window_pattern``-th."""
+    period = hf_config.get("sliding_window_pattern") or 6
+    return read_layer_types(4096, lambda layer: (layer + 1) % period != 0)(hf_config)
 
 
 def read_score_width(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Gemma's factor of attention's scores."""
+    """Read Gemma's scale of attention scores."""
     width = hf_config.get("query_pre_attn_scalar", 256)
     return {"score_width": 0 if width == hf_config.get("head_dim", 256) else width}, []
 
@@ -229,7 +228,7 @@ def write_score_width(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def read_caps(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Gemma 2's soft caps, of which null is none."""
+    """Read Gemma 2's soft caps; null means none."""
     caps = {ours: hf_config.get(theirs, own) for ours, (theirs, own) in _CAPS.items()}
     problems = [
         f"{_CAPS[ours][0]} = {cap} is not supported; supported: null"
@@ -248,12 +247,12 @@ _CAPS = {"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_log
 
 
 def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """SmolLM3's layers without rotary positions, by default every fourth."""
+    """Read SmolLM3's layers without rotary positions, by default every fourth."""
     layers = hf_config.get("num_hidden_layers")
     if not isinstance(layers, int) or layers > _MOST_LAYERS:
         return {}, []
-    every = hf_config.get("no_rope_layer_interval", 4)
-    rotated = hf_config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in range(layers)]
+    period = hf_config.get("no_rope_layer_interval", 4)
+    rotated = hf_config.get("no_rope_layers") or [(layer + 1) % period != 0 for layer in range(layers)]
     window = hf_config.get("use_sliding_window") and hf_config.get("sliding_window")
     if window or "sliding_attention" in (hf_config.get("layer_types") or ()):
         return {}, ["a sliding window in layers without rotary positions is not supported; supported: none"]
@@ -264,20 +263,20 @@ def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], lis
 def write_unrotated_layers(spec: ModelSpec) -> Mapping[str, object]:
     """The inverse of ``read_unrotated_layers``."""
     rotated = [int(attention_of(spec, layer) != "no-position") for layer in range(spec.layers)]
-    # Older readers know the interval alone.
+    # Older readers use the interval only.
     regular = all(kind == "full" for kind in spec.attention_pattern[:-1])
     interval = {"no_rope_layer_interval": len(spec.attention_pattern)} if regular else {}
     return {"no_rope_layers": rotated, "use_sliding_window": False, "sliding_window": None, **interval}
 
 
 def no_window(spec: ModelSpec) -> Iterator[str]:
-    """Families without a window."""
+    """Check for families without a window."""
     if spec.window:
         yield f"attention_pattern = {json.dumps(spec.attention_pattern)}: no layer has a window"
 
 
 def read_sparse_step(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Qwen's mixtures: every so-many-th layer, but for some that stay dense."""
+    """Qwen's mixtures: every ``decoder_sparse_step``-th layer, except those of ``mlp_only_layers``."""
     layers = hf_config.get("num_hidden_layers")
     if not isinstance(layers, int) or layers > _MOST_LAYERS:
         return {}, []
@@ -285,13 +284,13 @@ def read_sparse_step(hf_config: JsonObject) -> tuple[dict[str, object], list[str
     mixtures = sorted(layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense)
     if not mixtures or hf_config.get("num_experts", hf_config.get("num_local_experts")) == 0:
         return {"moe.first_dense": layers}, []
-    every = mixtures[1] - mixtures[0] if mixtures[1:] else layers - mixtures[0]
-    first_dense = mixtures[0] - every + 1
-    if _mixtures(MoeSpec(first_dense=first_dense, every=every), layers) == mixtures and first_dense >= 0:
-        return {"moe.first_dense": first_dense, "moe.every": every}, []
+    period = mixtures[1] - mixtures[0] if mixtures[1:] else layers - mixtures[0]
+    first_dense = mixtures[0] - period + 1
+    if _mixtures(MoeSpec(first_dense=first_dense, every=period), layers) == mixtures and first_dense >= 0:
+        return {"moe.first_dense": first_dense, "moe.every": period}, []
     return {}, [
         f"mlp_only_layers = {dense} with decoder_sparse_step = {step} is not supported; supported: dense layers first, "
-        "and then every so-many-th layer a mixture, or no mixture at all"
+        "and then every n-th layer a mixture, or no mixture"
     ]
 
 
@@ -307,15 +306,15 @@ def write_sparse_step(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def read_shared_width(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Qwen2-MoE's shared expert, by its width: so many times that of a routed one."""
+    """Read Qwen2-MoE's shared experts from their total width, a multiple of that of a routed one."""
     shared = hf_config.get("shared_expert_intermediate_size")
-    each = hf_config.get("moe_intermediate_size")
-    if not isinstance(each, int) or each < 1:
+    expert_width = hf_config.get("moe_intermediate_size")
+    if not isinstance(expert_width, int) or expert_width < 1:
         return {}, []  # refused as model.moe.ffn_dim
-    if not isinstance(shared, int) or shared < 1 or shared % each:
-        found = f"shared_expert_intermediate_size = {shared} is not supported"
-        return {}, [f"{found}; supported: multiples of moe_intermediate_size ({each})"]
-    return {"moe.shared": shared // each}, []
+    if not isinstance(shared, int) or shared < 1 or shared % expert_width:
+        problem = f"shared_expert_intermediate_size = {shared} is not supported"
+        return {}, [f"{problem}; supported: multiples of moe_intermediate_size ({expert_width})"]
+    return {"moe.shared": shared // expert_width}, []
 
 
 def write_shared_width(spec: ModelSpec) -> Mapping[str, object]:
@@ -325,15 +324,15 @@ def write_shared_width(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def read_rotated_width(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """MiniMax-M2's ``rotary_dim``, where no fraction is given; and layers with linear attention, which it has no more."""
+    """Read MiniMax-M2's ``rotary_dim`` if no fraction is stated; refuse layers with linear attention, which it no longer has."""
     kinds = hf_config.get("attn_type_list")
     problems = (
         [] if not kinds or kinds == [1] * len(kinds) else ["attn_type_list: supported: 1 in all layers"]
     )
     rope = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
     rotated, width = hf_config.get("rotary_dim"), hf_config.get("head_dim") or 128
-    told = (hf_config.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
-    if rotated is None or told != (None, None):
+    stated_fractions = (hf_config.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
+    if rotated is None or stated_fractions != (None, None):
         return {}, problems
     if not isinstance(rotated, int) or not isinstance(width, int) or not 0 < rotated <= width:
         return {}, [*problems, f"rotary_dim = {rotated} is no part of a head of {width} elements"]
@@ -341,7 +340,7 @@ def read_rotated_width(hf_config: JsonObject) -> tuple[dict[str, object], list[s
 
 
 def read_early_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Qwen2-MoE's windows, off unless ``use_sliding_window``: in ``layer_types``, or in every other one of the first layers."""
+    """Qwen2-MoE's windows: off unless ``use_sliding_window``; in ``layer_types``, or in every other one of the first layers."""
     if not hf_config.get("use_sliding_window"):
         return _read_types(hf_config, ["full_attention"], 0)
     beyond = _from_layer(hf_config, 28)
@@ -359,17 +358,17 @@ def _mixtures(moe: MoeSpec, layers: int) -> list[int]:
 
 
 def read_latent(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Latent attention has as many key heads as query heads, however a ``config.json`` says so."""
+    """Check that latent attention has as many key heads as query heads, and read its epsilon."""
     heads = hf_config.get("num_attention_heads")
     kv_heads = hf_config.get("num_key_value_heads")
     problems = [f"num_key_value_heads = {kv_heads} is not supported; supported: as many as heads ({heads})"]
-    # In the norms of latents transformers has its own epsilon, whatever config.json says.
+    # transformers uses a fixed epsilon in the norms of latents, independent of config.json.
     eps = {} if hf_config.get("rms_norm_eps", LATENT_EPS) == LATENT_EPS else {"mla.norm_eps": LATENT_EPS}
     return {**eps}, [] if kv_heads in (None, heads) else problems
 
 
 def write_latent(spec: ModelSpec) -> Mapping[str, object]:
-    """Latent attention as DeepSeek publishes it: key heads by number, rotated rows in pairs."""
+    """Write latent attention as DeepSeek publishes it: number of key heads, rotated rows in pairs."""
     assert spec.mla is not None, "of families with latent attention alone"
     return {
         "num_key_value_heads": spec.heads,
@@ -379,7 +378,7 @@ def write_latent(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def read_greedy_groups(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """DeepSeek-V2's choice of experts: among all, or among the groups with the best expert."""
+    """Read DeepSeek-V2's choice of experts: among all, or among the groups with the best expert."""
     method = hf_config.get("topk_method") or "greedy"
     if method == "greedy":
         return {"moe.groups": 1, "moe.groups_per_token": 1}, []
@@ -402,13 +401,13 @@ def write_greedy_groups(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def best_of_groups(spec: ModelSpec) -> Iterator[str]:
-    """DeepSeek-V2 judges a group by its best expert."""
+    """Check that a group's score is its best expert's, as in DeepSeek-V2."""
     if spec.moe is not None and spec.moe.groups > 1 and spec.moe.group_score != "best":
         yield f'moe.group_score = "{spec.moe.group_score}": DeepseekV2 has only "best"'
 
 
 def read_two_biases(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
-    """Seed-OSS says apart whether queries, keys and values have biases, and whether the output projection has one."""
+    """Read Seed-OSS's separate switches for the biases of queries, keys and values, and of the output projection."""
     inner, output = hf_config.get("attention_bias", True), hf_config.get("attention_out_bias", False)
     if output and not inner:
         problem = (

@@ -1,11 +1,14 @@
-"""Hugging Face's names of parameters, and how one parameter lies in several of its tensors.
+"""Hugging Face's names of parameters, and the layout of a parameter in several of its tensors.
 
-Most tensors differ in name alone. Some do not: a stack of experts ``(experts, ...)`` is published as one tensor per
-expert (whatever ``transformers`` fuses in memory), and the rows of latent attention that are rotated are published in pairs
-``x0 y0 x1 y1 ...`` where this project keeps halves ``x0 x1 ... y0 y1 ...`` (see ``phalanx.model.layers.attention.rotary``); reordering the rows
-once makes both compute the same. Some families publish parameters that have the same input as one tensor (Phi-3's queries, keys and
-values; gpt-oss's experts, whose gates and values lie by turns, and transposed). DeepSeek-V3's modules for multi-token prediction are published as layers behind the
-last one, with copies of the embedding and the output projection that they share with the model.
+Most tensors differ only in name. Exceptions:
+
+- A stack of experts ``(experts, ...)`` is published as one tensor per expert, even if ``transformers`` fuses them in memory.
+- Rotated rows of latent attention are published in pairs ``x0 y0 x1 y1 ...``; this project keeps halves ``x0 x1 ... y0 y1 ...`` (see
+  ``phalanx.model.layers.attention.rotary``). Rows are reordered once, and both compute the same.
+- Some families publish parameters with the same input as one tensor: Phi-3's queries, keys and values; gpt-oss's experts, whose gates
+  and values alternate and are transposed.
+- DeepSeek-V3's modules for multi-token prediction are published as layers after the last one, with copies of the shared embedding and
+  output projection.
 """
 
 import re
@@ -54,7 +57,7 @@ _IN_BLOCK = {
     "ffn.router.weight": "mlp.gate.weight",
     "ffn.shared_gate": "mlp.shared_expert_gate.weight",
     "ffn.router.bias": "mlp.gate.e_score_correction_bias",
-    # The asterisk stands for the number of an expert.
+    # The asterisk is replaced by the number of an expert.
     "ffn.experts.gate": "mlp.experts.*.gate_proj.weight",
     "ffn.experts.up": "mlp.experts.*.up_proj.weight",
     "ffn.experts.down": "mlp.experts.*.down_proj.weight",
@@ -70,25 +73,25 @@ _OUTER_BACK = {theirs: ours for ours, theirs in _OUTER.items()}
 
 @dataclass(frozen=True)
 class RotaryRows:
-    """Rows in groups of ``group``, the last ``rotated`` of each published in pairs: heads, or a latent and the key's part."""
+    """Rows in groups of ``group``; the last ``rotated`` of each are published in pairs. A group is a head, or a latent with the key's part."""
 
     group: int
     rotated: int
     first: bool = False
-    """True if it is the first rows of a group that are rotated."""
+    """True if the first rows of a group are rotated."""
 
     def around(self, start: int, stop: int) -> tuple[int, int]:
-        """The whole groups that rows ``start:stop`` lie in."""
+        """Return the range of complete groups that contains rows ``start:stop``."""
         return start // self.group * self.group, -(-stop // self.group) * self.group
 
     def reordered(self, values: Any, order: list[int]) -> Any:
-        """The rows of a tensor or array of whole groups, each group in the given order."""
+        """Reorder the rows within each group of a tensor or array of complete groups."""
         groups = values.reshape(-1, self.group, *values.shape[1:])
         return groups[:, order].reshape(values.shape)
 
     @property
     def published_at(self) -> list[int]:
-        """For each row of a group as this project keeps it, where it is published."""
+        """For each row of a group in this project's order, its published position."""
         plain = self.group - self.rotated
         if self.first:
             return [*range(0, self.rotated, 2), *range(1, self.rotated, 2), *range(self.rotated, self.group)]
@@ -96,66 +99,66 @@ class RotaryRows:
 
     @property
     def kept_at(self) -> list[int]:
-        """The inverse of ``published_at``."""
+        """Inverse of ``published_at``."""
         return sorted(range(self.group), key=self.published_at.__getitem__)
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a parameter in a tensor that holds several, or that has other dimensions last."""
+class JointSlice:
+    """Position of a parameter in a tensor of several parameters, or in one with its last two dimensions exchanged."""
 
     shape: Extent
-    """The tensor's own shape."""
+    """The tensor's shape."""
     axis: int
     """The tensor's dimension along which parameters are joined."""
     start: int
     step: int
-    """Along it, the parameter's elements are ``start``, ``start + step``, ..."""
+    """Along ``axis``, the parameter's elements are ``start``, ``start + step``, ..."""
     transposed: bool
 
     def around(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The smallest part of the tensor without gaps that holds a part of the parameter."""
-        where = [*part[:-2], part[-1], part[-2]] if self.transposed else [*part]
-        rows = where[self.axis]
-        where[self.axis] = slice(
+        """Return the smallest contiguous part of the tensor that contains a part of the parameter."""
+        slices = [*part[:-2], part[-1], part[-2]] if self.transposed else [*part]
+        rows = slices[self.axis]
+        slices[self.axis] = slice(
             self.start + self.step * rows.start, self.start + self.step * (rows.stop - 1) + 1
         )
-        return tuple(where)
+        return tuple(slices)
 
-    def taken(self, values: Any) -> Any:
-        """The part of the parameter that lies in the ``values`` of ``around``."""
-        taken = values[(slice(None),) * self.axis + (slice(None, None, self.step),)]
-        return taken.transpose(-1, -2) if self.transposed else taken
+    def extract(self, values: Any) -> Any:
+        """Return the parameter's elements of ``values``, a part of the tensor selected by ``around``."""
+        elements = values[(slice(None),) * self.axis + (slice(None, None, self.step),)]
+        return elements.transpose(-1, -2) if self.transposed else elements
 
     def put(self, values: Any, into: Any) -> None:
-        """Writes the parameter's ``values``, whole but for the first dimension, to their places in a piece of the tensor."""
-        turned = values.transpose(-1, -2) if self.transposed else values
-        stop = self.start + self.step * turned.shape[self.axis]
-        into[(slice(None),) * self.axis + (slice(self.start, stop, self.step),)] = turned
+        """Write the parameter's ``values``, complete except in the first dimension, to their positions in a piece of the tensor."""
+        oriented = values.transpose(-1, -2) if self.transposed else values
+        stop = self.start + self.step * oriented.shape[self.axis]
+        into[(slice(None),) * self.axis + (slice(self.start, stop, self.step),)] = oriented
 
 
 @dataclass(frozen=True)
 class Published:
-    """A tensor of a Hugging Face folder as the whole or one expert of a parameter, or what a tensor of several holds of it."""
+    """A tensor of a Hugging Face folder: a parameter, one expert of it, or the part of a tensor that belongs to the parameter."""
 
     name: str
     parameter: Parameter
     expert: int | None = None
     rotary: RotaryRows | None = None
-    place: Place | None = None
+    place: JointSlice | None = None
 
     @property
     def shape(self) -> Extent:
-        """The tensor's own shape."""
+        """The tensor's shape."""
         if self.place is not None:
             return self.place.shape
         return self.parameter.shape if self.expert is None else self.parameter.shape[1:]
 
 
 def published(spec: ModelSpec, family: Family | None = None) -> Iterator[Published]:
-    """Every tensor of a resolved model as ``family`` publishes it, parameter by parameter, then the routers' biases.
+    """Yield every tensor of a resolved model as ``family`` publishes it, parameter by parameter, then the routers' biases.
 
-    A tensor that holds several parameters comes once for each, in neighboring places. ``None`` is the family that the model is written as.
+    A tensor of several parameters is yielded once for each, consecutively. ``None`` means the family that the model is written as.
     """
     family = family or family_for(spec)
     table = by_name((*parameters(spec), *buffers(spec)))
@@ -173,7 +176,7 @@ def published(spec: ModelSpec, family: Family | None = None) -> Iterator[Publish
 
 
 def shared_copies(spec: ModelSpec) -> Iterator[Published]:
-    """Tensors that are published once more with each module of multi-token prediction, which shares them."""
+    """Yield the copies of shared tensors that are published with each module of multi-token prediction."""
     by_name = {parameter.name: parameter for parameter in parameters(spec)}
     embedding = by_name["embedding.weight"]
     for depth in range(spec.mtp_depth):
@@ -183,45 +186,45 @@ def shared_copies(spec: ModelSpec) -> Iterator[Published]:
 
 
 def hf_name(name: str, spec: ModelSpec | None = None, family: Family | None = None) -> str:
-    """Hugging Face's name of a parameter: ``blocks.3.attention.query.weight`` is ``model.layers.3.self_attn.q_proj.weight``.
+    """Return Hugging Face's name of a parameter: ``blocks.3.attention.query.weight`` is ``model.layers.3.self_attn.q_proj.weight``.
 
-    In the name of a stack of experts an asterisk stands for the number of the expert. ``spec`` is the parameter's model, and may be left
-    out for a Llama; ``family`` is the one that it is written as, unless another is given. Raises KeyError for a name that is not a
-    parameter of the transformer.
+    In the name of a stack of experts an asterisk is the placeholder of the expert's number. ``spec`` is the parameter's model; it may be
+    omitted for a Llama. ``family`` defaults to the one that the model is written as. Raises KeyError if the transformer has no such
+    parameter.
     """
     if name in _OUTER:
         return _OUTER[name]
-    module, layer, rest = _split(name, r"(blocks|mtp)\.(\d+)\.(.+)")
+    module, layer, local_name = _split(name, r"(blocks|mtp)\.(\d+)\.(.+)")
     if module == "mtp":
         if spec is None:
             raise KeyError(name)
         layer = str(spec.layers + int(layer))
-        if rest in _IN_MTP:
-            return f"model.layers.{layer}.{_IN_MTP[rest]}"
-        rest = rest.removeprefix("block.")
+        if local_name in _IN_MTP:
+            return f"model.layers.{layer}.{_IN_MTP[local_name]}"
+        local_name = local_name.removeprefix("block.")
     family = family_for(spec) if spec is not None and family is None else family
-    return f"model.layers.{layer}.{_in_block(family)[rest]}"
+    return f"model.layers.{layer}.{_in_block(family)[local_name]}"
 
 
 def parameter_name(name: str, family: Family | None = None) -> str:
-    """The inverse of ``hf_name``, but for modules of multi-token prediction; ``None`` is Llama's family.
+    """Inverse of ``hf_name``, except for modules of multi-token prediction; ``None`` is Llama's family.
 
     Raises KeyError for a tensor of no parameter, or of several.
     """
     if name in _OUTER_BACK:
         return _OUTER_BACK[name]
-    layer, rest = _split(name, r"model\.layers\.(\d+)\.(.+)")
+    layer, local_name = _split(name, r"model\.layers\.(\d+)\.(.+)")
     joined = () if family is None else family.joined
     back = {theirs: ours for ours, theirs in _in_block(family).items() if theirs not in joined}
-    return f"blocks.{layer}.{back[rest]}"
+    return f"blocks.{layer}.{back[local_name]}"
 
 
 def _in_block(family: Family | None) -> Mapping[str, str]:
     return _IN_BLOCK if family is None else {**_IN_BLOCK, **family.in_block}
 
 
-def _place(parameter: Parameter, table: Mapping[str, Parameter], family: Family) -> Place | None:
-    """Where a parameter of ``table`` lies in a tensor that the family joins; ``None`` for one that is a tensor by itself."""
+def _place(parameter: Parameter, table: Mapping[str, Parameter], family: Family) -> JointSlice | None:
+    """Return the position of a parameter of ``table`` in a tensor that the family joins; ``None`` if it is a separate tensor."""
     joints = [
         (parameter.name.removesuffix(part), joint)
         for joint in family.joined.values()
@@ -243,14 +246,14 @@ def _place(parameter: Parameter, table: Mapping[str, Parameter], family: Family)
             len(shape) - 1 if rows_at == len(shape) - 2 else rows_at,
         )
     start, step = (number, len(names)) if joint.by_turns else (sum(sizes[:number]), 1)
-    return Place(tuple(shape), axis, start, step, joint.transposed)
+    return JointSlice(tuple(shape), axis, start, step, joint.transposed)
 
 
 def _split(name: str, pattern: str) -> tuple[str, ...]:
-    found = re.fullmatch(pattern, name)
-    if found is None:
+    match = re.fullmatch(pattern, name)
+    if match is None:
         raise KeyError(name)
-    return found.groups()
+    return match.groups()
 
 
 def _rotary_rows(name: str, spec: ModelSpec, family: Family) -> RotaryRows | None:

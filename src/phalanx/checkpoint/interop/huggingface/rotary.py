@@ -1,8 +1,8 @@
-"""The rotary embedding's parameters in ``config.json``: base, stretching, and what differs by layer.
+"""The rotary embedding's parameters in ``config.json``: base, scaling, and differences by layer.
 
-Version 5 of transformers keeps them in ``rope_parameters``, version 4 in ``rope_theta`` and ``rope_scaling``; both are written, either
-is read. LongRoPE is Phi-3's: the context before stretching stands outside these tables, and by how much it was stretched follows from
-``max_position_embeddings``, unless they give the temperature itself.
+Version 5 of transformers keeps them in ``rope_parameters``, version 4 in ``rope_theta`` and ``rope_scaling``; both are written, either is
+read. LongRoPE is Phi-3's. Its original context is outside these tables, and its factor follows from ``max_position_embeddings``, unless
+the tables have the temperature itself.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from phalanx.run.fields import JsonObject
 from phalanx.run.spec import ModelSpec, RopeScalingSpec
 
 _ORIGINAL = "original_max_position_embeddings"
-_MOST_TOKENS = 1 << 40  # what says more is no length of a context
+_MOST_TOKENS = 1 << 40  # larger numbers are not a context length
 LAYERS_BY_WINDOW = ("full_attention", "sliding_attention")
 _ONLY_ROPE: Mapping[str, object] = {"partial_rotary_factor": 1, "attention_factor": None}
 _WITH_TEMPERATURE = ("yarn", "longrope")
@@ -44,7 +44,7 @@ _STRETCHES: Mapping[str, Mapping[str, str]] = {
         "original_max_seq_len": "original_max_position_embeddings",
     },
 }
-# What methods do without; the temperature's strengths are written only where they are given.
+# Optional parameters; the temperature's strengths are written only if they are set.
 _OPTIONAL = ("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "temperature")
 TEMPERATURE = (
     "mscale without mscale_all_dim, or the reverse, means different things to different readers; supported: both "
@@ -53,12 +53,12 @@ TEMPERATURE = (
 
 
 def stretched_length(scaling: RopeScalingSpec) -> int:
-    """Tokens of the context to which positions are stretched."""
+    """Return the number of tokens in the scaled context."""
     return round(scaling.factor * scaling.original_max_seq_len)
 
 
 def rotary_written(spec: ModelSpec, family: Family, max_seq_len: int) -> dict[str, object]:
-    """The fields of ``config.json`` for the rotary embedding of a model that ``family`` can say, with a context of ``max_seq_len``."""
+    """Return the fields of ``config.json`` for the rotary embedding of a model that ``family`` can express, with context ``max_seq_len``."""
     scaling, partial = spec.rope_scaling, {}
     if "rope_fraction" in family.fields:
         partial["partial_rotary_factor"] = spec.rope_fraction
@@ -67,7 +67,7 @@ def rotary_written(spec: ModelSpec, family: Family, max_seq_len: int) -> dict[st
     stretch = _stretch_of(scaling) | partial
     full = {**stretch, "rope_theta": spec.rope_theta}
     written: dict[str, object] = {"rope_parameters": full, "rope_theta": spec.rope_theta}
-    if "window_rope_theta" in family.said:
+    if "window_rope_theta" in family.handled:
         theta = spec.window_rope_theta
         windowed = {"rope_type": "default", "rope_theta": theta} if theta else full
         written["rope_parameters"] = {"full_attention": full, "sliding_attention": windowed}
@@ -85,7 +85,7 @@ def _longrope_written(
         factors["attention_factor"] = rotary_temperature(scaling)
     outside = {_ORIGINAL: scaling.original_max_seq_len}
     full = {"rope_type": "longrope", **factors, **outside, **partial, "rope_theta": spec.rope_theta}
-    # Version 4 takes no more than these fields here.
+    # Version 4 accepts only these fields.
     older = {"type": "longrope", **factors}
     return {
         "rope_parameters": full,
@@ -98,22 +98,24 @@ def _longrope_written(
 def _stretch_of(scaling: RopeScalingSpec | None) -> dict[str, object]:
     if scaling is None:
         return {"rope_type": "default"}
-    given = {theirs: getattr(scaling, ours) for ours, theirs in _STRETCHES[scaling.kind].items()}
-    unsaid = {"truncate": True, "mscale": 0, "mscale_all_dim": 0, "attention_factor": 0}
+    values = {theirs: getattr(scaling, ours) for ours, theirs in _STRETCHES[scaling.kind].items()}
+    omitted_values = {"truncate": True, "mscale": 0, "mscale_all_dim": 0, "attention_factor": 0}
     return {"rope_type": scaling.kind} | {
-        key: value for key, value in given.items() if key not in unsaid or value != unsaid[key]
+        key: value
+        for key, value in values.items()
+        if key not in omitted_values or value != omitted_values[key]
     }
 
 
 def same_temperature(scaling: Mapping[str, object]) -> bool:
-    """True if readers agree on YaRN's temperature: DeepSeek's code and transformers do where both strengths are given."""
+    """Return True if readers agree on YaRN's temperature: DeepSeek's code and transformers do if both strengths are set."""
     return bool(scaling.get("mscale")) == bool(scaling.get("mscale_all_dim"))
 
 
 def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, JsonObject | None]:
-    """The rotary embedding's parameters, and those of layers with a window where the family tells them apart."""
+    """Return the rotary embedding's parameters, and those of layers with a window if the family distinguishes them."""
     by_layer: JsonObject = hf_config.get("rope_parameters") or dict(family.rope)
-    if "window_rope_theta" not in family.said:
+    if "window_rope_theta" not in family.handled:
         return hf_config.get("rope_scaling") or by_layer, None
     if by_layer and by_layer.keys() <= {*LAYERS_BY_WINDOW}:
         return by_layer.get("full_attention") or {}, by_layer.get("sliding_attention") or {
@@ -123,12 +125,12 @@ def _rope_by_layers(hf_config: JsonObject, family: Family) -> tuple[JsonObject, 
     if local or "window_rope_theta" in family.absent:
         theta = local or family.absent["window_rope_theta"]
         return stretched or by_layer, {"rope_type": "default", "rope_theta": theta}
-    # In version 4 only full attention was stretched.
+    # In version 4 only full attention was scaled.
     return stretched or by_layer, {"rope_type": "default"} if stretched else None
 
 
 def rotary_fields(hf_config: JsonObject, family: Family) -> tuple[dict[str, object], list[str]]:
-    """The rotary fields of ModelSpec, and what is wrong with them."""
+    """Return the rotary fields of ModelSpec, and their problems."""
     rope, windowed = _rope_by_layers(hf_config, family)
     theta = rope.get("rope_theta") or hf_config.get("rope_theta") or family.absent.get("rope_theta", 10000.0)
     fields: dict[str, object] = {"rope_theta": theta}
@@ -156,22 +158,22 @@ def rotary_fields(hf_config: JsonObject, family: Family) -> tuple[dict[str, obje
     if kind == "default":
         return fields, problems
     if kind not in family.stretches:
-        known = "', '".join(family.stretches)
-        return fields, [f"rope_type {kind!r} is not supported; supported: 'default', '{known}'"]
-    said = {_ORIGINAL: hf_config.get("max_position_embeddings"), **rope}
+        supported = "', '".join(family.stretches)
+        return fields, [f"rope_type {kind!r} is not supported; supported: 'default', '{supported}'"]
+    values = {_ORIGINAL: hf_config.get("max_position_embeddings"), **rope}
     if hf_config.get(_ORIGINAL) is not None:  # Phi-3's habit; it has priority in transformers
-        said[_ORIGINAL] = hf_config[_ORIGINAL]
+        values[_ORIGINAL] = hf_config[_ORIGINAL]
     if kind == "longrope":
-        said |= _longrope_said(hf_config, rope)
+        values |= _longrope_context(hf_config, rope)
     stretch: dict[str, object] = {"kind": kind}
     for ours, theirs in _STRETCHES[kind].items():
-        if said.get(theirs) is not None:
-            stretch[ours] = said[theirs]
+        if values.get(theirs) is not None:
+            stretch[ours] = values[theirs]
         elif ours not in _OPTIONAL:
             problems.append(f"the {kind} rotary embedding lacks {theirs}")
     problems += [] if same_temperature(stretch) else [TEMPERATURE]
     if windowed is not None and stretch.get("truncate") is False:
-        # transformers looks for it beside the parameters by layer, not among them.
+        # transformers reads it next to the parameters by layer, not among them.
         problems.append("truncate = False for some layers is not supported; supported: for all layers")
     if kind in _WITH_TEMPERATURE and rope.get("attention_factor") == 0:
         problems.append("attention_factor = 0 is not supported; supported: a number above 0")
@@ -180,8 +182,8 @@ def rotary_fields(hf_config: JsonObject, family: Family) -> tuple[dict[str, obje
     return {**fields, "rope_scaling": stretch}, problems
 
 
-def _longrope_said(hf_config: JsonObject, rope: JsonObject) -> dict[str, object]:
-    """The context before stretching, which is Phi-3's own where ``config.json`` does not say it, and by how much it was stretched."""
+def _longrope_context(hf_config: JsonObject, rope: JsonObject) -> dict[str, object]:
+    """Return the original context, by default Phi-3's, and the scaling factor."""
     original, longest = hf_config.get(_ORIGINAL, 4096), hf_config.get("max_position_embeddings", 4096)
     factor = rope.get("factor")
     if factor is None and _is_length(original) and _is_length(longest):

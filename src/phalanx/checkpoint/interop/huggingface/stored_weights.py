@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face folder where they lie, read in parts as this project's parameters.
+"""The tensors of a Hugging Face folder in place, read in parts as this project's parameters.
 
-``open_folder`` looks at every name, shape and format before a number is read: what is missing, left over, damaged or of another shape is
-named, all at once. Numbers are then read in pieces as they are asked for. What is stored in half precision becomes the same number in fp32, and what is stored in fp8 by
-blocks, as DeepSeek-V3 is, the product with its block's scale; the experts of a layer are stacked, and rotated rows put into halves
+``open_folder`` checks every name, shape and format before a number is read, and reports all that is missing, superfluous, damaged or of
+another shape. Numbers are then read in pieces on demand. Half precision becomes the same number in fp32. Blockwise fp8, as in
+DeepSeek-V3, becomes the product with its block's scale. The experts of a layer are stacked, and rotated rows put into halves
 (``names.py``).
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from phalanx.checkpoint.format.boxes import Box, Extent, whole
+from phalanx.checkpoint.format.boxes import Box, Extent, full_box
 from phalanx.checkpoint.format.image import spans
 from phalanx.checkpoint.interop.huggingface.config import (
     HuggingFaceError,
@@ -40,12 +40,12 @@ from phalanx.run.directory.files import file_of_download
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 
-# Matrices stored in mxfp4, as gpt-oss publishes its experts, read as if they were stored in full.
+# Matrices stored in mxfp4, as gpt-oss publishes its experts, read as if they were stored unquantized.
 #
 # 32 neighboring elements share a scale of 8 bits, a power of two, and have 4 bits each: a sign and one of eight magnitudes (Open
 # Compute Project, Microscaling Formats v1.0, section 5). A stack of matrices ``(experts, rows, columns)`` is published as
-# ``NAME_blocks`` ``(experts, rows, columns / 32, 16)`` and ``NAME_scales`` ``(experts, rows, columns / 32)``, both of bytes, of which
-# the low half is the first element. Every value is exact in fp32. Unquantized the same stack is published with rows and columns exchanged.
+# ``NAME_blocks`` ``(experts, rows, columns / 32, 16)`` and ``NAME_scales`` ``(experts, rows, columns / 32)``, both of bytes. The low half
+# of a byte is the first element. Every value is exact in fp32. An unquantized stack is published with rows and columns exchanged.
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCK = 32
@@ -54,22 +54,22 @@ _BIAS = 127  # of the exponent
 
 @dataclass(frozen=True)
 class PackedStack:
-    """A stack of matrices in blocks of mxfp4 that is read like one of shape ``(experts, columns, rows)``."""
+    """A stack of matrices in mxfp4 blocks, read like a stack of shape ``(experts, columns, rows)``."""
 
     blocks: StoredTensor
     scales: StoredTensor
 
     def get_dtype(self) -> str:
-        """The format of the numbers that are read."""
+        """Return the dtype of the numbers that are read."""
         return "F32"
 
     def get_shape(self) -> list[int]:
-        """The shape of the stack as it is published unquantized."""
+        """Return the shape of the stack as it is published unquantized."""
         experts, rows, blocks, _ = self.blocks.get_shape()
         return [experts, blocks * _BLOCK, rows]
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
-        """A part of it, fp32."""
+        """Return a part of the stack, fp32."""
         assert isinstance(part, tuple), "a slice for each dimension"
         experts, columns, rows = part
         first = columns.start // _BLOCK
@@ -80,7 +80,7 @@ class PackedStack:
 
 
 def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``blocks`` ``(..., n, 16)`` with their ``scales`` ``(..., n)``, both uint8, as fp32 ``(..., 32 n)``."""
+    """Convert ``blocks`` ``(..., n, 16)`` with their ``scales`` ``(..., n)``, both uint8, to fp32 ``(..., 32 n)``."""
     table = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
     halves = torch.stack((blocks & 0xF, blocks >> 4), dim=-1)  # (..., n, 16, 2)
     values = table[halves.int()].flatten(-2)  # (..., n, 32)
@@ -88,11 +88,11 @@ def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of a folder by name, with each pair of blocks and scales as the stack that they stand for.
+    """Return the tensors of a folder by name, with each pair of blocks and scales replaced by its stack.
 
     Raises HuggingFaceError for blocks without scales, or of other shapes or formats.
     """
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales"))}
+    result = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales"))}
     for name, blocks in tensors.items():
         if not name.endswith("_blocks"):
             continue
@@ -107,8 +107,8 @@ def unpacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
                 f"{name}: shape {blocks.get_shape()} with scales of shape {scales.get_shape()} is no stack in mxfp4; save "
                 "the model unquantized (as bfloat16, say) and import that"
             )
-        found[stack] = PackedStack(blocks, scales)
-    return found
+        result[stack] = PackedStack(blocks, scales)
+    return result
 
 
 _FP8 = "F8_E4M3"
@@ -118,24 +118,25 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """A folder that holds all of a model: its resolved description, its tensors, and what was settled on the way."""
+    """A folder with all tensors of a model: the resolved model, its weights, and notes."""
 
     spec: ModelSpec
     weights: Weights
-    wanted: tuple[Published, ...]
+    tensors: tuple[Published, ...]
     """Every tensor of the model, parameter by parameter."""
     notes: tuple[str, ...]
     """Sentences about parts of the folder that are left out or are read in another way."""
 
 
 def open_folder(directory: Path, stack: ExitStack, *, compared: bool = False) -> OpenFolder:
-    """Opens the model in ``directory`` until ``stack`` closes, and looks that every tensor is there in its shape.
+    """Open the model in ``directory`` until ``stack`` closes, and check that every tensor exists with its shape.
 
-    Tensors that are stored twice are read whole to see that they are the same, unless somebody has ``compared`` them before. Raises UnsupportedModelError, or HuggingFaceError where files are incomplete or damaged.
+    Tensors that are stored twice are read completely and compared, unless the caller has ``compared`` them before. Raises
+    UnsupportedModelError, or HuggingFaceError if files are incomplete or damaged.
     """
     if (directory / ".metadata").exists():
         raise HuggingFaceError(
-            f"{directory}: is in PyTorch's distributed format, which does not say what the model is; name it (phalanx import "
+            f"{directory}: is in PyTorch's distributed format, which does not describe the model; name it (phalanx import "
             "--model), or the run directory that it was exported from in checkpoint.init_from"
         )
     config = read_json(directory / CONFIG)
@@ -143,23 +144,23 @@ def open_folder(directory: Path, stack: ExitStack, *, compared: bool = False) ->
     tensors = _open_weights(directory, stack)
     weights = Weights(_whole_names(unpacked(tensors) if storage.mxfp4 else tensors, spec), storage)
     spec, notes = _settle_mtp(spec, family, weights.tensors)
-    wanted = tuple(published(spec, family))
-    notes += _settle_biases(wanted, weights.tensors) + _rounded(weights.tensors)
-    _require_tensors(directory, spec, wanted, weights)
+    needed = tuple(published(spec, family))
+    notes += _settle_biases(needed, weights.tensors) + _rounded(weights.tensors)
+    _require_tensors(directory, spec, needed, weights)
     if not compared:
         _require_same_copies(directory, spec, weights)
-    return OpenFolder(spec, weights, wanted, notes + import_notes(config))
+    return OpenFolder(spec, weights, needed, notes + import_notes(config))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a folder by Hugging Face's names, read in parts."""
+    """Tensors of a folder by Hugging Face's names, read in parts."""
 
     tensors: dict[str, StoredTensor]
     storage: Storage
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a tensor, as fp32."""
+        """Return a part of a tensor, as fp32."""
         stored = self.tensors[name]
         values: torch.Tensor = stored[part].to(torch.float32)
         if stored.get_dtype() != _FP8 or self.storage.fp8_block is None:
@@ -169,32 +170,32 @@ class Weights:
             scale = scale.index_select(dim, torch.arange(piece.start, piece.stop) // size)
         return values * scale
 
-    def kept(self, tensor: Published, part: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a published tensor with its rows in the order in which this project keeps them, as fp32."""
+    def reordered(self, tensor: Published, part: tuple[slice, ...]) -> torch.Tensor:
+        """Return a part of a published tensor with its rows in this project's order, as fp32."""
         if tensor.place is not None:
-            placed: torch.Tensor = tensor.place.taken(self.read(tensor.name, tensor.place.around(part)))
+            placed: torch.Tensor = tensor.place.extract(self.read(tensor.name, tensor.place.around(part)))
             return placed
         if tensor.rotary is None or not self.storage.interleaved:
             return self.read(tensor.name, part)
-        rows, *rest = part
+        rows, *columns = part
         start, stop = tensor.rotary.around(rows.start, rows.stop)
-        groups = self.read(tensor.name, (slice(start, stop), *rest))
+        groups = self.read(tensor.name, (slice(start, stop), *columns))
         ordered: torch.Tensor = tensor.rotary.reordered(groups, tensor.rotary.published_at)
         return ordered[rows.start - start : rows.stop - start]
 
 
 def scale_name(name: str) -> str:
-    """The name of the tensor with the scales of an fp8 matrix."""
+    """Return the name of the tensor with the scales of an fp8 matrix."""
     return f"{name}_scale_inv"
 
 
 def _open_weights(directory: Path, stack: ExitStack) -> dict[str, StoredTensor]:
-    """For each tensor of the model, by Hugging Face's name, the slice object that reads parts of it."""
+    """Return, for each tensor of the model by Hugging Face's name, the slice object that reads parts of it."""
     index = directory / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.exists():
         files = _files_of(index)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         path = directory / file
         if not path.is_file():
@@ -204,25 +205,25 @@ def _open_weights(directory: Path, stack: ExitStack) -> dict[str, StoredTensor]:
             )
         try:
             path = file_of_download(directory, file)
-            path.open("rb").close()  # safetensors calls a file that may not be read one that is not there
+            path.open("rb").close()  # safetensors reports an unreadable file as missing
             opened = stack.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
             raise HuggingFaceError(f"{path}: damaged ({error}); copy or download it again") from error
         except OSError as error:
             raise HuggingFaceError(
-                f"{path}: {error.strerror or error}; let whoever runs this read it, or copy it again"
+                f"{path}: {error.strerror or error}; grant this user read access, or copy it again"
             ) from error
-        found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
+        tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a mapping
     return {
         name: tensor
-        for name, tensor in found.items()
-        # Buffers that old versions saved follow from the configuration; zero shared experts are matrices of no elements.
+        for name, tensor in tensors.items()
+        # Buffers of old versions follow from the configuration; zero shared experts are empty matrices.
         if not name.endswith("rotary_emb.inv_freq") and 0 not in tensor.get_shape()
     }
 
 
 def _whole_names(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The tensors by the names of the whole model, if it is a base model that lacks no more than a tied output projection."""
+    """Return the tensors by the names of the full model. A base model, with only a tied output projection missing, lacks the prefix."""
     is_base = spec.tie_embeddings and "embed_tokens.weight" in tensors
     if not is_base or any(name.startswith("model.") for name in tensors):
         return tensors
@@ -230,7 +231,7 @@ def _whole_names(tensors: dict[str, StoredTensor], spec: ModelSpec) -> dict[str,
 
 
 def _rounded(tensors: Mapping[str, StoredTensor]) -> tuple[str, ...]:
-    """The note on weights that are rounded."""
+    """Return a note on weights that are rounded."""
     double = sum(tensor.get_dtype() == _FP64 for tensor in tensors.values())
     return (f"{double} tensors are stored in float64, and rounded to float32",) if double else ()
 
@@ -250,7 +251,7 @@ def _files_of(index: Path) -> list[str]:
 
 
 class _Zeros:
-    """A tensor of zeros, in place of one that the files do not hold."""
+    """A tensor of zeros that replaces a missing one."""
 
     def __init__(self, shape: Extent) -> None:
         self._zero = torch.zeros(()).expand(shape)
@@ -265,62 +266,60 @@ class _Zeros:
         return self._zero[part]
 
 
-def _settle_biases(wanted: Sequence[Published], tensors: dict[str, StoredTensor]) -> tuple[str, ...]:
-    """Puts zeros where the files hold no bias of a router at all, as transformers does."""
-    biases = [tensor for tensor in wanted if tensor.parameter.kind == "balance"]
+def _settle_biases(needed: Sequence[Published], tensors: dict[str, StoredTensor]) -> tuple[str, ...]:
+    """Add zeros if the files have no router bias at all, like transformers."""
+    biases = [tensor for tensor in needed if tensor.parameter.kind == "balance"]
     if not biases or any(bias.name in tensors for bias in biases):
         return ()
     tensors.update({bias.name: _Zeros(bias.shape) for bias in biases})
-    return ("the files hold no e_score_correction_bias; the routers' biases are zero",)
+    return ("the files have no e_score_correction_bias; the routers' biases are zero",)
 
 
 def _settle_mtp(
     spec: ModelSpec, family: Family, tensors: dict[str, StoredTensor]
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The model with as many modules of multi-token prediction as the files hold and ``config.json`` speaks of.
+    """Return the model with as many modules of multi-token prediction as both the files and ``config.json`` have.
 
-    Tensors of modules that ``config.json`` does not speak of are taken out of ``tensors``.
+    Tensors of modules that ``config.json`` does not list are removed from ``tensors``.
     """
     if "mtp_depth" not in family.fields:
         return spec, ()
-    found = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
-    behind = [name for name, layer in found.items() if layer and int(layer[1]) >= spec.layers]
-    if spec.mtp_depth and not behind:
-        note = (
-            f"{CONFIG} speaks of {spec.mtp_depth} modules for multi-token prediction, but the files hold none"
-        )
+    matches = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
+    extra_names = [name for name, layer in matches.items() if layer and int(layer[1]) >= spec.layers]
+    if spec.mtp_depth and not extra_names:
+        note = f"{CONFIG} lists {spec.mtp_depth} modules for multi-token prediction, but the files have none"
         return resolve(replace(spec, mtp_depth=0)), (note,)
-    if behind and not spec.mtp_depth:
-        for name in behind:
+    if extra_names and not spec.mtp_depth:
+        for name in extra_names:
             del tensors[name]
-        return spec, (f"left out: layers behind the last, of which {CONFIG} does not speak",)
+        return spec, (f"left out: layers after the last one, which {CONFIG} does not list",)
     return spec, ()
 
 
 def _require_tensors(
     directory: Path, spec: ModelSpec, tensors: Sequence[Published], weights: Weights
 ) -> None:
-    wanted = {tensor.name: tensor.shape for tensor in tensors}
+    needed = {tensor.name: tensor.shape for tensor in tensors}
     copies = _copies(spec)
-    held = weights.tensors.keys()
-    scales = {scale_name(name) for name in held if weights.tensors[name].get_dtype() == _FP8}
-    if not wanted.keys() & held and any(f"model.{name}" in wanted for name in held):
+    stored = weights.tensors.keys()
+    scales = {scale_name(name) for name in stored if weights.tensors[name].get_dtype() == _FP8}
+    if not needed.keys() & stored and any(f"model.{name}" in needed for name in stored):
         raise HuggingFaceError(
             f"{directory}: the tensors' names lack the prefix 'model.', as of a base model saved without its output projection; "
-            "save the whole causal language model (AutoModelForCausalLM)"
+            "save the full causal language model (AutoModelForCausalLM)"
         )
-    problems = [f"{name} is missing" for name in (wanted.keys() | scales) - held - {_HEAD}]
-    if _HEAD in wanted.keys() - held:
+    problems = [f"{name} is missing" for name in (needed.keys() | scales) - stored - {_HEAD}]
+    if _HEAD in needed.keys() - stored:
         problems.append(
             f"{_HEAD} is missing, and {CONFIG} does not tie it to the embedding (where it is tied, set tie_word_embeddings to true there)"
         )
     problems += [
-        f"{name} is not a part of the model" for name in held - wanted.keys() - copies.keys() - scales
+        f"{name} is not a part of the model" for name in stored - needed.keys() - copies.keys() - scales
     ]
-    for name in wanted.keys() & held:
+    for name in needed.keys() & stored:
         shape = tuple(weights.tensors[name].get_shape())
-        if shape != wanted[name]:
-            problems.append(f"{name} has shape {shape}, and {CONFIG} says {wanted[name]}")
+        if shape != needed[name]:
+            problems.append(f"{name} has shape {shape}; by {CONFIG} it must be {needed[name]}")
         problems += _dtype_problems(name, weights)
     if problems:
         more = f" ... and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -328,7 +327,7 @@ def _require_tensors(
 
 
 def _copies(spec: ModelSpec) -> dict[str, str]:
-    """The tensors that a folder may hold once more, and which they repeat."""
+    """Return the tensors that a folder may repeat, with the originals."""
     copies = {tensor.name: hf_name(tensor.parameter.name) for tensor in shared_copies(spec)}
     return copies | ({_HEAD: "model.embed_tokens.weight"} if spec.tie_embeddings else {})
 
@@ -349,7 +348,10 @@ def _dtype_problems(name: str, weights: Weights) -> list[str]:
     block, scale = weights.storage.fp8_block, weights.tensors.get(scale_name(name))
     if block is None:
         return [f"{name} has dtype {dtype}, and {CONFIG} has no quantization_config with a weight_block_size"]
-    blocks = [-(-size // of) for size, of in zip(weights.tensors[name].get_shape(), block, strict=False)]
+    blocks = [
+        -(-size // block_size)
+        for size, block_size in zip(weights.tensors[name].get_shape(), block, strict=False)
+    ]
     if scale is not None and list(scale.get_shape()) != blocks:
         return [
             f"{scale_name(name)} has shape {tuple(scale.get_shape())}, and blocks of {block} make {blocks}"
@@ -358,10 +360,10 @@ def _dtype_problems(name: str, weights: Weights) -> list[str]:
 
 
 def _require_same(directory: Path, copy: str, original: str, weights: Weights) -> None:
-    """Readers differ in which of two copies they take, so they must be the same."""
+    """Require that two copies are equal, because readers differ in which of them they use."""
     first, second = weights.tensors[copy], weights.tensors[original]
     shape = tuple(second.get_shape())
-    box = whole(copy, "float32", shape)
+    box = full_box(copy, "float32", shape)
     parts = (span.part.slices_in(box) for span in spans(box, box, PIECE_BYTES))
     if tuple(first.get_shape()) != shape or not all(torch.equal(first[part], second[part]) for part in parts):
         raise HuggingFaceError(
@@ -371,14 +373,17 @@ def _require_same(directory: Path, copy: str, original: str, weights: Weights) -
 
 
 def values(box: Box, tensors: Sequence[Published], weights: Weights) -> torch.Tensor:
-    """The elements of a box of a parameter, which is one tensor of the folder or a stack of them; fp32. Raises HuggingFaceError for NaN and infinity."""
-    part = box.slices_in(whole(box.name, box.dtype, box.global_shape))
+    """Return the elements of a box of a parameter, from one tensor of the folder or a stack of them; fp32.
+
+    Raises HuggingFaceError for NaN and infinity.
+    """
+    part = box.slices_in(full_box(box.name, box.dtype, box.global_shape))
     if tensors[0].expert is None:
-        found = weights.kept(tensors[0], part)
+        elements = weights.reordered(tensors[0], part)
     else:
-        found = torch.stack([weights.kept(tensor, part[1:]) for tensor in tensors[part[0]]])
-    if not torch.stack(found.aminmax()).isfinite().all():
+        elements = torch.stack([weights.reordered(tensor, part[1:]) for tensor in tensors[part[0]]])
+    if not torch.stack(elements.aminmax()).isfinite().all():
         raise HuggingFaceError(
-            f"{tensors[0].name}: holds NaN or infinity, so the model computes nothing; copy or download it again"
+            f"{tensors[0].name}: has NaN or infinity, so the model's results are not finite; copy or download it again"
         )
-    return found
+    return elements

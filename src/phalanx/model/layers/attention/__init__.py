@@ -1,1 +1,1 @@
-"""Attention: its forms, its kernels, rotary positions, and the cache of keys and values."""
+"""Attention: its forms, its kernels, rotary positions, and the KV cache."""

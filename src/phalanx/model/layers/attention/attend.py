@@ -1,19 +1,19 @@
-"""Attention with its denominators, with or without a soft cap: the kernels below ``scaled_dot_product_attention``, which keeps those to itself.
+"""Attention that also returns its softmax denominators, with or without a soft cap.
 
-With the log-sum-exp of each row's scores a result can be corrected afterwards: by keys that other tiles hold
-(``phalanx.parallel.context.tiles``), or by a sink, a learned logit of each head that takes part in the softmax's
-denominator and has no value (gpt-oss, arXiv 2508.10925, section 2; "off by one" softmax is a sink of 0).
+With the log-sum-exp of each row's scores a result can be corrected later: by keys of other tiles
+(``phalanx.parallel.context.tiles``), or by a sink. A sink is a learned logit of each head that takes part in the softmax's denominator
+and has no value (gpt-oss, arXiv 2508.10925, section 2; "off by one" softmax is a sink of 0).
 
-The kernels are private operators of PyTorch with stable schemas, which ``torch.export`` relies on:
+``scaled_dot_product_attention`` does not return denominators. So this module calls its kernels, private operators of PyTorch with
+stable schemas, which ``torch.export`` relies on:
 
 - CPU: flash attention, any mask, grouped heads.
 - GPU: flash attention for bf16 without a mask, grouped heads; memory-efficient attention for everything else.
 
-Each wants queries, keys and values of one width, a multiple of 8 on a GPU; narrower ones are filled up with zeros, which
-change no score and no gradient. None has a soft cap: capped scores are computed by ``capped_attend``.
+Each requires queries, keys and values of one width, a multiple of 8 on a GPU. Narrower ones are padded with zeros, which change no
+score and no gradient. None has a soft cap: ``capped_attend`` computes capped scores.
 
-Shapes: ``b`` batch, ``h`` query heads, ``k`` key/value heads, ``q`` queries, ``n`` keys, ``e`` head width, ``v`` width of a
-value.
+Shapes: ``b`` batch, ``h`` query heads, ``k`` key/value heads, ``q`` queries, ``n`` keys, ``e`` head width, ``v`` value width.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
 
-_FLASH_WIDTH = 256  # the widest head that flash attention takes on a GPU
+_FLASH_WIDTH = 256  # maximum head width of flash attention on a GPU
 _WIDTH_ALIGNMENT = 8
-_BIAS_ALIGNMENT = 16  # elements; what memory-efficient attention asks of a mask's rows
-_LSE_ALIGNMENT = 32  # rows to which memory-efficient attention fills up its denominators
+_BIAS_ALIGNMENT = 16  # elements; alignment of a mask's rows in memory-efficient attention
+_LSE_ALIGNMENT = 32  # rows; memory-efficient attention pads its denominators to a multiple
 
 aten = torch.ops.aten
 
@@ -80,24 +80,24 @@ def attend_whole_rows(
     score: Score,
     *,
     causal: bool = False,
-    seen: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
-    """``attend`` of rows all of whose keys are here, with the heads' sinks: ``(b, h, q, v)``; it can be differentiated.
+    """Return the attention result ``(b, h, q, v)`` of rows with all of their keys, with the heads' sinks; differentiable.
 
     Args:
         query, key, value, score, causal: See ``attend``.
         sinks: ``(h,)``, a logit for each head, or ``None``.
-        seen: ``(q, n)`` or ``(b, 1, q, n)``, bool: the keys that a query sees; not together with ``causal``.
+        visible: ``(q, n)`` or ``(b, 1, q, n)``, bool: the keys that a query sees; not together with ``causal``.
     """
     bias = None
-    if seen is not None:
-        hidden = ~seen if seen.ndim == 2 else ~seen[:, 0]  # (q, n) or (b, q, n)
+    if visible is not None:
+        hidden = ~visible if visible.ndim == 2 else ~visible[:, 0]  # (q, n) or (b, q, n)
         bias = mask_bias(hidden.expand(query.shape[0], -1, -1), query.dtype)
     return apply_function(_WholeRows, query, key, value, sinks, bias, causal, score)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Results ``(b, h, q, v)`` and log-sum-exp ``(b, h, q)`` of whole rows, with ``sinks`` ``(h,)`` in their denominators."""
+    """Add ``sinks`` ``(h,)`` to the denominators of complete rows: results ``(b, h, q, v)`` and log-sum-exp ``(b, h, q)``."""
     if sinks is None:
         return out, lse
     # With L the log of a row's denominator and s the sink: L' = log(exp L + exp s), out' = exp(L - L') out.
@@ -106,19 +106,19 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """The gradient ``(h,)`` of the sinks of whole rows, whose ``out`` and ``lse`` are those of ``with_sinks``."""
+    """Return the gradient ``(h,)`` of the sinks of complete rows; ``out`` and ``lse`` are the results of ``with_sinks``."""
     if sinks is None:
         return None
     # A sink's share of the softmax is exp(s - L'), and its value is zero: dS = P (dP - D) with dP = 0, D = rowsum(grad_out * out).
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # (b, h, q)
-    lost = (grad_out.float() * out.float()).sum(-1)
-    return -(share * lost).sum((0, 2)).to(sinks.dtype)
+    row_dots = (grad_out.float() * out.float()).sum(-1)  # D: (b, h, q)
+    return -(share * row_dots).sum((0, 2)).to(sinks.dtype)
 
 
 def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mask as a bias on the scores: from ``hidden`` ``(b, q, n)`` to ``(b, 1, q, n)``.
+    """Return a mask as a bias on the scores: from ``hidden`` ``(b, q, n)`` to ``(b, 1, q, n)``.
 
-    Finite, so that a row without any key left is a number that weighs nothing, where infinity would make it NaN.
+    The bias is finite. So a row whose keys are all hidden has a finite result without weight; infinity would make it NaN.
     """
     keys = hidden.shape[-1]
     bias = hidden.new_zeros((*hidden.shape[:-1], keys + -keys % _BIAS_ALIGNMENT), dtype=dtype)[..., :keys]
@@ -134,15 +134,15 @@ def attend(
     causal: bool = False,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(score(query key^T) + bias) value`` ``(b, h, q, v)``, and its log-sum-exp ``(b, h, q)``, fp32.
+    """Return ``softmax(score(query key^T) + bias) value`` ``(b, h, q, v)`` and its log-sum-exp ``(b, h, q)``, fp32.
 
     Args:
         query: ``(b, h, q, e)``.
         key: ``(b, k, n, e)``; ``k`` divides ``h``.
         value: ``(b, k, n, v)``.
-        score: What becomes of the products of queries and keys.
+        score: Scale and cap of the products of queries and keys.
         causal: True if query ``i`` sees keys up to ``i`` only.
-        bias: ``(b, 1, q, n)`` of the queries' dtype, made by ``mask_bias``; not together with ``causal``.
+        bias: ``(b, 1, q, n)`` in the queries' dtype, made by ``mask_bias``; not together with ``causal``.
     """
     if score.cap:
         return capped_attend(query, key, value, score, causal=causal, bias=bias)
@@ -174,16 +174,16 @@ def attend_backward(
     causal: bool = False,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A tile's share of the gradients of queries ``(b, h, q, e)``, keys ``(b, k, n, e)`` and values ``(b, k, n, v)``.
+    """Return a tile's share of the gradients of queries ``(b, h, q, e)``, keys ``(b, k, n, e)`` and values ``(b, k, n, v)``.
 
-    ``out`` ``(b, h, q, v)`` and ``lse`` ``(b, h, q)`` are those of whole rows, over the keys of all tiles. So the kernel, which
-    takes its rows for whole ones, computes the tile's part of the true softmax, and the shares of all tiles simply add up
-    (FlashAttention, arXiv 2205.14135, appendix B.2, with S the scores)::
+    ``out`` ``(b, h, q, v)`` and ``lse`` ``(b, h, q)`` are those of complete rows, over the keys of all tiles. With these the kernel
+    computes the tile's part of the full softmax, and the shares of all tiles add up (FlashAttention, arXiv 2205.14135, appendix B.2,
+    with S the scores)::
 
-        P  = exp(scale query key^T + bias - lse)      # (b, h, q, n): this tile's columns of the whole softmax
+        P  = exp(scale query key^T + bias - lse)      # (b, h, q, n): this tile's columns of the full softmax
         dV = P^T grad_out
         dP = grad_out value^T
-        D  = rowsum(grad_out * out)                   # (b, h, q): a property of whole rows, hence ``out``
+        D  = rowsum(grad_out * out)                   # (b, h, q): of complete rows, hence ``out``
         dS = P * (dP - D)
         dQ = scale dS key                             dK = scale dS^T query
     """
@@ -197,7 +197,7 @@ def attend_backward(
             grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
     elif _takes_flash(query, bias):
-        seed = torch.empty(0, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        seed = torch.empty(0, dtype=torch.uint64, device=query.device)  # of dropout, which is not used
         lengths = (None, None, query.shape[2], key.shape[2])
         gradients = aten._scaled_dot_product_flash_attention_backward(
             grad_out, query, key, value, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
@@ -223,13 +223,13 @@ def _efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = key.shape[1]
     key, value, bias = _per_query_head(query, key, value, bias)
-    # Rows that fill up a block of the kernel get a denominator of infinity, so that their P is 0.
+    # Padding rows get a denominator of infinity, so that their P is 0.
     lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=torch.inf)
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel takes a token's heads to be together
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel requires (b, q, h, v) in memory
     seed = torch.empty(0, dtype=torch.int64, device=query.device)
-    wanted = (True, True, True, False)
+    needs_gradient = (True, True, True, False)
     grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad_out, query, key, value, bias, out, lse, seed, seed, 0.0, wanted, causal, scale=scale
+        grad_out, query, key, value, bias, out, lse, seed, seed, 0.0, needs_gradient, causal, scale=scale
     )
     # (b, h, n, .) to (b, k, n, .): the query heads of a group share its key and value.
     grad_key, grad_value = (
@@ -243,7 +243,7 @@ def _takes_flash(query: Tensor, bias: Tensor | None) -> bool:
 
 
 def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pads all tensors to one aligned width with zeros."""
+    """Pad all tensors to one aligned width with zeros."""
     widest = max(tensor.shape[-1] for tensor in tensors)
     width = widest + -widest % _WIDTH_ALIGNMENT
     return tuple(F.pad(t, (0, width - t.shape[-1])) if t.shape[-1] < width else t for t in tensors)
@@ -252,19 +252,19 @@ def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _per_query_head(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys, values and bias with a head for each query head."""
+    """Repeat keys, values and bias so that each query head has its own."""
     heads = query.shape[1]
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     return key, value, None if bias is None else bias.expand(-1, heads, -1, -1)
 
 
-# Attention whose scores are bent towards a cap: ``cap tanh(score / cap)`` (Gemma 2, arXiv 2408.00118, section 2.3).
+# Attention with soft-capped scores: ``cap tanh(score / cap)`` (Gemma 2, arXiv 2408.00118, section 2.3).
 #
-# No kernel of ``scaled_dot_product_attention`` computes this, so it is written out here, a few rows of queries at a time: the
-# scores of ``rows`` queries are in memory at once, forward and backward, which computes them again from the rows'
-# log-sum-exp as flash attention does (arXiv 2205.14135, appendix B). Scores and sums are fp32.
+# No kernel of ``scaled_dot_product_attention`` computes this, so it is implemented here for blocks of query rows. The scores of ``rows``
+# queries are in memory at once. Backward recomputes them from the rows' log-sum-exp, like flash attention (arXiv 2205.14135, appendix
+# B). Scores and sums are fp32.
 #
-# The same bend on the logits of the vocabulary (``soft_capped``) is one more pass over them.
+# The same cap on the logits of the vocabulary (``soft_capped``) is one more pass over them.
 
 
 _ROWS = 256  # queries whose scores are in memory at once: (b, h, _ROWS, n)
@@ -272,31 +272,31 @@ _ROWS = 256  # queries whose scores are in memory at once: (b, h, _ROWS, n)
 
 @dataclass(frozen=True)
 class Score:
-    """What becomes of the product of a query and a key: multiplied with a factor, and bent if there is a cap."""
+    """Scale and soft cap of the product of a query and a key."""
 
     scale: float | None = None
-    """The factor; ``None`` is ``1 / sqrt(e)``."""
+    """Factor; ``None`` is ``1 / sqrt(e)``."""
     cap: float = 0.0
-    """0 is none."""
+    """Soft cap; 0 means none."""
 
     def factor(self, query: Tensor) -> float:
-        """The factor for queries ``(..., e)``."""
+        """Return the factor for queries ``(..., e)``."""
         return query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """``cap tanh(x / cap)``; ``x`` itself if ``cap`` is 0."""
+    """Return ``cap tanh(x / cap)``; ``x`` itself if ``cap`` is 0."""
     return x if not cap else cap * torch.tanh(x / cap)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some rows of queries with the keys that they may see."""
+    """Some query rows and the keys that they may see."""
 
     rows: slice
     keys: slice
     hidden: Tensor | None
-    """``(rows, keys)``, bool: what the order of tokens hides."""
+    """``(rows, keys)``, bool: keys hidden by the causal order."""
 
 
 def _pieces(queries: int, keys: int, device: torch.device, rows: int, *, causal: bool) -> Iterator[_Piece]:
@@ -309,13 +309,13 @@ def _pieces(queries: int, keys: int, device: torch.device, rows: int, *, causal:
         yield _Piece(slice(start, stop), slice(0, stop), hidden)
 
 
-def _bent(
+def _capped_scores(
     query: Tensor, key: Tensor, piece: _Piece, score: Score, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Scores of a piece with mask and bias, and ``tanh``, whose square is missing from 1 in the slope: ``(b, h, rows, keys)``, fp32."""
+    """Return a piece's scores with mask and bias, and ``tanh``, of which backward needs ``1 - tanh^2``: ``(b, h, rows, keys)``, fp32."""
     products = (query[:, :, piece.rows] @ key[:, :, piece.keys].transpose(-1, -2)).float()
-    # In the order of operations that Gemma 2 was trained with: near the cap, rounding is an absolute error of the scores.
-    # Products stay as they are: selective recomputation keeps them, and takes them for what they were.
+    # Same order of operations as in Gemma 2's training: near the cap, rounding is an absolute error of the scores.
+    # Products are not changed in place: selective recomputation keeps and reuses them.
     tanh = torch.tanh((products * score.factor(query)).div_(score.cap))
     scores = tanh * score.cap
     if bias is not None:
@@ -333,7 +333,7 @@ def capped_attend(
     bias: Tensor | None,
     rows: int = _ROWS,
 ) -> tuple[Tensor, Tensor]:
-    """See ``phalanx.model.layers.attention.attend.attend``: results ``(b, h, q, v)``, log-sum-exp ``(b, h, q)``, both fp32.
+    """Return results ``(b, h, q, v)`` and log-sum-exp ``(b, h, q)``, both fp32, with a soft cap. See ``attend``.
 
     The scores of ``rows`` queries are in memory at once.
     """
@@ -341,10 +341,10 @@ def capped_attend(
     out = query.new_empty((*query.shape[:3], value.shape[-1]), dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     for piece in _pieces(query.shape[2], key.shape[2], query.device, rows, causal=causal):
-        scores, _ = _bent(query, key, piece, score, bias)
-        top = scores.amax(-1, keepdim=True)
+        scores, _ = _capped_scores(query, key, piece, score, bias)
+        top = scores.amax(-1, keepdim=True)  # (b, h, rows, 1)
         shares = scores.sub_(top).exp_()
-        total = shares.sum(-1, keepdim=True)
+        total = shares.sum(-1, keepdim=True)  # (b, h, rows, 1)
         out[:, :, piece.rows] = shares.div_(total).to(value.dtype) @ value[:, :, piece.keys]
         lse[:, :, piece.rows] = (top + total.log()).squeeze(-1)
     return out, lse
@@ -363,30 +363,29 @@ def capped_attend_backward(
     bias: Tensor | None,
     rows: int = _ROWS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``phalanx.model.layers.attention.attend.attend_backward``; gradients are fp32.
+    """Return the gradients of queries, keys and values with a soft cap, fp32. See ``attend_backward``.
 
-    Between the scores S and the products of queries and keys lies the bend, whose slope is ``1 - tanh^2``. The scores of ``rows`` queries are in memory
-    at once.
+    The derivative of the cap is ``1 - tanh^2``. The scores of ``rows`` queries are in memory at once.
     """
-    grouped = key.shape[1]
+    kv_heads = key.shape[1]
     keys, values = _for_each_query_head(query, key, value)
     grad_query, grad_key, grad_value = (
         torch.zeros_like(x, dtype=torch.float32) for x in (query, keys, values)
     )
-    lost = (grad_out.float() * out.float()).sum(-1, keepdim=True)  # D: (b, h, q, 1)
+    row_dots = (grad_out.float() * out.float()).sum(-1, keepdim=True)  # D: (b, h, q, 1)
     for piece in _pieces(query.shape[2], keys.shape[2], query.device, rows, causal=causal):
         upstream = grad_out[:, :, piece.rows]
-        scores, tanh = _bent(query, keys, piece, score, bias)
+        scores, tanh = _capped_scores(query, keys, piece, score, bias)
         shares = scores.sub_(lse[:, :, piece.rows].unsqueeze(-1)).exp_()  # P
         grad_value[:, :, piece.keys] += shares.to(value.dtype).transpose(-1, -2) @ upstream
         slope = (upstream @ values[:, :, piece.keys].transpose(-1, -2)).float()  # dP
-        slope.sub_(lost[:, :, piece.rows]).mul_(shares).mul_(1 - tanh.square()).mul_(score.factor(query))
+        slope.sub_(row_dots[:, :, piece.rows]).mul_(shares).mul_(1 - tanh.square()).mul_(score.factor(query))
         narrow = slope.to(query.dtype)
         grad_query[:, :, piece.rows] = narrow @ keys[:, :, piece.keys]
         grad_key[:, :, piece.keys] += narrow.transpose(-1, -2) @ query[:, :, piece.rows]
     # (b, h, n, .) to (b, k, n, .): the query heads of a group share its key and value.
     grad_key, grad_value = (
-        x.view(x.shape[0], grouped, -1, *x.shape[2:]).sum(2) for x in (grad_key, grad_value)
+        x.view(x.shape[0], kv_heads, -1, *x.shape[2:]).sum(2) for x in (grad_key, grad_value)
     )
     return grad_query, grad_key, grad_value
 

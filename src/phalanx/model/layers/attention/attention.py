@@ -1,11 +1,10 @@
 """Causal self-attention with grouped key/value heads (arXiv 2305.13245), its cache, and documents of packed sequences.
 
-The projections and the mixing are apart: ``Attention`` makes queries, keys and values, and hands them to its ``core``,
-which whoever divides the sequence or the heads over ranks replaces. How many heads there are is read off the weights, so a
-module that holds the rows of fewer heads works as it is.
+Projections and attention are separate: ``Attention`` computes queries, keys and values, and passes them to its ``core``. Parallelism
+over the sequence or the heads replaces the core. The number of heads follows from the weights, so a module with the rows of fewer
+heads works unchanged.
 
-Shapes: ``b`` batch, ``s`` sequence, ``d`` model width, ``h`` query heads, ``k`` key/value heads, ``e`` head width, ``v``
-width of a value.
+Shapes: ``b`` batch, ``s`` sequence, ``d`` model width, ``h`` query heads, ``k`` key/value heads, ``e`` head width, ``v`` value width.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.kinds.grouped_attention import attention_of, window_of
 from phalanx.run.spec import ModelSpec
 
-# The keys and values of tokens that an attention layer has seen, kept during generation.
+# The KV cache of an attention layer, for generation.
 #
-# Latent attention keeps what keys and values are expanded from instead: the normalized latent, and the rotated part of the
-# keys. Here it is expanded again for every new token, which costs time but keeps the cache as small as the method promises.
+# Latent attention caches the source of keys and values instead: the normalized latent, and the rotated part of the keys. It is
+# expanded again for every new token, which costs time but keeps the cache small.
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""What is kept of keys and values, to keys and values."""
+"""Function from cache entries of latent attention to keys and values."""
 
 
 class Mixing(Protocol):
-    """Attention of queries to keys and values; ``phalanx.model.layers.attention.attention.Core`` without documents."""
+    """Attention of queries to keys and values: a ``Core`` without documents."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, documents: None = None, sinks: Tensor | None = None
@@ -45,16 +44,16 @@ class Mixing(Protocol):
 
 
 class Cache(Protocol):
-    """What a layer has seen of one text, or of many whose rows are computed together."""
+    """KV cache of one layer for one text, or for several texts whose rows are computed together."""
 
     @property
     def length(self) -> int:
-        """Tokens that are held of the text; of many texts, each row's position must be given to the model."""
+        """Number of cached tokens of the text. With several texts, each row's position must be passed to the model."""
         ...
 
     @property
     def takes_any_form(self) -> bool:
-        """Whether latent attention is expanded or absorbed as takes less work, whatever the run says."""
+        """True if latent attention may be expanded or absorbed, whichever needs fewer operations, regardless of the run."""
         ...
 
     def mix(
@@ -66,7 +65,7 @@ class Cache(Protocol):
         sinks: Tensor | None = None,
         expand: Expand | None = None,
     ) -> Tensor:
-        """Keeps what is given of new tokens' keys and values ``(b, k, s, .)``; the mixing of all with queries ``(b, h, s, e)``."""
+        """Append the keys and values ``(b, k, s, .)`` of new tokens; return the attention of queries ``(b, h, s, e)`` to all tokens."""
         ...
 
 
@@ -80,13 +79,15 @@ class LayerCache:
         self.length = 0
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores ``(batch, kv_heads, new, width)`` each and returns all that is held so far.
+        """Store ``(batch, kv_heads, new, width)`` each and return all cached keys and values.
 
-        Raises ``ValueError`` when the buffer is full.
+        Raise ``ValueError`` if the buffer is full.
         """
         end = self.length + key.shape[2]
         if end > self._keys.shape[2]:
-            raise ValueError(f"the cache holds {self._keys.shape[2]} tokens, and {end} were asked for")
+            raise ValueError(
+                f"the cache has room for {self._keys.shape[2]} tokens, not for {end}: allocate a longer cache"
+            )
         self._keys[:, :, self.length : end] = key
         self._values[:, :, self.length : end] = value
         self.length = end
@@ -111,7 +112,7 @@ class LayerCache:
 def empty_cache(
     spec: ModelSpec, batch: int, max_len: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[LayerCache]:
-    """One empty cache for each layer of a resolved model."""
+    """Return one empty cache for each layer of a resolved model."""
     heads, key_width, value_width = attention_kind(spec).cache_row(spec)
 
     def buffer(width: int) -> Tensor:
@@ -122,27 +123,28 @@ def empty_cache(
 
 # Attention within the documents of packed sequences, one document after the other.
 #
-# A mask over whole sequences would cost more than it saves: ``s * s`` bytes a sequence, the scores of every pair of tokens, and no flash
-# kernel, since those take no mask. Here each document is a sequence of its own to the causal kernel, so that the work is the sum of the
-# squares of the documents' lengths. The lengths are numbers on the host: a kernel is launched for each, and nothing waits for a device.
+# A mask over full sequences is expensive: ``s * s`` bytes a sequence, the scores of every pair of tokens, and no flash kernel, since
+# those support no mask. Here each document is a separate sequence for the causal kernel, so the work is the sum of the squares of the
+# documents' lengths. The lengths are on the host: one kernel is launched for each document, without waiting for the device.
 
 
 @dataclass(eq=False)
 class Documents:
-    """The documents of a batch of packed sequences; tokens of different documents do not see each other. Nobody changes one.
+    """Documents of a batch of packed sequences. Tokens of different documents do not see each other. Do not modify.
 
-    It is not frozen, since Dynamo of PyTorch 2.11 looks into every field of a frozen dataclass (``FrozenDataClassVariable``) and compiles a
-    block anew for each number of ``lengths``; of other objects it looks at what is read.
+    It is not frozen, because Dynamo of PyTorch 2.11 reads every field of a frozen dataclass (``FrozenDataClassVariable``), and would
+    recompile a block for each number of ``lengths``. Of other objects it reads only the fields in use.
     """
 
     ids: Tensor
-    """``(b, s)``, int64: the number of each token's document, the same for neighbors of one document and no others."""
+    """``(b, s)``, int64: the number of each token's document. Equal for tokens of one document; neighbors of different documents differ.
+    """
     lengths: tuple[int, ...]
-    """Tokens of each document, sequence after sequence: they add up to ``b * s``."""
+    """Tokens of each document, sequence after sequence; their sum is ``b * s``."""
 
     @classmethod
     def numbered(cls, ids: Tensor) -> Self:
-        """Counts the lengths of the documents of ``ids`` ``(b, s)``, which should lie on the host: others are waited for."""
+        """Compute the lengths of the documents of ``ids`` ``(b, s)``. Waits for the device if ``ids`` are not on the host."""
         first = torch.ones_like(ids, dtype=torch.bool)
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
         starts = first.flatten().nonzero().flatten()
@@ -150,7 +152,7 @@ class Documents:
         return cls(ids, tuple((ends - starts).tolist()))
 
     def to(self, device: torch.device) -> Self:
-        """The same documents, with their numbers on ``device``."""
+        """Return the same documents with ``ids`` on ``device``."""
         return type(self)(brought(self.ids, device), self.lengths)
 
 
@@ -162,24 +164,26 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 def attend_by_document(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, attend: Attend
 ) -> Tensor:
-    """``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)`` to ``(b, h, s, v)``: ``attend`` for each document by itself.
+    """Apply ``attend`` to each document: ``(b, h, s, e)``, ``(b, k, s, e)`` and ``(b, k, s, v)`` to ``(b, h, s, v)``.
 
-    A compiler would make another program for every batch, so it leaves this function as it is.
+    Uncompiled, because the compiler would make another program for every batch.
     """
     batch, _, seq, _ = query.shape
-    # Documents lie behind each other in (b s, heads, width). The backward pass of split is one concatenation.
+    # Documents are contiguous in (b s, heads, width). The backward pass of split is one concatenation.
     lengths = list(documents.lengths)
-    pieces = (torch.split(x.transpose(1, 2).flatten(0, 1), lengths) for x in (query, key, value))
+    pieces = (
+        torch.split(x.transpose(1, 2).flatten(0, 1), lengths) for x in (query, key, value)
+    )  # (n, heads, width)
     mixed = [
         attend(*(piece.transpose(0, 1).unsqueeze(0) for piece in document)).squeeze(0).transpose(0, 1)
         for document in zip(*pieces, strict=True)
     ]
-    together = torch.cat(mixed)  # (b s, h, v)
-    return together.view(batch, seq, *together.shape[1:]).transpose(1, 2)
+    joined = torch.cat(mixed)  # (b s, h, v)
+    return joined.view(batch, seq, *joined.shape[1:]).transpose(1, 2)  # (b, h, s, v)
 
 
 class Core(Protocol):
-    """The mixing of values."""
+    """Attention of queries to keys and values."""
 
     def __call__(
         self,
@@ -189,23 +193,24 @@ class Core(Protocol):
         documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Query ``(b, h, s, e)``, key ``(b, k, s, e)``, value ``(b, k, s, v)``, their documents and the heads' sinks ``(h,)``
-        to ``(b, h, s, v)``."""
+        """Return ``(b, h, s, v)`` from query ``(b, h, s, e)``, key ``(b, k, s, e)``, value ``(b, k, s, v)``, documents and sinks ``(h,)``."""
         ...
 
 
 Softmax = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Attention of queries ``(b, h, q, e)`` to keys and values ``(b, k, n, .)`` of which they see those that a mask ``(q, n)`` or
-``(b, 1, q, n)`` says; without a mask each sees those up to its own place."""
+"""Attention of queries ``(b, h, q, e)`` to keys and values ``(b, k, n, .)`` that a mask ``(q, n)`` or ``(b, 1, q, n)`` makes visible.
+
+Without a mask each query sees the keys up to its own position.
+"""
 
 
 class CausalCore:
-    """Softmax attention in which a token sees itself and what came before it, within its document and its window."""
+    """Softmax attention in which a token sees itself and earlier tokens, within its document and its window."""
 
     def __init__(self, scale: float | None = None, window: int = 0, cap: float = 0.0) -> None:
         self.score = Score(scale, cap)
         self.window = window
-        """Tokens that a token sees, itself among them; 0 is no limit."""
+        """Number of tokens that a token sees, including itself; 0 means no limit."""
 
     def __call__(
         self,
@@ -215,27 +220,27 @@ class CausalCore:
         documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``Core``. With more keys than queries, the queries are the last of the sequence, which is one document then."""
+        """See ``Core``. If there are more keys than queries, the queries are the last tokens of one document."""
         softmax = self.softmax(sinks)
 
-        def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if 0 < self.window < key.shape[2]:
                 return windowed_attention(query, key, value, self.window, softmax)
             return softmax(query, key, value, None)
 
-        new, held = query.shape[2], key.shape[2]
+        queries, keys = query.shape[2], key.shape[2]
         if documents is not None:
-            return attend_by_document(query, key, value, documents, whole)
-        if new == held:
-            return whole(query, key, value)
+            return attend_by_document(query, key, value, documents, attend)
+        if queries == keys:
+            return attend(query, key, value)
         # A continuation of n tokens after c cached ones: query i sees keys up to c + i.
-        mask = torch.ones(new, held, dtype=torch.bool, device=query.device).tril(held - new)
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)  # (q, n)
         if self.window:
-            mask = mask.triu(held - new - self.window + 1)
+            mask = mask.triu(keys - queries - self.window + 1)
         return softmax(query, key, value, mask)
 
     def softmax(self, sinks: Tensor | None, *, causal: bool = True) -> Softmax:
-        """PyTorch's own, unless there is a cap or a sink, which it does not know. Without a mask, and not ``causal``, each query sees all keys."""
+        """Return PyTorch's attention, or ours if there is a cap or a sink. Without a mask, and not ``causal``, each query sees all keys."""
         score = self.score
 
         def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -252,37 +257,39 @@ class CausalCore:
 
         def with_denominators(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             return attend_whole_rows(
-                query, key, value, sinks, score, causal=causal and mask is None, seen=mask
+                query, key, value, sinks, score, causal=causal and mask is None, visible=mask
             )
 
         return plain if sinks is None and not score.cap else with_denominators
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, softmax: Softmax) -> Tensor:
-    """Causal attention in which a token sees the last ``window`` tokens alone, fewer than the sequence has; shapes as ``Core``.
+    """Causal attention in which a token sees only the last ``window`` tokens, fewer than the sequence has; shapes as ``Core``.
 
-    The sequence is cut into blocks of ``window`` queries. The first sees its own keys; each other sees its own and those of
-    the block before, as an entry of the batch of its own, so that the work is the band's and not the square's
-    (block-local attention, as in Longformer, arXiv 2004.05150, section 3.1).
+    The sequence is cut into blocks of ``window`` queries. The first block sees its own keys. Each other block sees its own keys and those
+    of the previous block, as a separate entry of the batch. So the work is that of the band, not of the square (block-local attention, as
+    in Longformer, arXiv 2004.05150, section 3.1).
     """
     batch, _, seq, _ = query.shape
-    first = softmax(query[:, :, :window], key[:, :, :window], value[:, :, :window], None)
-    # Queries behind the end see themselves, and are cut off again.
+    first = softmax(query[:, :, :window], key[:, :, :window], value[:, :, :window], None)  # (b, h, window, v)
+    # Padding queries see themselves; their results are cut off below.
     queries = _blocks(query, window)[:, :, 1:].transpose(1, 2).flatten(0, 1)  # (b blocks, h, window, e)
     # (b blocks, k, 2 window, .)
     keys, values = (
         torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3).transpose(1, 2).flatten(0, 1)
         for x in (_blocks(key, window), _blocks(value, window))
     )
-    # Row i is key window + i of its pair: it sees keys i + 1 to window + i.
+    # Query i is at position window + i of its 2 window keys: it sees keys i + 1 to window + i.
     mask = torch.ones(window, 2 * window, dtype=torch.bool, device=query.device).tril(window).triu(1)
-    rest = softmax(queries, keys, values, mask)
-    rest = rest.view(batch, -1, *rest.shape[1:]).transpose(1, 2).flatten(2, 3)
-    return torch.cat((first, rest), dim=2)[:, :, :seq]
+    others = softmax(queries, keys, values, mask)  # (b blocks, h, window, v)
+    others = (
+        others.view(batch, -1, *others.shape[1:]).transpose(1, 2).flatten(2, 3)
+    )  # (b, h, blocks window, v)
+    return torch.cat((first, others), dim=2)[:, :, :seq]  # (b, h, s, v)
 
 
 def _blocks(x: Tensor, window: int) -> Tensor:
-    """``(b, heads, s, width)``, filled up with zeros, as ``(b, heads, blocks, window, width)``."""
+    """Pad ``(b, heads, s, width)`` with zeros and reshape it to ``(b, heads, blocks, window, width)``."""
     filled = F.pad(x, (0, 0, 0, -x.shape[2] % window))
     return filled.reshape(*x.shape[:2], -1, window, x.shape[-1])
 
@@ -291,12 +298,12 @@ class Attention(nn.Module):
     """Attention in which groups of query heads share a key/value head."""
 
     OUTPUT: ClassVar[str] = "output"
-    """The last matrix, whose inputs are divided where ranks or lanes divide the layer."""
+    """Name of the last matrix, whose inputs are divided if ranks or lanes divide the layer."""
     BY_TOKENS: ClassVar[tuple[str, ...]] = ()
-    """The modules that ``by_tokens`` computes with."""
+    """Names of the modules that ``by_tokens`` uses."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        """Builds that of layer ``layer``, from 0, of a resolved ``spec``."""
+        """Build the attention of layer ``layer``, from 0, of a resolved ``spec``."""
         super().__init__()
         self.head_dim = spec.head_dim
         queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
@@ -322,11 +329,11 @@ class Attention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
+        """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` continues the cached tokens."""
         return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
 
     def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What the heads read of each token by itself: its hidden state ``(b, s, d)``."""
+        """Token-wise inputs of all heads: the hidden states ``(b, s, d)``."""
         return (x,)
 
     def by_heads(
@@ -337,7 +344,7 @@ class Attention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
+        """Return the result ``(b, s, d)`` of the heads whose weights the module has. The sum over all heads is the layer's result."""
         query, key, value = self.projected(inputs, cos, sin)
         if cache is not None:
             return self.result(cache.mix(self.core, query, key, value, self.sinks))
@@ -346,14 +353,14 @@ class Attention(nn.Module):
     def projected(
         self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``(b, h, s, e)``, keys ``(b, k, s, e)`` and values ``(b, k, s, v)`` of what ``by_tokens`` gave."""
+        """Return queries ``(b, h, s, e)``, keys ``(b, k, s, e)`` and values ``(b, k, s, v)`` for the outputs of ``by_tokens``."""
         (x,) = inputs
         query, key = self.query(x), self.key(x)
         if self.query_norm is not None and self.key_norm is not None and not self.normalizes_heads:
             query, key = self.query_norm(query), self.key_norm(key)
-        query = query.unflatten(-1, (-1, self.head_dim))
-        key = key.unflatten(-1, (-1, self.head_dim))
-        value = self.value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query = query.unflatten(-1, (-1, self.head_dim))  # (b, s, h, e)
+        key = key.unflatten(-1, (-1, self.head_dim))  # (b, s, k, e)
+        value = self.value(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (b, k, s, v)
         if self.query_norm is not None and self.key_norm is not None and self.normalizes_heads:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # (b, h, s, e), (b, k, s, e)
@@ -362,23 +369,23 @@ class Attention(nn.Module):
         return query, key, value
 
     def result(self, mixed: Tensor) -> Tensor:
-        """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
+        """Return the heads' share ``(b, s, d)`` of the layer's result; ``mixed`` ``(b, h, s, v)`` is the result of ``core``."""
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
 
 # Document numbers of the tokens of a packed sequence.
 #
-# Samples are cut from documents that are joined end to end, each closed by the tokenizer's end-of-document token (``phalanx.data.preparing.prepare``;
-# some tokenizers begin each with a token too), and by nothing else: no text yields that token. So a sample needs no table of its documents:
-# they can be counted. A sample may begin amid one, and all that matters to attention is which tokens have the same number.
+# Samples are cut from concatenated documents. Each ends with the tokenizer's end-of-document token, which no text contains
+# (``phalanx.data.preparing.prepare``; some tokenizers also begin each with a token). So documents are counted from the tokens, without
+# a table. A sample may begin inside a document; attention needs only to see which tokens have the same number.
 
 
 def document_ids(tokens: Tensor, end_of_document: int) -> Tensor:
-    """The number, from 0, of each token's document in its sequence: ``(b, s)``, int64, for tokens ``(b, s)``.
+    """Return the number, from 0, of each token's document in its sequence: ``(b, s)``, int64, for tokens ``(b, s)``.
 
-    The token that ends a document belongs to it, and so do further ones behind it: the padding of a record, or documents without text. Each
-    as a document of its own would be a kernel of its own to attention, thousands for a record of padding.
+    The end token belongs to its document, and so do further end tokens after it: padding, or documents without text. As separate
+    documents they would each launch a kernel in attention, thousands for a record of padding.
     """
     ends = tokens == end_of_document
     begins = torch.zeros_like(tokens)

@@ -1,20 +1,19 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), and its two forms: expanded or absorbed.
 
-Keys and values of all heads are expanded from one small latent per token, so a cache holds only that latent. Positions
-cannot be put into keys that are expanded later; so a head's query and key have a part without position, expanded from the
-latent, and a part that is rotated, which for the keys comes straight from the token and is shared by all heads.
+Keys and values of all heads are expanded from one small latent per token, so a cache stores only that latent. Positions cannot be
+encoded in keys that are expanded later. So a head's query and key have a part without position, expanded from the latent, and a
+rotated part. The rotated part of the keys is projected from the token and shared by all heads.
 
-Rotated elements are paired in halves, ``i`` with ``i + rope_head_dim / 2``, as everywhere in this project. DeepSeek's
-published weights pair neighbors (``rope_interleave`` in their ``config.json``): there element ``2 i`` is rotated with
-``2 i + 1``. Importing moves the rows: of each head's rotated rows of ``query_up`` (or ``query``) and of the last
-``rope_head_dim`` rows of ``kv_down``, the even ones come first, then the odd ones; exporting moves them back. Scores are
-sums over the elements of a head, so nothing else changes.
+Rotated elements are paired in halves, ``i`` with ``i + rope_head_dim / 2``, as everywhere in this project. DeepSeek's published weights
+pair neighbors (``rope_interleave`` in their ``config.json``): element ``2 i`` with ``2 i + 1``. Import reorders the rows: of each
+head's rotated rows of ``query_up`` (or ``query``) and of the last ``rope_head_dim`` rows of ``kv_down``, the even rows come first, then
+the odd ones. Export reverses this. Scores are sums over the elements of a head, so nothing else changes.
 
-With ``mla.absorbed`` keys and values are never expanded: ``kv_up`` is multiplied with queries and results instead, and what attention's ``core`` gets
-are queries ``r + rope`` wide and one key head, the latents. Whoever exchanges the core, divides the
-heads or the sequence finds attention with one key head, and nothing else is different.
+With ``mla.absorbed`` keys and values are never expanded: ``kv_up`` is multiplied with queries and results instead. Then attention's
+``core`` gets queries of width ``r + rope`` and one key head, the latents. Code that replaces the core, or divides heads or sequence,
+sees attention with one key head.
 
-Both latents are normalized with the model's ``norm_eps``, unless there is an ``mla.norm_eps`` (in ``transformers``, always 1e-6).
+Both latents are normalized with the model's ``norm_eps``, unless ``mla.norm_eps`` is set (in ``transformers``, always 1e-6).
 
 Shapes as in ``phalanx.model.layers.attention.attention``; ``r`` is the rank of the latent of keys and values.
 """
@@ -39,21 +38,21 @@ from phalanx.run.spec import MlaSpec, ModelSpec
 class MlaAttention(nn.Module):
     """Attention whose keys and values are expanded from a latent.
 
-    ``query_up`` has a head's unrotated rows, then its rotated ones; ``kv_down`` the latent's rows, then the rotated ones
-    that all heads share; ``kv_up`` a head's unrotated key rows, then its value rows.
+    Rows of ``query_up``: for each head the unrotated rows, then the rotated ones. Rows of ``kv_down``: the latent, then the rotated part
+    that all heads share. Rows of ``kv_up``: for each head the unrotated keys, then the values.
     """
 
     OUTPUT: ClassVar[str] = "output"
-    """The last matrix, whose inputs are divided where ranks or lanes divide the layer."""
+    """Name of the last matrix, whose inputs are divided if ranks or lanes divide the layer."""
     BY_TOKENS: ClassVar[tuple[str, ...]] = ("query_down", "query_latent_norm", "kv_down", "kv_latent_norm")
-    """The modules that ``by_tokens`` computes with."""
+    """Names of the modules that ``by_tokens`` uses."""
     sinks: ClassVar[None] = None
-    """There are none (``Attention.sinks``)."""
+    """Latent attention has no sinks (``Attention.sinks``)."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:  # noqa: ARG002  all layers are alike
-        """Builds that of layer ``layer`` of a resolved ``spec`` with ``mla``."""
+    def __init__(self, spec: ModelSpec, layer: int) -> None:  # noqa: ARG002  all layers are the same
+        """Build the attention of layer ``layer`` of a resolved ``spec`` with ``mla``."""
         super().__init__()
-        assert spec.mla is not None, "the section that asks for this layer"
+        assert spec.mla is not None, "model.mla selects this layer"
         mla = self.mla = spec.mla
         self.head_dim = mla.nope_head_dim + mla.rope_head_dim
         queries = spec.heads * self.head_dim
@@ -72,8 +71,8 @@ class MlaAttention(nn.Module):
         temperature = softmax_temperature(spec.rope_scaling)
         scale = self.head_dim**-0.5 * temperature
         self.absorbed = mla.absorbed
-        """Whether ``kv_up`` is multiplied with queries and results instead of with latents; a cache may take either form."""
-        # What is asked of latents is wider than a head, so its width says nothing of the scale.
+        """True if ``kv_up`` is multiplied with queries and results instead of with latents; a cache may use either form."""
+        # Absorbed queries are wider than a head, so the default scale would be wrong.
         self.core: Core = CausalCore(scale if mla.absorbed or temperature != 1 else None)
         self._scale = scale
 
@@ -85,20 +84,23 @@ class MlaAttention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` is the continuation of what the cache holds."""
+        """``(b, s, d)`` to ``(b, s, d)``; with a cache, ``x`` continues the cached tokens."""
         return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
 
     # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.1).
 
     def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What all heads read of each token: the queries' latent, or ``x`` itself without one; the latent of keys and values
-        ``(b, s, r)``; and the key's part that all heads share, not rotated yet, ``(b, s, rope)``."""
-        asked = self.query_latent_norm(self.query_down(x)) if self.mla.query_rank else x  # (6)
+        """Token-wise inputs of all heads.
+
+        Returns the queries' latent, or ``x`` itself without one; the latent of keys and values ``(b, s, r)``; and the part of the key
+        that all heads share, not rotated yet, ``(b, s, rope)``.
+        """
+        query_input = self.query_latent_norm(self.query_down(x)) if self.mla.query_rank else x  # (6)
         latent, shared = self.kv_down(x).split((self.mla.kv_rank, self.mla.rope_head_dim), dim=-1)  # (1)
-        return asked, self.kv_latent_norm(latent), shared
+        return query_input, self.kv_latent_norm(latent), shared
 
     def _expand(self, absorbed: bool) -> Expand:
-        # Of the module that is there now: ranks and lanes replace it.
+        # Reads the current ``kv_up``, which ranks and lanes replace.
         return latents_as_keys if absorbed else LatentExpansion(self.kv_up, self.mla, self._scale)
 
     @property
@@ -113,7 +115,7 @@ class MlaAttention(nn.Module):
         documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """The result ``(b, s, d)`` of the heads whose weights are here; those of all heads add up to that of the layer."""
+        """Return the result ``(b, s, d)`` of the heads whose weights the module has. The sum over all heads is the layer's result."""
         if cache is not None:
             absorbed = self.absorbed and not cache.takes_any_form
             query, latent, shared = self._unexpanded(inputs, cos, sin, absorbed)
@@ -125,8 +127,10 @@ class MlaAttention(nn.Module):
     def projected(
         self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` of what ``by_tokens`` gave; absorbed, queries ``(b, h, s, r + rope)``, and keys
-        and values ``(b, 1, s, r + rope)``."""
+        """Return queries and keys ``(b, h, s, e)`` and values ``(b, h, s, v)`` for the outputs of ``by_tokens``.
+
+        Absorbed: queries ``(b, h, s, r + rope)``, and keys and values ``(b, 1, s, r + rope)``.
+        """
         query, latent, shared = self._unexpanded(inputs, cos, sin, self.absorbed)
         key, value = self._expand(self.absorbed)(latent, shared)  # (2), (4), (5)
         return query, key, value
@@ -134,108 +138,115 @@ class MlaAttention(nn.Module):
     def _unexpanded(
         self, inputs: tuple[Tensor, ...], cos: Tensor, sin: Tensor, absorbed: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``(b, h, s, e)``, of latents if absorbed, and what a cache keeps of keys and values: the latent ``(b, 1, s, r)``, and the rotated
-        key that all heads share ``(b, 1, s, rope)``."""
-        asked, latent, shared = inputs
-        queries = self.query_up if self.mla.query_rank else self.query
-        query = queries(asked).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (7): (b, h, s, e)
-        fixed = self.mla.nope_head_dim
-        query = torch.cat((query[..., :fixed], rotate(query[..., fixed:], cos, sin)), dim=-1)  # (8), (9)
+        """Return queries and cache entries.
+
+        Queries are ``(b, h, s, e)``, or ``(b, h, s, r + rope)`` if absorbed. Cache entries are the latent ``(b, 1, s, r)`` and the rotated key
+        that all heads share, ``(b, 1, s, rope)``.
+        """
+        query_input, latent, shared = inputs
+        query_proj = self.query_up if self.mla.query_rank else self.query
+        query = (
+            query_proj(query_input).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        )  # (7): (b, h, s, e)
+        nope = self.mla.nope_head_dim
+        query = torch.cat((query[..., :nope], rotate(query[..., nope:], cos, sin)), dim=-1)  # (8), (9)
         if absorbed:
-            query = self._absorbed_up.asked(query)
+            query = self._absorbed_up.latent_queries(query)  # (b, h, s, r + rope)
         return query, latent.unsqueeze(1), rotate(shared.unsqueeze(1), cos, sin)  # (3)
 
     def result(self, mixed: Tensor) -> Tensor:
-        """The heads' share ``(b, s, d)`` of the layer's result, from what ``core`` gave ``(b, h, s, v)``."""
+        """Return the heads' share ``(b, s, d)`` of the layer's result; ``mixed`` ``(b, h, s, v)`` is the result of ``core``."""
         return self._result(mixed, self.absorbed)
 
     def _result(self, mixed: Tensor, absorbed: bool) -> Tensor:
         if absorbed:
-            mixed = self._absorbed_up.valued(mixed)
+            mixed = self._absorbed_up.values(mixed)  # (b, h, s, v)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
 
 # The two forms of latent attention (section 2.1.3): keys and values expanded from the latents, or the matrix absorbed.
 #
-# A head's score is ``q (W_k c) = (q W_k) c``, and its result ``sum_j p_j W_v c_j = W_v sum_j p_j c_j``: so the query can be multiplied with the head's rows of ``kv_up`` instead of
-# each latent ``c``, and all heads then attend to the latents themselves. For few queries behind a long text that is little work, where expanding
-# costs ``2 r h (nope + value)`` operations for each token of the text in every step. The roundings differ, so a run says by which form it computes
-# (``model.mla.absorbed``), and exact numerics keep to that.
+# A head's score is ``q (W_k c) = (q W_k) c``, and its result ``sum_j p_j W_v c_j = W_v sum_j p_j c_j``. So the query can be multiplied
+# with the head's rows of ``kv_up`` instead of each latent ``c``, and all heads then attend to the latents. That is cheap for few queries
+# after a long text, where expansion costs ``2 r h (nope + value)`` operations for each token of the text in every step. The roundings
+# differ, so a run selects the form (``model.mla.absorbed``), and exact numerics keep it.
 #
 # Shapes: ``b`` batch, ``h`` heads, ``q`` queries, ``n`` tokens, ``r`` the rank of the latent.
 
 
 @dataclass(frozen=True)
 class AbsorbedUp:
-    """``kv_up`` as queries and results are multiplied with it, head by head; it can be differentiated."""
+    """``kv_up`` multiplied with queries and results, head by head; differentiable."""
 
     weight: Tensor
     """For each head, ``nope`` rows of its keys and then ``value`` rows: ``(h (nope + value), r)``."""
     mla: MlaSpec
 
-    def asked(self, query: Tensor) -> Tensor:
-        """Queries ``(b, h, q, nope + rope)``, their last part rotated, as latents are asked: ``(b, h, q, r + rope)``."""
-        fixed, turned = torch.split(query, [self.mla.nope_head_dim, self.mla.rope_head_dim], dim=-1)
-        return torch.cat((self._by_head(fixed, self.matrices()[0]), turned), dim=-1)
+    def latent_queries(self, query: Tensor) -> Tensor:
+        """Convert queries ``(b, h, q, nope + rope)``, whose last part is rotated, to queries of latents ``(b, h, q, r + rope)``."""
+        nope, rotated = torch.split(query, [self.mla.nope_head_dim, self.mla.rope_head_dim], dim=-1)
+        return torch.cat((self._by_head(nope, self.matrices()[0]), rotated), dim=-1)
 
-    def valued(self, mixed: Tensor) -> Tensor:
-        """Mixed latents ``(b, h, q, r + rope)``, whose rotated part says nothing, to mixed values ``(b, h, q, value)``."""
+    def values(self, mixed: Tensor) -> Tensor:
+        """Convert mixed latents ``(b, h, q, r + rope)`` to mixed values ``(b, h, q, value)``; the rotated part is not used."""
         return self._by_head(mixed[..., : self.mla.kv_rank], self.matrices()[1])
 
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """The matrices of each head for its queries ``(h, nope, r)`` and for its results ``(h, r, value)``."""
+        """Return each head's matrices for its queries ``(h, nope, r)`` and for its results ``(h, r, value)``."""
         widths = [self.mla.nope_head_dim, self.mla.value_head_dim]
         keys, values = torch.split(self.weight.view(-1, sum(widths), self.mla.kv_rank), widths, dim=1)
         return keys, values.transpose(1, 2)
 
     def _by_head(self, x: Tensor, matrices: Tensor) -> Tensor:
-        # Without gaps, so that neither the number of heads nor their order in memory has a say in what the product does.
+        # Contiguous, so that the kernel depends neither on the number of heads nor on their order in memory.
         rows = x.transpose(0, 1).flatten(1, 2).contiguous()  # (h, b q, .)
-        product = torch.bmm(rows, matrices)
-        return product.view(len(product), len(x), -1, product.shape[2]).transpose(0, 1)
+        product = torch.bmm(rows, matrices)  # (h, b q, .)
+        return product.view(len(product), len(x), -1, product.shape[2]).transpose(0, 1)  # (b, h, q, .)
 
 
 def latents_as_keys(latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys that all heads share, from latents ``(b, 1, n, r)`` and rotated ``(b, 1, n, rope)``: ``(b, 1, n, r + rope)``. They are values, too, since
-    kernels want both of one width."""
-    held = torch.cat((latent, shared), dim=-1)
-    return held, held
+    """Return the keys ``(b, 1, n, r + rope)`` that all heads share, from latents ``(b, 1, n, r)`` and rotated ``(b, 1, n, rope)``.
+
+    The same tensor is returned as values, because kernels require keys and values of one width.
+    """
+    keys = torch.cat((latent, shared), dim=-1)
+    return keys, keys
 
 
 @dataclass(frozen=True, eq=False)  # Dynamo of PyTorch 2.11 hashes an object whose fields it has not set yet
 class LatentExpansion:
-    """What becomes of a text's latents; as a call, keys and values of all heads."""
+    """Function from a text's latents to keys and values of all heads, with the absorbed alternative."""
 
     up: Linear
-    """``kv_up``: of each head, ``nope`` rows of its keys and then ``value`` rows."""
+    """``kv_up``: for each head, ``nope`` rows of its keys and then ``value`` rows."""
     mla: MlaSpec
     scale: float
-    """The factor of the scores."""
+    """Factor of the scores."""
 
     def __call__(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``(b, h, n, nope + rope)`` and values ``(b, h, n, value)`` from ``(b, 1, n, r)`` and rotated ``(b, 1, n, rope)``."""
+        """Return keys ``(b, h, n, nope + rope)`` and values ``(b, h, n, value)`` from ``(b, 1, n, r)`` and rotated ``(b, 1, n, rope)``."""
         widths = (self.mla.nope_head_dim, self.mla.value_head_dim)
         expanded = self.up(latent.squeeze(1)).unflatten(-1, (-1, sum(widths))).transpose(1, 2)
-        fixed, value = expanded.split(widths, dim=-1)
-        return torch.cat((fixed, shared.expand(-1, fixed.shape[1], -1, -1)), dim=-1), value
+        nope, value = expanded.split(widths, dim=-1)  # (b, h, n, .)
+        return torch.cat((nope, shared.expand(-1, nope.shape[1], -1, -1)), dim=-1), value
 
     def absorbs(self, queries: int, tokens: int) -> bool:
-        """Whether the absorbed form takes fewer operations for so many queries behind so many tokens."""
+        """Return True if the absorbed form needs fewer operations for ``queries`` queries and ``tokens`` tokens."""
         rank, rope = self.mla.kv_rank, self.mla.rope_head_dim
         head = self.mla.nope_head_dim + self.mla.value_head_dim
         expanded = tokens * rank * head + queries * tokens * (head + rope)
-        # Values are read as wide as keys, and the rotated part is thrown away.
+        # Values are read with the width of keys; the rotated part is discarded.
         return queries * tokens * 2 * (rank + rope) + queries * rank * head < expanded
 
     def absorbed(self, query: Tensor, latent: Tensor, shared: Tensor, mask: Tensor) -> Tensor:
-        """Attention of queries ``(1, h, q, nope + rope)`` to the latents of which they see ``mask``: ``(1, h, q, value)``.
+        """Attention of queries ``(1, h, q, nope + rope)`` to the latents that ``mask`` makes visible: ``(1, h, q, value)``.
 
-        The mask is ``(h q, n)``, head by head, where all heads are to be asked together, and ``(q, n)`` where each is by itself: for many queries
-        that is as much work, and less memory.
+        With a mask ``(h q, n)``, by head, all heads are computed together; with ``(q, n)`` each separately. For many queries the second is
+        as much work and needs less memory.
         """
         up = AbsorbedUp(self.up.weight, self.mla)
-        asked, key, value = up.asked(query), *latents_as_keys(latent, shared)
+        query, key, value = up.latent_queries(query), *latents_as_keys(latent, shared)
 
         def softmax(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             return F.scaled_dot_product_attention(
@@ -243,8 +254,8 @@ class LatentExpansion:
             )
 
         if len(mask) == query.shape[2]:
-            return up.valued(softmax(asked, key, value, mask))
-        return up.valued(attend_together(asked, key, value, mask, softmax))
+            return up.values(softmax(query, key, value, mask))
+        return up.values(attend_together(query, key, value, mask, softmax))
 
 
 def attend_together(
@@ -256,7 +267,8 @@ def attend_together(
 ) -> Tensor:
     """Attention of all heads' queries ``(1, h, q, e)`` to keys and values ``(1, 1, n, .)`` that they share: ``(1, h, q, .)``.
 
-    Heads are so many queries of one head: one product instead of one for each. ``mask`` ``(h q, n)`` has the keys that each sees; ``softmax`` gets it.
+    All heads are computed as queries of one head: one product instead of one per head. ``mask`` ``(h q, n)`` has the visible keys of each
+    query; it is passed to ``softmax``.
     """
     heads, queries = query.shape[1:3]
     mixed = softmax(query.flatten(1, 2).unsqueeze(1), key, value, mask)[:, 0]  # (1, h q, .)

@@ -1,8 +1,7 @@
-"""Rotary position embeddings (Su et al., arXiv 2104.09864), stretched to longer contexts by position interpolation, or as in
-Llama 3, YaRN or LongRoPE.
+"""Rotary position embeddings (Su et al., arXiv 2104.09864), scaled to longer contexts by position interpolation, Llama 3, YaRN or LongRoPE.
 
-Pairs are element ``i`` and element ``i + head_dim / 2`` of a head, the layout of the published Llama and Qwen
-weights in Hugging Face format, so that those load unchanged. (DeepSeek's latent attention says for itself how it is loaded.)
+Pairs are element ``i`` and element ``i + head_dim / 2`` of a head, the layout of the published Llama and Qwen weights in Hugging Face
+format, so that those load unchanged. (For DeepSeek's latent attention, see ``mla.py``.)
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from phalanx.run.spec import ModelSpec, RopeScalingSpec
 def inverse_frequencies(
     spec: ModelSpec, device: torch.device, *, windowed: bool = False, length: int = 0
 ) -> Tensor:
-    """Radians per position of each pair: half as many as a head has rotated elements, fp32; see ``rotation``."""
+    """Return the radians per position of each pair, fp32: half as many as a head has rotated elements. See ``rotation``."""
     width = attention_kind(spec).rotated_width(spec)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
     if windowed and spec.window_rope_theta:
@@ -42,16 +41,16 @@ def inverse_frequencies(
 
 
 def _stretch(frequencies: Tensor, scaling: RopeScalingSpec) -> Tensor:
-    """Divides low frequencies by ``factor``, keeps high ones, blends linearly between (arXiv 2407.21783)."""
+    """Divide low frequencies by ``factor``, keep high ones, blend linearly in between (arXiv 2407.21783)."""
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    # Without a band between the two nothing is blended.
+    # Without a band between the two, the switch is hard.
     blend = ((turns - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns >= low).float()
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
 def _stretch_by_turns(frequencies: Tensor, scaling: RopeScalingSpec, theta: float) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): as ``_stretch``, but blended linearly in the number of the pair."""
+    """YaRN (arXiv 2309.00071, section 3.2): like ``_stretch``, but blended linearly in the index of the pair."""
     pairs = len(frequencies)
 
     def pair_that_turns(turns: float) -> float:
@@ -69,13 +68,13 @@ def _stretch_by_turns(frequencies: Tensor, scaling: RopeScalingSpec, theta: floa
 def rotation(
     spec: ModelSpec, positions: Tensor, *, windowed: bool = False, length: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32, both halves alike.
+    """Return cosine and sine at ``positions`` ``(seq,)``: each ``(seq, rotated elements)``, fp32; both halves are equal.
 
-    ``windowed`` asks for those of layers with a sliding window; ``length`` is that of the whole sequence, in tokens.
+    ``windowed`` selects those of layers with a sliding window; ``length`` is that of the full sequence, in tokens.
     """
     frequencies = inverse_frequencies(spec, positions.device, windowed=windowed, length=length)
-    angles = positions.float()[:, None] * frequencies[None, :]
-    angles = torch.cat((angles, angles), dim=-1)
+    angles = positions.float()[:, None] * frequencies[None, :]  # (seq, rotated elements / 2)
+    angles = torch.cat((angles, angles), dim=-1)  # (seq, rotated elements)
     cos, sin = angles.cos(), angles.sin()
     stretched = not (windowed and spec.window_rope_theta)
     temperature = rotary_temperature(spec.rope_scaling) if stretched else 1.0
@@ -83,11 +82,13 @@ def rotation(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x`` ``(batch, heads, seq, head_dim)`` with its first elements turned by its positions' angles, as many as the tables
-    ``(seq, rotated elements)`` have; keeps ``x``'s dtype."""
+    """Rotate the first elements of ``x`` ``(batch, heads, seq, head_dim)`` by their positions' angles; keeps ``x``'s dtype.
+
+    The tables ``(seq, rotated elements)`` determine the number of rotated elements.
+    """
     if cos.shape[-1] < x.shape[-1]:
-        turning, fixed = x.tensor_split([cos.shape[-1]], dim=-1)
-        return torch.cat((rotate(turning, cos, sin), fixed), dim=-1)
+        rotated, unrotated = x.tensor_split([cos.shape[-1]], dim=-1)
+        return torch.cat((rotate(rotated, cos, sin), unrotated), dim=-1)
     if x.device.type == "cpu" and x.dtype == cos.dtype == torch.float32 and not torch.compiler.is_compiling():
         return apply_function(_EagerRotation, x, cos, sin)
     first, second = x.chunk(2, dim=-1)
@@ -96,7 +97,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _EagerRotation(torch.autograd.Function):
-    """For fp32 on a CPU, in one pass over memory forward and backward; else it is a dozen."""
+    """Rotation for fp32 on a CPU, in one pass over memory forward and backward instead of a dozen."""
 
     @staticmethod
     def forward(ctx: FunctionContext, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

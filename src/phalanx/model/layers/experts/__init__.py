@@ -1,1 +1,1 @@
-"""Mixtures of experts: the router, the experts' products, and what makes them independent of the rows beside them."""
+"""Mixtures of experts: the router, and the experts' products, also with rows that do not depend on their neighbors."""

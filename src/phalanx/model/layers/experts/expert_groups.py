@@ -1,23 +1,22 @@
-"""Groups of rows: what a mixture's experts compute by itself, however many slots a rank's experts serve at once.
+"""Groups of rows: the unit of computation of a mixture's experts, for any number of slots that a rank computes at once.
 
-A *group* is the rows of one expert and one slot's micro-batch, in the order of their positions. It is a property of the data: whichever
-ranks share the experts, the group has the same rows in the same order. So if each group is computed by itself, and the gradients of the
-slots are added in the slots' tree, the bits of a mixture do not depend on how many ranks its experts are dealt over.
+A *group* is the rows of one expert and one slot's micro-batch, in the order of their positions. It depends only on the data: for any
+distribution of the experts over ranks, the group has the same rows in the same order. Each group is computed separately, and the
+gradients of the slots are added in the slots' tree. So the bits of a mixture do not depend on the number of ranks.
 
-Rows lie by expert, then slot. Two kinds of products are made:
+Rows are ordered by expert, then slot. There are two kinds of products:
 
-- **Rows times their expert's matrix**, forward and for the rows' gradient. On a CPU each group is a product of its own. Kernels there are
-  not indifferent to what lies beside a row: measured in fp32 with MKL, 2 to 7 of 60 random groups had other bits in one product with others;
-  in bf16 none. On a GPU a launch for each group would cost more than the
-  product, and a grouped product with a matrix for each group would need a copy of the expert's matrix for each slot. There an expert's rows of
-  all slots are one group of one product. That relies on the kernel: an element of the result is a sum over the inner dimension, in an order that
-  knows nothing of the tile that the row falls into. PyTorch's grouped kernel takes smaller tiles where experts have up to 128 rows on
-  average (``GroupMM.cu``), so a slot alone may get other tiles than a hand: both walk the inner dimension in steps of the same instruction.
-  ``python -m bench.gpu bits`` compares them.
-- **The matrices' gradients**: a sum over the rows of each group, a *leaf*, of which a grouped product makes many at once, each alone.
+- **Rows times their expert's matrix**, forward and for the rows' gradient. On a CPU each group is a separate product, because kernels
+  depend on neighboring rows. (Measured in fp32 with MKL: 2 to 7 of 60 random groups had other bits in one product with others; in bf16
+  none.) On a GPU a launch for each group would cost more than the product. A grouped product with a matrix for each group would need a
+  copy of the expert's matrix for each slot. So there an expert's rows of all slots are one group of one product. That relies on
+  the kernel: an element of the result is a sum over the inner dimension, in an order that does not depend on the row's tile. PyTorch's
+  grouped kernel uses smaller tiles if experts have up to 128 rows on average (``GroupMM.cu``), so a single slot may get other tiles
+  than a hand. Both walk the inner dimension in steps of the same instruction. ``python -m bench.gpu bits`` compares them.
+- **The matrices' gradients**: a sum over the rows of each group, a *leaf*. A grouped product computes many leaves at once, separately.
 
-The slots' leaves are added level by level of their tree, in fp32: nothing is rounded at a node, so it does not matter which nodes
-were added here, and which after an exchange.
+The slots' leaves are added level by level of their tree, in fp32. Nodes are not rounded, so a node may be added here or after an
+exchange.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from torch import Tensor
 from phalanx.model.autograd import FunctionContext, apply_function, uncompiled
 
 Leaves = tuple[range, Tensor]
-"""Some experts, and the gradients of something of theirs by slot: ``(experts, slots, ...)``."""
+"""Some experts, and gradients of one of their parameters by slot: ``(experts, slots, ...)``."""
 
 _MOST_ELEMENTS = 1 << 26
-"""Elements of the leaves that one product makes, where an expert has fewer: a launch is little beside writing 128 MiB and more."""
+"""Elements of the leaves of one product, if an expert has fewer: a launch is cheap compared with writing 128 MiB and more."""
 
 
 @uncompiled
@@ -46,30 +45,30 @@ def _uncompiled_grouped_mm(rows: Tensor, matrices: Tensor, *, offs: Tensor) -> T
 
 @dataclass(frozen=True)
 class Groups:
-    """The sizes of groups whose rows lie by expert, then slot."""
+    """Sizes of groups whose rows are ordered by expert, then slot."""
 
     counts: Tensor
     """Rows of each group, ``(experts, slots)``, int64; the number of slots is a power of two."""
     ends: Tensor
-    """The end of each expert among the rows, ``(experts,)``, int32."""
+    """End index of each expert's rows, ``(experts,)``, int32."""
     apart: bool = False
-    """True if each group's rows are a product of their own, rather than each expert's; for CPUs."""
+    """True if each group's rows are a separate product, rather than each expert's; for CPUs."""
     of_experts: tuple[int, ...] = ()
-    """The rows of each expert, known to the host; needed with several slots alone."""
+    """Number of rows of each expert, on the host; needed only with several slots."""
     take: Callable[[range, Tensor], None] | None = None
-    """Takes ``Leaves``, in the order of experts, in the place of autograd, which would round their sum to the weights' dtype."""
+    """Receives ``Leaves``, in the order of experts, instead of autograd, which would round their sum to the weights' dtype."""
     max_leaf_elements: int = _MOST_ELEMENTS
-    """Limit of the elements of the leaves that one product makes; those of one expert may be more."""
+    """Limit of the elements of the leaves of one product; those of one expert may exceed it."""
 
     @property
     def slots(self) -> int:
-        """The number of slots."""
+        """Number of slots."""
         return self.counts.shape[1]
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Each of ``rows`` ``(m, i)`` times its expert's matrix of ``(experts, i, o)``: ``(m, o)``."""
+        """Multiply each of ``rows`` ``(m, i)`` by its expert's matrix of ``(experts, i, o)``: ``(m, o)``."""
         if not self.apart:
-            # The compiler's description of grouped_mm knows bf16 alone.
+            # The compiler supports grouped_mm for bf16 only.
             product = F.grouped_mm if rows.dtype == torch.bfloat16 else _uncompiled_grouped_mm
             return product(rows, matrices, offs=self.ends)
         sizes: list[list[int]] = self.counts.tolist()
@@ -83,14 +82,16 @@ class Groups:
         )
 
     def gradient(self, slope: Tensor, rows: Tensor) -> Tensor | None:
-        """The gradient ``(experts, o, i)``, in the dtype of ``rows``, of matrices whose products with ``rows`` ``(m, i)`` have the
-        gradient ``slope`` ``(m, o)``; ``None`` if ``take`` has got it."""
+        """Return the gradient ``(experts, o, i)`` of the matrices, in the dtype of ``rows``; ``None`` if it was passed to ``take``.
+
+        ``slope`` ``(m, o)`` is the gradient of their products with ``rows`` ``(m, i)``.
+        """
         if self.slots == 1:
             return F.grouped_mm(slope.t(), rows, offs=self.ends)
         return self.add(self._leaves(slope, rows), rows.dtype)
 
     def add(self, leaves: Iterable[Leaves], dtype: torch.dtype) -> Tensor | None:
-        """The sum over slots of all experts' ``leaves`` in ``dtype``: ``(experts, ...)``; ``None`` if ``take`` has got them."""
+        """Return the sum over slots of all experts' ``leaves`` in ``dtype``, ``(experts, ...)``; ``None`` if they were passed to ``take``."""
         if self.take is None:
             return torch.cat([add_slots(gradients).to(dtype) for _, gradients in leaves])
         for experts, gradients in leaves:
@@ -102,26 +103,26 @@ class Groups:
         at_once = max(1, self.max_leaf_elements // (slots * shape[0] * shape[1]))
         end = 0
         for first in range(0, experts, at_once):
-            some = range(first, min(first + at_once, experts))
-            begin, end = end, end + sum(self.of_experts[some.start : some.stop])
-            ends = self.counts[some.start : some.stop].flatten().cumsum(0).to(torch.int32)
+            current = range(first, min(first + at_once, experts))
+            begin, end = end, end + sum(self.of_experts[current.start : current.stop])
+            ends = self.counts[current.start : current.stop].flatten().cumsum(0).to(torch.int32)
             gradients = F.grouped_mm(slope[begin:end].t(), rows[begin:end], offs=ends)
-            yield some, gradients.view(len(some), slots, *shape)
+            yield current, gradients.view(len(current), slots, *shape)
 
 
 def groups_of_one_slot(counts: Tensor) -> Groups:
-    """The groups of a single slot, of which each expert has ``counts`` ``(experts,)``, int64."""
+    """Return the groups of a single slot with ``counts`` ``(experts,)``, int64, rows for each expert."""
     return Groups(counts.unsqueeze(1), counts.cumsum(0).to(torch.int32))
 
 
 def groups_of_slots(counts: Tensor, of_experts: Iterable[int], *, apart: bool) -> Groups:
-    """The groups of ``counts`` ``(experts, slots)``, int64; ``of_experts`` are their sums over slots, as the host knows them."""
+    """Return the groups of ``counts`` ``(experts, slots)``, int64; ``of_experts`` are their sums over slots, on the host."""
     ends = counts.sum(1).cumsum(0).to(torch.int32)
     return Groups(counts, ends, apart and counts.shape[1] > 1, tuple(of_experts))
 
 
 def add_slots(leaves: Tensor) -> Tensor:
-    """The sum of ``(n, slots, ...)`` over slots, a power of two, in the order of their binary tree: fp32 ``(n, ...)``."""
+    """Return the sum of ``(n, slots, ...)`` over slots, a power of two, in the order of their binary tree: fp32 ``(n, ...)``."""
     sums = leaves
     while sums.shape[1] > 2:
         left, right = sums[:, 0::2], sums[:, 1::2]
@@ -150,14 +151,14 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """Each of ``rows`` ``(m, i)`` times the transpose of its expert's matrix of ``(experts, o, i)``: ``(m, o)``."""
+    """Multiply each of ``rows`` ``(m, i)`` by the transpose of its expert's matrix of ``(experts, o, i)``: ``(m, o)``; differentiable."""
     if groups.slots == 1:
         return groups.multiply(rows, matrices.transpose(1, 2))
     return apply_function(_GroupedProduct, rows, matrices, groups)
 
 
 class _ForEachRow(torch.autograd.Function):
-    """The bias of each row's expert; the sum in backward goes through a group's rows in their order."""
+    """The bias of each row's expert; backward adds a group's rows in their order."""
 
     @staticmethod
     def forward(ctx: _ProductContext, biases: Tensor, groups: Groups, rows: int) -> Tensor:
@@ -177,6 +178,6 @@ class _ForEachRow(torch.autograd.Function):
 
 @uncompiled
 def add_by_expert(rows: Tensor, biases: Tensor, groups: Groups, start: int = 0) -> Tensor:
-    """``rows`` ``(m, o)`` plus the bias ``(experts, width)`` of each one's expert, from element ``start`` on."""
+    """Add to ``rows`` ``(m, o)`` the bias ``(experts, width)`` of each row's expert, from element ``start`` on."""
     added = apply_function(_ForEachRow, biases, groups, len(rows))
     return rows + F.pad(added, (start, rows.shape[1] - start - added.shape[1]))

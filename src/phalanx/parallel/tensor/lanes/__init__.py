@@ -1,1 +1,1 @@
-"""Lanes: the width of the model in pieces that the run fixes, so that no tensor degree changes a bit."""
+"""Lanes: fixed divisions of the model's width, so that the bits do not depend on the tensor degree."""

@@ -1,25 +1,24 @@
-"""Lanes: the width of the model in pieces that the run fixes, so that no tensor degree changes a bit.
+"""Lanes: fixed divisions of the model's width, so that the bits do not depend on the tensor degree.
 
-A lane is to the width of the model what a slot is to the batch. ``model.lanes = L`` cuts the heads of attention, the inner elements
-of feed-forward layers and the rows of the vocabulary into L parts, and the sequence, for all that is computed token by token, into
-L pieces. Each part and each piece is computed by itself, always with the same shapes, and what is summed over them is summed in
-a binary tree. A tensor rank holds L / T consecutive lanes, and as many pieces: the leaves of a subtree. So the weights have
-the same bits for every tensor degree T that divides L, one included.
+``model.lanes = L`` cuts the heads of attention, the inner elements of feed-forward layers and the rows of the vocabulary into L
+parts, and the sequence, for token-wise layers, into L pieces. Each part and each piece is computed separately, always with the same
+shapes. Sums over them are added in a binary tree. A tensor rank has L / T consecutive lanes, and as many pieces: the leaves of a
+subtree. So the weights have the same bits for every tensor degree T that divides L. (Slots do the same for the batch.)
 
-| | a lane or a piece by itself | summed over all in tree order |
+| | computed per lane or piece | summed over all in tree order |
 |---|---|---|
-| attention, feed-forward, shared experts | the lane's heads or inner elements (``layers``) | result; gradient of what they read |
+| attention, feed-forward, shared experts | the lane's heads or inner elements (``layers``) | result; gradient of their input |
 | norms, routers, latents, biases of results | the piece's tokens (``shares``) | gradient of the weights (``shares``) |
 | weights that lanes share: norms of heads, key heads | the lane's heads | gradient of the weights |
-| embedding | the tokens that have a row here (below) | nothing: all others are zeros |
-| scores and loss | the lane's rows of the vocabulary (``phalanx.train.step.loss``) | exponentials; gradient of what they read |
+| embedding | the tokens with a row on this rank (below) | nothing: all others are zeros |
+| scores and loss | the lane's rows of the vocabulary (``phalanx.train.step.loss``) | exponentials; gradient of their input |
 
-Where the sequence is in context tiles too (``phalanx.parallel.context.apply``), a lane computes tile by tile, and a piece is a part of
-a tile: each tile is cut into L pieces. The leaves of a gradient are ordered by tile, then lane or piece, so that whatever tensor and context
-ranks there are, each has the leaves of a subtree, or of one in each of its tiles (``shares``).
+With context tiles (``phalanx.parallel.context.apply``), a lane computes tile by tile, and each tile is cut into L pieces. The leaves of
+a gradient are ordered by tile, then lane or piece. So for any tensor and context degree, each rank has the leaves of a subtree, or of
+one in each of its tiles (``shares``).
 
-Tensor-invariant training by gathered operands (TransformerEngine's pull request 2977) and partial sums in a tree for
-inference (arXiv 2511.17826) are the neighbors of this; neither divides the work and keeps the bits in training.
+Related work: tensor-invariant training by gathered operands (TransformerEngine's pull request 2977), and partial sums in a tree for
+inference (arXiv 2511.17826). Neither both divides the work and keeps the bits in training.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from phalanx.parallel.tensor.lanes.layers import (
 )
 from phalanx.parallel.tensor.lanes.shares import (
     InPieces,
-    Leaves,
+    LaneLeaves,
     RoutedInPieces,
     ScoresInPieces,
     SharedParameter,
@@ -73,41 +72,41 @@ class RankLanes:
     """The lanes of a rank."""
 
     lanes: int
-    """Number of lanes of the whole model."""
+    """Number of lanes of the full model."""
     tensor: int
-    """Number of ranks that divide them."""
+    """Number of tensor ranks."""
     comm: SequenceComm | None
     """Collectives over these ranks, adding in tree order; ``None`` if there is one."""
     key_comm: SequenceComm | None
-    """Collectives over those of them that hold the same key heads."""
+    """Collectives over the tensor ranks with the same key heads."""
     tiles: RankTiles | None = None
     """The context tiles of this rank; ``None`` if the run has none."""
 
     @property
-    def here(self) -> int:
-        """Lanes on this rank."""
+    def local_lanes(self) -> int:
+        """Number of lanes on this rank."""
         return self.lanes // self.tensor
 
     @property
-    def tiles_here(self) -> int:
-        """Context tiles on this rank; 1 if the run has none."""
-        return 1 if self.tiles is None else len(self.tiles.here)
+    def local_tiles(self) -> int:
+        """Number of context tiles on this rank; 1 if the run has none."""
+        return 1 if self.tiles is None else len(self.tiles.tile_numbers)
 
     @property
     def pieces(self) -> int:
-        """Pieces of the sequence on this rank: each tile is cut into as many as there are lanes."""
-        return self.tiles_here * self.here
+        """Number of pieces of the sequence on this rank: each tile is cut into as many as there are lanes on the rank."""
+        return self.local_tiles * self.local_lanes
 
     def parts(self, parameter: Parameter) -> int:
-        """Different parts that this rank's lanes have of a parameter."""
+        """Return the number of different parts of a parameter that this rank's lanes use."""
         return parameter.parts_over(self.lanes) // parameter.parts_over(self.tensor)
 
     def sharers(self, parameter: Parameter) -> int:
-        """Lanes on this rank that have the same part of it."""
-        return self.here // self.parts(parameter)
+        """Return the number of lanes on this rank that use the same part of it."""
+        return self.local_lanes // self.parts(parameter)
 
     def comm_of(self, parameter: Parameter) -> SequenceComm | None:
-        """To the ranks whose lanes have the same part."""
+        """Return collectives over the ranks whose lanes use the same part; ``None`` if there are no others."""
         if parameter.parts_over(self.tensor) == 1:
             return self.comm
         return self.key_comm if parameter.parts_over(self.tensor) < self.tensor else None
@@ -116,12 +115,12 @@ class RankLanes:
 def apply_lanes(
     module: Transformer, table: Mapping[str, Parameter], lanes: RankLanes, vocabulary_start: int
 ) -> None:
-    """Has ``module``, whose divided parameters are this rank's parts already, compute in lanes.
+    """Make ``module`` compute in lanes. Its divided parameters are already this rank's parts.
 
     Args:
         module: On the meta device, not yet sharded.
         table: The model's parameters by name.
-        lanes: This rank's.
+        lanes: This rank's lanes.
         vocabulary_start: The first row of the vocabulary on this rank.
     """
     _replace_outputs(module)
@@ -145,13 +144,13 @@ def apply_lanes(
             if own:
                 replace_method(part, "shared_weights", InPieces(part.shared_weights, own, lanes.pieces))
         elif isinstance(part, LanedEmbedding) and own:
-            replace_method(part, "found", InPieces(part.found, own, lanes.tiles_here))
+            replace_method(part, "lookup", InPieces(part.lookup, own, lanes.local_tiles))
         elif isinstance(part, (RMSNorm, Linear)) and own and not isinstance(part, LaneOutput):
             replace_method(part, "forward", InPieces(part.forward, own, lanes.pieces))
 
 
 def _own(part: nn.Module, name: str) -> list[str]:
-    """The names of the parameters that ``part`` has itself."""
+    """Return the names of the parameters that ``part`` owns directly."""
     return [path for path, _ in part.named_parameters(prefix=name, recurse=False)]
 
 
@@ -164,14 +163,14 @@ def _replace_outputs(module: nn.Module) -> None:
 def _shared(
     module: Transformer, table: Mapping[str, Parameter], lanes: RankLanes, by_lane: Set[str]
 ) -> dict[str, SharedParameter]:
-    """The parameters that several lanes, pieces or tiles use, by name; from now on their units make the shares.
+    """Return the parameters that several lanes, pieces or tiles use, by name. Their units make the shares from now on.
 
-    ``by_lane`` are those of layers in lanes, of which each lane uses a part, or all of it.
+    ``by_lane`` are the parameters of layers in lanes, of which each lane uses a part, or all.
     """
     units = {name: part for name, part in module.named_modules() if isinstance(part, _UNITS)}
-    leaves: dict[str, dict[str, Leaves]] = {}
+    leaves: dict[str, dict[str, LaneLeaves]] = {}
     for owner_name, owner in module.named_modules():
-        # The projection is no module's whose forward runs: its shares are made where the loss is.
+        # The output projection has no forward call of its own; its shares are made in the loss.
         if isinstance(owner, Experts) or owner is module.head:
             continue
         for path in _own(owner, owner_name):
@@ -179,10 +178,10 @@ def _shared(
             sharers, comm = lanes.sharers(row), lanes.comm_of(row)
             in_pieces = row.parts_over(lanes.lanes) == 1 and path not in by_lane
             if in_pieces or lanes.tiles is not None or sharers > 1 or comm is not None:
-                runs = 1 if in_pieces else lanes.tiles_here
+                runs = 1 if in_pieces else lanes.local_tiles
                 unit = max((unit for unit in units if not unit or path.startswith(f"{unit}.")), key=len)
-                leaves.setdefault(unit, {})[path] = Leaves(lanes.tiles_here * sharers, comm, runs)
-    found = {}
+                leaves.setdefault(unit, {})[path] = LaneLeaves(lanes.local_tiles * sharers, comm, runs)
+    parameters = {}
     for unit, parts in leaves.items():
         inside = {path: path.removeprefix(f"{unit}.") if unit else path for path in parts}
         report = None if lanes.tiles is None else lanes.tiles.share_of_total
@@ -190,12 +189,12 @@ def _shared(
         shares.install(units[unit])
         for path, name in inside.items():
             owner, _, attribute = path.rpartition(".")
-            found[path] = SharedParameter(module.get_submodule(owner), attribute, shares, name)
-    return found
+            parameters[path] = SharedParameter(module.get_submodule(owner), attribute, shares, name)
+    return parameters
 
 
 def _parameters_in_lanes(layer: _Layer, name: str) -> list[str]:
-    """The names of the parameters that lanes of a layer use: neither those that see tokens by themselves nor the result's bias."""
+    """Return the parameter names that lanes of a layer use: all except those of token-wise modules and the result's bias."""
     return [
         path
         for path, _ in layer.named_parameters(prefix=name)
@@ -212,7 +211,7 @@ def _divide(
     lanes: RankLanes,
     shared: Mapping[str, SharedParameter],
 ) -> None:
-    """Makes a layer compute in lanes, which use its parameters ``paths``."""
+    """Make a layer compute in lanes, which use its parameters ``paths``."""
     parameters = []
     for path in paths:
         owner, _, attribute = path.removeprefix(f"{name}.").rpartition(".")
@@ -224,7 +223,7 @@ def _divide(
                 row.tensor_dim or 0,
                 lanes.parts(row),
                 shared.get(path),
-                lanes.tiles_here,
+                lanes.local_tiles,
                 _rows(layer.get_submodule(owner), lanes, row) if path not in shared else None,
             )
         )
@@ -235,15 +234,18 @@ def _divide(
     replace_method(
         layer,
         "forward",
-        LanedLayer(layer.by_tokens, result, parameters, lanes.here, lanes.comm, add_bias),
+        LanedLayer(layer.by_tokens, result, parameters, lanes.local_lanes, lanes.comm, add_bias),
     )
 
 
 def _rows(owner: nn.Module, lanes: RankLanes, parameter: Parameter) -> LaneRows | None:
-    """Has the product of a matrix, of which each lane here has rows of its own, write them side by side; ``None`` for all else."""
+    """Make the product of a matrix write the gradients of the lanes' rows side by side.
+
+    Return ``None`` unless each local lane has rows of its own.
+    """
     if not isinstance(owner, Linear) or isinstance(owner, LaneOutput) or owner.bias is not None:
         return None
-    if parameter.tensor_dim != 0 or lanes.parts(parameter) != lanes.here or lanes.here == 1:
+    if parameter.tensor_dim != 0 or lanes.parts(parameter) != lanes.local_lanes or lanes.local_lanes == 1:
         return None
     rows = owner.affine = LaneRows()
     return rows
@@ -260,9 +262,9 @@ def _lane_result(layer: _Layer, tiles: RankTiles | None) -> LaneResult:
 
 # The embedding in lanes: each tensor rank has some rows of the vocabulary.
 #
-# A token's vector comes from the one rank that has its row, and from the others zeros: their sum is exact in any order. The
-# gradient of a row is the sum over its tokens in the order that PyTorch's kernel takes, and tokens without a row here have no
-# part in it, so that it does not depend on how many rows there are.
+# One rank has a token's row, and the others contribute zeros, so the sum is exact in any order. The gradient of a row is the sum over
+# its tokens in the order of PyTorch's kernel. Tokens without a row on this rank do not take part, so the gradient does not depend on
+# the number of rows.
 
 
 class _RowsContext(FunctionContext, Protocol):
@@ -275,13 +277,13 @@ class _Rows(torch.autograd.Function):
         ctx.count = len(weight)
         ctx.save_for_backward(row)
         absent = (row == len(weight)).unsqueeze(-1)
-        # Zeros of one sign, as sums with other ranks' zeros have.
+        # Adding 0.0 turns -0.0 into 0.0, as a sum with other ranks' zeros does.
         return F.embedding(row % len(weight), weight).masked_fill(absent, 0).add_(0.0)
 
     @staticmethod
     def backward(ctx: _RowsContext, *upstream: Tensor) -> tuple[Tensor, None]:
         (row,) = ctx.saved_tensors
-        # The row behind the last is that of tokens whose gradient nobody wants.
+        # Row `count` collects tokens without a row on this rank; its gradient is dropped.
         padding = ctx.count
         gradient = torch.ops.aten.embedding_dense_backward(
             upstream[0].contiguous(), row, ctx.count + 1, padding, False
@@ -292,19 +294,19 @@ class _Rows(torch.autograd.Function):
 class LanedEmbedding(nn.Embedding):
     """An embedding of which this rank has the rows from ``start`` on."""
 
-    def __init__(self, whole: nn.Embedding, start: int, comm: SequenceComm | None) -> None:
-        """Takes over the parameter of ``whole``, cut already."""
+    def __init__(self, embedding: nn.Embedding, start: int, comm: SequenceComm | None) -> None:
+        """Take over the parameter of ``embedding``, which is already this rank's part."""
         super().__init__(1, 1, device="meta")
-        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
-        self.weight, self.start, self.comm = whole.weight, start, comm
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.weight, self.start, self.comm = embedding.weight, start, comm
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(b, s)`` of the whole vocabulary to ``(b, s / ranks, d)``."""
-        found = self.found(tokens)
-        return found if self.comm is None else self.comm.sum_scatter(found)
+        """Tokens ``(b, s)`` of the full vocabulary to ``(b, s / ranks, d)``."""
+        vectors = self.lookup(tokens)  # (b, s, d)
+        return vectors if self.comm is None else self.comm.sum_scatter(vectors)
 
-    def found(self, tokens: Tensor) -> Tensor:
-        """The vectors ``(b, s, d)`` of tokens ``(b, s)`` that have a row here, and zeros for the others."""
+    def lookup(self, tokens: Tensor) -> Tensor:
+        """Return the vectors ``(b, s, d)`` of tokens ``(b, s)`` with a row on this rank, and zeros for the others."""
         count = self.weight.shape[0]
         row = tokens - self.start
         row = row.masked_fill((row < 0) | (row >= count), count)

@@ -1,8 +1,8 @@
-"""A layer in lanes: its heads or inner elements in as many equal parts as the run fixes, and the products of these lanes.
+"""A layer in lanes: its heads or inner elements are cut into a fixed number of equal parts.
 
-Attention and the feed-forward layer are sums over their heads and inner elements, of which a lane has as many as every other. So the
-layer's result is the sum of the lanes' results, and the gradient of what they all read the sum of theirs: two sums in tree order,
-on a rank first and then across ranks. Everything in between has a lane's shapes, whoever computes it.
+Attention and the feed-forward layer are sums over their heads and inner elements. So the layer's result is the sum of the lanes'
+results, and the gradient of the shared input is the sum of the lanes' gradients. Both are sums in tree order, first on a rank and
+then across ranks. All tensors in between have the shapes of one lane, on any rank.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from phalanx.parallel.tensor.sequence_comm import SequenceComm, add_in_tree, den
 
 # Products of lanes that have some rows of one matrix: their gradients are written side by side into one tensor.
 #
-# A rank computes the gradient of each lane's rows by itself. To copy them together afterwards would read and write all weights' gradients once
-# more in every micro-batch, on one rank with all lanes as much memory as the model has. The operations, and so the bits, are those of ``F.linear``:
-# a library may add in another order where a result begins within a cache line (of oneMKL:
-# https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-macos/2024-0/obtaining-numerically-reproducible-results.html), so rows are
-# written side by side where those of each lane begin as memory of their own would, and copied together elsewhere.
+# A rank computes the gradient of each lane's rows separately. Concatenating them afterwards would read and write all weight gradients
+# once more in every micro-batch. The operations, and so the bits, are those of ``F.linear``. A library may add in another order if a
+# result begins within a cache line (oneMKL:
+# https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-macos/2024-0/obtaining-numerically-reproducible-results.html).
+# So rows are written side by side only if each lane's rows are aligned like separate memory, and concatenated otherwise.
 
 _ALIGNMENT = 256
-"""Bytes: the largest alignment by which a library of products chooses among its ways (cuBLASLt's,
-https://docs.nvidia.com/cuda/cublas/#cublasltmatmulpreferenceattributes-t; on a processor it is a cache line)."""
+"""Bytes: the largest alignment on which a matrix library's choice of kernel depends (cuBLASLt:
+https://docs.nvidia.com/cuda/cublas/#cublasltmatmulpreferenceattributes-t; on a CPU it is a cache line).
+"""
 
 
 @dataclass(eq=False)
 class WholeGradient:
-    """The gradient of a matrix ``(rows, columns)`` of which each lane writes its rows, in one micro-batch."""
+    """Gradient of a matrix ``(rows, columns)`` in one micro-batch, in which each lane writes its rows."""
 
     parts: int
-    """Lanes."""
+    """Number of lanes."""
     _memory: tuple[Tensor, ...] = ()
-    _given: set[int] = field(default_factory=set)
+    _written: set[int] = field(default_factory=set)
 
     def part(self, lane: int, rows: Tensor) -> Tensor:
-        """Memory for the gradient of a lane's ``rows``; if it is asked for again, by itself, since the first may still be needed."""
-        if lane in self._given or rows.numel() * rows.element_size() % _ALIGNMENT:
+        """Return memory for the gradient of a lane's ``rows``. A second call gets new memory: the first may still be needed."""
+        if lane in self._written or rows.numel() * rows.element_size() % _ALIGNMENT:
             return torch.empty_like(rows)
         if not self._memory:
             self._memory = rows.new_empty(self.parts * rows.shape[0], rows.shape[1]).chunk(self.parts)
-        self._given.add(lane)
+        self._written.add(lane)
         return self._memory[lane]
 
     def of_parts(self, parts: Sequence[Tensor]) -> Tensor | None:
-        """The whole gradient, if ``parts`` are what lies in its memory; else ``None``. Gives the memory up."""
-        memory, self._memory, self._given = self._memory, (), set()
+        """Return the full gradient if ``parts`` are in its memory; else ``None``. Releases the memory."""
+        memory, self._memory, self._written = self._memory, (), set()
         pairs = zip(memory, parts, strict=False)
         if len(memory) != len(parts) or any(own.data_ptr() != part.data_ptr() for own, part in pairs):
             return None
@@ -83,13 +84,13 @@ class _RowsProduct(torch.autograd.Function):
 
 @dataclass(eq=False)
 class LaneRows:
-    """``phalanx.model.layers.dense.Affine`` of a matrix of which each lane has some rows; a layer says which lane it computes."""
+    """``phalanx.model.layers.dense.Affine`` of a matrix of which each lane has some rows. The layer sets the current ``lane``."""
 
     lane: int = 0
     _gradient: WholeGradient | None = None
 
-    def begun(self, parts: int) -> WholeGradient:
-        """What lanes write their gradients to, of the forward pass that begins now."""
+    def new_gradient(self, parts: int) -> WholeGradient:
+        """Start a forward pass; return the gradient in which its lanes will write."""
         self._gradient = WholeGradient(parts)
         return self._gradient
 
@@ -105,8 +106,10 @@ class _ColumnsContext(FunctionContext, Protocol):
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """``x W^T`` for some columns of a wider matrix; for the product they are copied together, so that their distance in
-    memory, which depends on how many lanes are on the rank, has no say in what the kernel does."""
+    """``x W^T`` for some columns of a wider matrix.
+
+    The columns are copied before the product. So the choice of kernel does not depend on their stride, which grows with the rank's lanes.
+    """
 
     @staticmethod
     def forward(ctx: _ColumnsContext, x: Tensor, columns: Tensor) -> Tensor:
@@ -121,13 +124,13 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 class LaneOutput(Linear):
-    """The last matrix of a layer, which a lane has some inputs of; its bias is added to the lanes' sum and not here."""
+    """Last matrix of a layer, of which a lane has some inputs. Its bias is added to the lanes' sum, not here."""
 
-    def __init__(self, whole: Linear) -> None:
-        """Takes over the parameters of ``whole``."""
+    def __init__(self, linear: Linear) -> None:
+        """Take over the parameters of ``linear``."""
         super().__init__(1, 1, bias=False, device="meta")
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        self.weight, self.bias, self.product = whole.weight, whole.bias, whole.product
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias, self.product = linear.weight, linear.bias, linear.product
 
     def forward(self, x: Tensor) -> Tensor:
         """``(b, s, inputs / lanes)`` to ``(b, s, outputs)``."""
@@ -148,17 +151,17 @@ class _CutContext(FunctionContext, Protocol):
 class _Cut(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _CutContext, whole: Tensor, dim: int, parts: int, gradient: WholeGradient | None
+        ctx: _CutContext, tensor: Tensor, dim: int, parts: int, gradient: WholeGradient | None
     ) -> tuple[Tensor, ...]:
         ctx.dim, ctx.gradient = dim, gradient
-        own = whole.chunk(parts, dim)
-        # Rows are multiplied where they lie; columns are copied together for each product.
+        own = tensor.chunk(parts, dim)
+        # Rows are multiplied in place; columns are copied for each product.
         return own if dim else tuple(map(aligned, own))
 
     @staticmethod
     def backward(ctx: _CutContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        whole = None if ctx.gradient is None else ctx.gradient.of_parts(upstream)
-        return torch.cat(upstream, ctx.dim) if whole is None else whole, None, None, None
+        gradient = None if ctx.gradient is None else ctx.gradient.of_parts(upstream)
+        return torch.cat(upstream, ctx.dim) if gradient is None else gradient, None, None, None
 
 
 @dataclass(frozen=True)
@@ -169,26 +172,30 @@ class LaneParameter:
     attribute: str
     dim: int = 0
     parts: int = 1
-    """Different parts that this rank's lanes have of it along ``dim``; fewer than lanes where neighbors share a part."""
+    """Number of different parts along ``dim`` that this rank's lanes use; fewer than lanes if neighbors share a part."""
     shared: SharedParameter | None = None
-    """Its shares: for each context tile as many as lanes have the same part; ``None`` if each lane has a part of its own, and the
-    run has no tiles."""
+    """Its shares: for each context tile, one for each lane with the same part. ``None`` without tiles if each lane has its own part.
+    """
     tiles: int = 1
-    """Context tiles of this rank; 1 if the run has none."""
+    """Number of context tiles on this rank; 1 if the run has none."""
     rows: LaneRows | None = None
-    """Lets the lanes' products write their rows of its gradient side by side; ``None`` if something else is done with it."""
+    """Writes the lanes' rows of its gradient side by side; ``None`` if that is not possible."""
 
     def of_lanes(self) -> list[list[Tensor]]:
-        """The tensor of each lane, for each tile."""
-        whole = (self.owner.get_parameter(self.attribute),) if self.shared is None else self.shared.now()
-        sharers = len(whole) // self.tiles
+        """Return, for each lane, its tensor for each tile."""
+        shares = (self.owner.get_parameter(self.attribute),) if self.shared is None else self.shared.now()
+        sharers = len(shares) // self.tiles
         by_share = [
             (share,)
             if self.parts == 1
             else apply_function_of_many(
-                _Cut, share, self.dim, self.parts, None if self.rows is None else self.rows.begun(self.parts)
+                _Cut,
+                share,
+                self.dim,
+                self.parts,
+                None if self.rows is None else self.rows.new_gradient(self.parts),
             )
-            for share in whole
+            for share in shares
         ]
         return [
             [by_share[tile * sharers + sharer][part] for tile in range(self.tiles)]
@@ -198,7 +205,7 @@ class LaneParameter:
 
 
 class LaneResult(Protocol):
-    """Computes a layer's result for one lane."""
+    """Function that computes a layer's result for one lane."""
 
     def __call__(
         self,
@@ -207,17 +214,17 @@ class LaneResult(Protocol):
         inputs: tuple[Tensor, ...],
         *context: object,
     ) -> Tensor:
-        """The lane's share ``(b, s, d)`` of the result, from ``inputs`` ``(b, s, ...)`` of all tokens of this context rank.
+        """Return the lane's share ``(b, s, d)`` of the result, from ``inputs`` ``(b, s, ...)`` of all tokens of this context rank.
 
-        ``tensors`` are the lane's for each context tile, in the order of ``owners``; ``context`` is what the layer wants to know of
-        whole sequences.
+        ``tensors`` are the lane's for each context tile, in the order of ``owners``. ``context`` holds the layer's arguments that
+        cover full sequences.
         """
         ...
 
 
 @dataclass(frozen=True)
 class OnWholeSequence:
-    """The ``LaneResult`` of a sequence that is not in context tiles."""
+    """``LaneResult`` of a sequence without context tiles."""
 
     by_heads: Callable[..., Tensor]
 
@@ -236,7 +243,7 @@ class OnWholeSequence:
 
 @dataclass(frozen=True)
 class TileByTile:
-    """The ``LaneResult`` of a layer that sees a token at a time, for a sequence in context tiles."""
+    """``LaneResult`` of a token-wise layer for a sequence in context tiles."""
 
     by_heads: Callable[[tuple[Tensor, ...]], Tensor]
 
@@ -248,53 +255,55 @@ class TileByTile:
         *context: object,
     ) -> Tensor:
         """See ``LaneResult``."""
-        assert not context, "a layer of tokens asks nothing of whole sequences"
+        assert not context, "a token-wise layer has no arguments of full sequences"
         results = []
-        for own, read in zip(tensors, in_tiles(inputs, len(tensors)), strict=True):
+        for own, tokens in zip(tensors, in_tiles(inputs, len(tensors)), strict=True):
             with in_place_of(owners, own):
-                results.append(dense(self.by_heads(read)))
+                results.append(dense(self.by_heads(tokens)))
         return torch.cat(results, 1)
 
 
 def in_tiles(inputs: tuple[Tensor, ...], tiles: int) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors ``(b, s, ...)`` that lie by tile, one tile after the other, each without gaps in memory."""
+    """Split tensors ``(b, s, ...)``, ordered by tile, into tiles; each is contiguous."""
     for parts in zip(*(x.chunk(tiles, 1) for x in inputs), strict=True):
         yield tuple(map(dense, parts))
 
 
 @dataclass(frozen=True)
 class LanedLayer:
-    """Takes the place of the ``forward`` of a layer."""
+    """Replacement for the ``forward`` of a layer."""
 
     by_tokens: Callable[[Tensor], tuple[Tensor, ...]]
-    """What all heads, or inner elements, read of each token by itself: ``(b, s, ...)`` each."""
+    """Token-wise computation of the inputs of all heads or inner elements: ``(b, s, ...)`` each."""
     result: LaneResult
-    """From that and the context, the share ``(b, s, d)`` of the result that belongs to a lane's heads or inner elements."""
+    """Computes from these inputs and the context a lane's share ``(b, s, d)`` of the result."""
     parameters: Sequence[LaneParameter]
     lanes: int
-    """The lanes of this rank."""
+    """Number of lanes on this rank."""
     comm: SequenceComm | None
-    """To the ranks with the other lanes."""
+    """Collectives over the ranks with the other lanes."""
     add_bias: InPieces | None
-    """Adds the bias of the result, if it has one."""
+    """Adds the bias of the result; ``None`` if there is none."""
 
     def __call__(self, x: Tensor, *context: object) -> Tensor:
-        """``(b, s / ranks, d)`` to the same; ``context`` is what the layer wants to know of whole sequences."""
+        """``(b, s / ranks, d)`` to the same; ``context`` holds the layer's arguments that cover full sequences."""
         inputs = self.by_tokens(x)
-        if self.comm is not None:  # all by one gather: (b, s, ...) each
-            together = inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)
-            inputs = torch.split(self.comm.gather(together), [part.shape[-1] for part in inputs], -1)
-        whole = dense(add_in_tree(self._results(tuple(map(dense, inputs)), context)))  # (b, s, d)
-        y = whole if self.comm is None else self.comm.sum_scatter(whole)
+        if self.comm is not None:  # one gather for all inputs
+            packed = inputs[0] if len(inputs) == 1 else torch.cat(inputs, -1)
+            inputs = torch.split(
+                self.comm.gather(packed), [part.shape[-1] for part in inputs], -1
+            )  # (b, s, ...) each
+        total = dense(add_in_tree(self._results(tuple(map(dense, inputs)), context)))  # (b, s, d)
+        y = total if self.comm is None else self.comm.sum_scatter(total)  # (b, s / ranks, d)
         return y if self.add_bias is None else self.add_bias(y)
 
     def _results(self, inputs: tuple[Tensor, ...], context: tuple[object, ...]) -> Iterator[Tensor]:
         owners = [(parameter.owner, parameter.attribute) for parameter in self.parameters]
         by_lane = zip(*(parameter.of_lanes() for parameter in self.parameters), strict=True)
-        read = zip(*(forked(x, self.lanes) for x in inputs), strict=True)
-        for lane, (of_lane, own) in enumerate(zip(by_lane, read, strict=True)):
+        lane_inputs = zip(*(forked(x, self.lanes) for x in inputs), strict=True)
+        for lane, (of_lane, inputs_of_lane) in enumerate(zip(by_lane, lane_inputs, strict=True)):
             for parameter in self.parameters:
                 if parameter.rows is not None:
                     parameter.rows.lane = lane
             by_tile = list(zip(*of_lane, strict=True))
-            yield self.result(owners, by_tile, own, *context)
+            yield self.result(owners, by_tile, inputs_of_lane, *context)

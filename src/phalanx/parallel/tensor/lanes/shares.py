@@ -1,11 +1,10 @@
-"""Shares of a parameter that lanes or pieces of a sequence use undivided, and the layers and routers computed by pieces.
+"""Shares of a parameter that lanes or pieces of a sequence use undivided, and layers and routers computed by pieces.
 
-Each of L lanes (or pieces) contributes to the gradient of a norm's weight, say. These contributions are the leaves of a
-binary tree, added in fp32: first those of this rank, then across the ranks that have the others, in one collective for
-each block and backward pass.
+Each of L lanes (or pieces) contributes to the gradient of a norm's weight, for example. These contributions are the leaves of a
+binary tree, added in fp32. Those of this rank are added first, then across ranks, by one collective for each block and backward pass.
 
-Where a sequence is in context tiles too, the leaves of a weight that lanes use are ordered by tile, then lane. A rank has some lanes
-of some tiles, so a tile's lanes are added first, across tensor ranks too (``Leaves.runs``), then the tiles, across context ranks.
+With context tiles, the leaves of a weight that lanes use are ordered by tile, then lane. A rank has some lanes of some tiles. So a
+tile's lanes are added first, also across tensor ranks (``LaneLeaves.runs``), then the tiles, across context ranks.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from phalanx.model.layers.experts.router import Router
 from phalanx.parallel.tensor.sequence_comm import SequenceComm, add_in_tree, dense
 
 Report = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Makes of several parameters' sums over a context rank's tiles, fp32, what this rank reports of the sums over all tiles."""
+"""Function from several parameters' sums over a context rank's tiles, fp32, to this rank's report of the sums over all tiles."""
 
 
 @dataclass(frozen=True)
-class Leaves:
-    """The leaves that this rank has of the tree in which the gradient of a parameter is added, and who has their neighbors."""
+class LaneLeaves:
+    """This rank's leaves of the tree in which a parameter's gradient is added, and the ranks of the neighboring leaves."""
 
     count: int
-    """Leaves of this rank."""
+    """Number of leaves on this rank."""
     comm: SequenceComm | None = None
-    """Collectives over the ranks that have the leaves beside them; ``None`` if this rank has them all."""
+    """Collectives over the ranks of the neighboring leaves; ``None`` if this rank has all leaves."""
     runs: int = 1
-    """Equal runs of leaves that are each added up, over those ranks too, before one run is added to the next."""
+    """Number of equal runs of leaves. Each is added up, also over those ranks, before one run is added to the next."""
 
 
 def _totals(comm: SequenceComm, nodes: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gives every rank the sums of the ranks' ``nodes``, by one collective for all."""
+    """Return, on every rank, the sums of the ranks' ``nodes``, by one collective for all."""
     flat = comm.total(torch.cat([node.flatten() for node in nodes]))
     parts = torch.split(flat, [node.numel() for node in nodes])
     return [part.view_as(node) for part, node in zip(parts, nodes, strict=True)]
 
 
-def _added(leaves: Sequence[Leaves], upstream: Sequence[Tensor]) -> list[Tensor]:
-    """The sum of each parameter's leaves, which ``upstream`` has one parameter after the other; fp32."""
+def _added(leaves: Sequence[LaneLeaves], upstream: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sum of each parameter's leaves, fp32; ``upstream`` has the leaves of one parameter after the other."""
     gradients = iter(upstream)
-    # 1. Each run of leaves on this rank.
+    # 1. Add each run of leaves on this rank.
     nodes = [
         [
             add_in_tree(next(gradients).float() for _ in range(part.count // part.runs))
@@ -59,25 +58,25 @@ def _added(leaves: Sequence[Leaves], upstream: Sequence[Tensor]) -> list[Tensor]
         ]
         for part in leaves
     ]
-    # 2. Each run over the ranks that have leaves of it.
+    # 2. Add each run over the ranks that have leaves of it.
     for comm in {id(part.comm): part.comm for part in leaves if part.comm is not None}.values():
         members = [runs for runs, part in zip(nodes, leaves, strict=True) if part.comm is comm]
         totals = iter(_totals(comm, [node for runs in members for node in runs]))
         for runs in members:
             runs[:] = [next(totals) for _ in runs]
-    # 3. The runs.
+    # 3. Add the runs.
     return [add_in_tree(runs) for runs in nodes]
 
 
 class _SharedContext(FunctionContext, Protocol):
-    leaves: Sequence[Leaves]
+    leaves: Sequence[LaneLeaves]
     report: Report | None
 
 
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _SharedContext, leaves: Sequence[Leaves], report: Report | None, *parameters: Tensor
+        ctx: _SharedContext, leaves: Sequence[LaneLeaves], report: Report | None, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.leaves, ctx.report = leaves, report
         pairs = zip(parameters, leaves, strict=True)
@@ -92,42 +91,44 @@ class _Shared(torch.autograd.Function):
 
 
 class Shares:
-    """Hooks of a module that FSDP treats as a unit: while it runs, there are as many shares of its parameters as there are leaves.
+    """Hooks of an FSDP unit: while it runs, each of its parameters has as many shares as leaves.
 
-    Outside, as when activations are computed again, a share is the parameter itself: no gradient reaches it there.
+    Outside, for example when activations are recomputed, a share is the parameter itself: no gradient reaches it there.
     """
 
-    def __init__(self, leaves: Mapping[str, Leaves], report: Report | None = None) -> None:
-        """Takes the leaves of each parameter by its name in the module; without ``report`` each rank has the whole sum."""
+    def __init__(self, leaves: Mapping[str, LaneLeaves], report: Report | None = None) -> None:
+        """Take the leaves of each parameter by its name in the module. Without ``report`` each rank gets the full sum."""
         self._leaves, self._report = dict(leaves), report
-        self._now: dict[str, tuple[Tensor, ...]] = {}
+        self._current: dict[str, tuple[Tensor, ...]] = {}
 
     def install(self, unit: nn.Module) -> None:
-        """Lets there be shares from now on, whenever ``unit`` runs."""
+        """Register the hooks on ``unit``, so that there are shares whenever it runs."""
         self._unit = unit
         note_derived_weights(unit, self._leaves)
         unit.register_forward_pre_hook(self._enter)
-        # Always, because recomputation of activations breaks off as soon as it has what it needs.
+        # always_call, because activation recomputation stops with an exception as soon as it has the tensors it needs.
         unit.register_forward_hook(self._leave, always_call=True)
 
     def of(self, name: str) -> tuple[Tensor, ...]:
-        """The shares of the parameter ``name`` of the unit."""
-        return self._now.get(name) or (self._unit.get_parameter(name),) * self._leaves[name].count
+        """Return the shares of the parameter ``name`` of the unit."""
+        return self._current.get(name) or (self._unit.get_parameter(name),) * self._leaves[name].count
 
     def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         parameters = [module.get_parameter(name) for name in self._leaves]
         shares = iter(
             apply_function_of_many(_Shared, tuple(self._leaves.values()), self._report, *parameters)
         )
-        self._now = {name: tuple(itertools.islice(shares, part.count)) for name, part in self._leaves.items()}
+        self._current = {
+            name: tuple(itertools.islice(shares, part.count)) for name, part in self._leaves.items()
+        }
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
-        self._now = {}
+        self._current = {}
 
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter and where its shares are found."""
+    """A parameter and the source of its shares."""
 
     owner: nn.Module
     attribute: str
@@ -136,45 +137,45 @@ class SharedParameter:
     """Its name in the unit."""
 
     def now(self) -> tuple[Tensor, ...]:
-        """Its shares."""
+        """Return its current shares."""
         return self.shares.of(self.name)
 
 
 Owners = Sequence[tuple[nn.Module, str]]
-"""Parameters as the modules that own them and the names that they have there."""
+"""Parameters as pairs of the owning module and the attribute name."""
 
 
 @contextmanager
 def in_place_of(owners: Owners, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Lets modules see ``tensors`` where they have the parameters ``owners``."""
+    """Context in which modules see ``tensors`` instead of the parameters ``owners``."""
     tables: list[dict[str, Any]] = [owner._parameters for owner, _ in owners]
-    kept = [table[name] for table, (_, name) in zip(tables, owners, strict=True)]
+    saved = [table[name] for table, (_, name) in zip(tables, owners, strict=True)]
     for table, (_, name), tensor in zip(tables, owners, tensors, strict=True):
         table[name] = tensor
     try:
         yield
     finally:
-        for table, (_, name), tensor in zip(tables, owners, kept, strict=True):
+        for table, (_, name), tensor in zip(tables, owners, saved, strict=True):
             table[name] = tensor
 
 
-# Layers that see a token at a time, computed by fixed pieces of the sequence.
+# Token-wise layers, computed by fixed pieces of the sequence.
 #
-# Norms, routers, the projections into latents and biases that are added after a sum are not divided. With tensor ranks each
-# computes them for its part of the sequence (``phalanx.parallel.tensor.sequence_comm``). With lanes the sequence is cut into as many
-# pieces as there are lanes, whatever rank has how many of them: each is computed by itself, and so has the same shape everywhere,
-# and contributes a leaf to the gradient of the weights.
+# Norms, routers, the projections into latents and biases that are added after a sum are not divided. Each tensor rank computes them
+# for its part of the sequence (``phalanx.parallel.tensor.sequence_comm``). With lanes the sequence is cut into as many pieces as there
+# are lanes, for any number of ranks. Each piece is computed separately, so it has the same shape everywhere, and contributes a leaf
+# to the gradient of the weights.
 
 
 def replace_method(module: nn.Module, name: str, method: Callable[..., object]) -> None:
-    """Makes ``module`` call ``method`` wherever it, or its owner, calls its method ``name``."""
+    """Make ``module`` call ``method`` wherever it, or its owner, calls its method ``name``."""
     if not callable(getattr(module, name)):
         raise TypeError(f"{type(module).__name__}.{name} is no method")
     setattr(module, name, method)
 
 
 class InPieces:
-    """Takes the place of a module's ``forward``: computes one piece after the other, each with its share of the parameters."""
+    """Replacement for a module's ``forward``: computes one piece after the other, each with its share of the parameters."""
 
     def __init__(
         self,
@@ -183,13 +184,13 @@ class InPieces:
         count: int,
         dim: int = 1,
     ) -> None:
-        """Cuts the argument of ``forward`` into ``count`` pieces along ``dim``."""
+        """Cut the argument of ``forward`` into ``count`` pieces along ``dim``."""
         self._forward, self._count, self._dim = forward, count, dim
         self._parameters = tuple(parameters)
         self._owners = [(parameter.owner, parameter.attribute) for parameter in parameters]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``(b, s, d)`` to ``(b, s, ...)``; whatever else has its tokens along the dimension that is cut likewise."""
+        """``(b, s, d)`` to ``(b, s, ...)``; other shapes have their tokens along ``dim``."""
         shares = zip(*(parameter.now() for parameter in self._parameters), strict=True)
         results = []
         for piece, own in zip(x.chunk(self._count, self._dim), shares, strict=True):
@@ -198,24 +199,24 @@ class InPieces:
         return results[0] if self._count == 1 else torch.cat(results, self._dim)
 
 
-# A mixture of experts beside lanes: tokens in the order of the pieces of the sequence, the router one piece at a time.
+# A mixture of experts with lanes: tokens in the order of the pieces of the sequence, the router one piece at a time.
 #
-# Routed experts are not cut into lanes: the rows of one expert and one micro-batch are computed together, so all of a slot's
-# tokens must come to the expert in one order. That is by piece, then sequence of the micro-batch, then position: the order in which
-# tensor ranks, each with a run of pieces, send them.
+# Routed experts are not cut into lanes: the rows of one expert and one micro-batch are computed together. So all tokens of a slot must
+# reach the expert in one order. That order is by piece, then sequence of the micro-batch, then position. Tensor ranks, each with a run
+# of pieces, send their tokens in this order.
 
 
 class RoutedInPieces:
-    """Takes the place of ``MoE.routed``."""
+    """Replacement for ``MoE.routed``."""
 
     def __init__(self, moe: MoE, count: int) -> None:
-        """For ``count`` pieces on this rank."""
+        """Route ``count`` pieces on this rank."""
         self._moe, self._count = moe, count
 
     def __call__(self, x: Tensor) -> Tensor:
         """``(b, s, d)`` to the same."""
         batch, seq, dim = x.shape
-        pieces = x.view(batch, self._count, seq // self._count, dim)
+        pieces = x.view(batch, self._count, seq // self._count, dim)  # (b, pieces, s / pieces, d)
         tokens = pieces.transpose(0, 1).reshape(-1, dim)  # by piece, sequence, position: (b s, d)
         mixed = self._moe.exchange(tokens, self._moe.router(tokens), self._moe.experts)
         by_piece = mixed.view(self._count, batch, seq // self._count, dim)
@@ -223,18 +224,18 @@ class RoutedInPieces:
 
 
 class ScoresInPieces:
-    """Takes the place of ``Router.scores``."""
+    """Replacement for ``Router.scores``."""
 
     def __init__(self, router: Router, parameters: Sequence[SharedParameter], count: int) -> None:
-        """For ``count`` pieces on this rank."""
+        """Score ``count`` pieces on this rank."""
         scores = router.scores
 
-        def both(tokens: Tensor) -> Tensor:
+        def scores_and_logits(tokens: Tensor) -> Tensor:
             return torch.cat(scores(tokens), dim=1)  # (n, 2 experts)
 
-        self._both = InPieces(both, parameters, count, dim=0)
+        self._scores_and_logits = InPieces(scores_and_logits, parameters, count, dim=0)
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of tokens ``(n, d)``, which lie by piece, and what they are made of: ``(n, experts)`` each, fp32."""
-        scores, logits = self._both(tokens).chunk(2, dim=1)
+        """Return scores and logits, ``(n, experts)`` each, fp32, of tokens ``(n, d)`` in the order of pieces."""
+        scores, logits = self._scores_and_logits(tokens).chunk(2, dim=1)
         return scores, logits

@@ -1,1 +1,1 @@
-"""Hugging Face's model families as tables: what a family is, those that are dense, and mixtures of experts."""
+"""Hugging Face's model families as tables: the format of a family, dense families, and mixtures of experts."""

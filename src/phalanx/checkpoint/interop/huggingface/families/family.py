@@ -1,7 +1,4 @@
-"""What a family of ``transformers`` is: tables of fields, and the functions for what no table says.
-
-The tables that many families share stand here too.
-"""
+"""Description of a model family of ``transformers``: tables of fields, and functions for the rest; also tables that families share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,24 +47,24 @@ OPTIONAL = frozenset(
         "mtp_depth",
     }
 )
-"""Fields of ModelSpec whose absence from a ``config.json`` has a meaning; all others of a family must be there."""
+"""Fields of ModelSpec that may be absent from a ``config.json``, with a defined meaning; all others of a family are required."""
 
 
 @dataclass(frozen=True)
 class Joint:
-    """How the parameters of a block that are published as one tensor lie in it: joined along their rows, of which a stack has its own."""
+    """Layout of several parameters of a block in one published tensor: they are joined along their rows (within each matrix of a stack)."""
 
     parts: tuple[str, ...]
     """Names of the parameters, within the block."""
     by_turns: bool = False
-    """True if a row of the first is followed by one of the second; else all rows of one by all of the next."""
+    """True if rows of the parameters alternate; else all rows of one are followed by all rows of the next."""
     transposed: bool = False
-    """True if the tensor's last two dimensions are the parameters' in reverse."""
+    """True if the tensor's last two dimensions are those of the parameters in reverse order."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The models of one class of ``transformers``; a field of a section is written ``moe.experts``."""
+    """Models of one class of ``transformers``; a field of a section is written ``moe.experts``."""
 
     model_type: str
     architecture: str
@@ -76,32 +73,32 @@ class Family:
     fixed: ConfigTable
     """Fields of ModelSpec that have one value in all models of the family."""
     constants: ConfigTable = field(default_factory=dict)
-    """Fields of ``config.json`` that are written with this value, and read with no other."""
+    """Fields of ``config.json`` that are written with this value; reading accepts no other."""
     absent: ConfigTable = field(default_factory=dict)
-    """Fields of ModelSpec that are not ours by default where ``config.json`` does not speak of them."""
+    """Fields of ModelSpec whose value differs from our default if ``config.json`` omits them."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of a field of ``config.json``, by the one that is written."""
     stated: tuple[str, ...] = ()
-    """Fields of ``constants`` that must be in a ``config.json``, since their absence means another value."""
-    said: tuple[str, ...] = ()
-    """Fields of ModelSpec that ``read`` and ``write`` treat, or that mean nothing to the family."""
+    """Fields of ``constants`` that a ``config.json`` must have, because their absence means another value."""
+    handled: tuple[str, ...] = ()
+    """Fields of ModelSpec that ``read`` and ``write`` handle, or that have no effect in the family."""
     read: Read = nothing_read
     write: Write = nothing_written
     check: Check = all_said
     own: tuple[str, ...] = ()
-    """Fields of ``config.json`` that ``read`` and ``write`` treat, but for those that many families have."""
+    """Fields of ``config.json`` that ``read`` and ``write`` handle, except those that many families have."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of a block's tensors that are not those of ``names.py``."""
+    """Names of a block's tensors that differ from those of ``names.py``."""
     joined: Mapping[str, Joint] = field(default_factory=dict)
-    """Tensors of a block that hold several parameters, or one in another order, by their names."""
+    """Tensors of a block with several parameters, or one in another order, by their names."""
     stretches: tuple[str, ...] = ("llama3", "yarn", "linear")
-    """Methods by which the rotary embedding may be stretched."""
+    """Supported methods of rotary scaling."""
     rope: ConfigTable = field(default_factory=dict)
-    """The rotary embedding's parameters where ``config.json`` has none at all."""
+    """Parameters of the rotary embedding if ``config.json`` has none."""
     in_pairs: bool = False
-    """True if the rotated rows of queries and keys lie in pairs of neighbors, and not in halves."""
+    """True if the rotated rows of queries and keys are in pairs of neighbors, and not in halves."""
     written: bool = True
-    """False for a family whose models are written as another, which computes the same."""
+    """False if models of the family are written as another family with the same mathematics."""
 
     @property
     def in_block(self) -> Mapping[str, str]:
@@ -110,5 +107,5 @@ class Family:
 
     @property
     def sections(self) -> frozenset[str]:
-        """The sections of ModelSpec that all of its models have."""
+        """Sections of ModelSpec that all models of the family have."""
         return frozenset(path.partition(".")[0] for path in (*self.fields, *self.fixed) if "." in path)

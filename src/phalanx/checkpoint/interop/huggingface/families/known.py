@@ -1,11 +1,10 @@
-"""Hugging Face's model families as tables of the fields of ModelSpec and ``config.json``, and the choice of one for a model.
+"""Hugging Face's model families as tables of the fields of ModelSpec and ``config.json``, and the choice of a family for a model.
 
-A family can say some fields of a model and holds the others fixed: Mixtral has no shared experts, Qwen3 always
-normalizes queries and keys. Both directions read the same tables, so that what is written is what is read back. Fields of
-``ModelSpec`` that only training reads (the strength of a balance loss, say) and that a family has no word for appear in no
-table: they are not written, and an imported model has their defaults. One of these is the weight of the load-balancing loss:
-``router_aux_loss_coef`` weighs one loss over the routers of all layers together, ``moe.aux_loss`` the sum of a loss of each layer,
-and no factor between them makes both the same.
+A family can express some fields of a model and fixes the others: Mixtral has no shared experts, Qwen3 always normalizes queries and
+keys. Both directions use the same tables, so that reading inverts writing. Fields of ``ModelSpec`` that only training reads, and that a
+family cannot express, are in no table. They are not written, and an imported model has their defaults. One of these is the weight of the
+load-balancing loss. ``router_aux_loss_coef`` weighs one loss over the routers of all layers, ``moe.aux_loss`` the sum of one loss per
+layer, and no factor converts between them.
 
 Source: the configuration classes of transformers 4.51 to 5.x, and the published ``config.json`` of the models named.
 """
@@ -75,20 +74,20 @@ MISSING_LAYERS: Mapping[str, str] = {
     "recurrent_gemma": "RG-LRU (a gated linear recurrence)",
     "rwkv": "RWKV (a linear recurrence)",
 }
-"""For ``model_type``s that are not read because layers of theirs are not attention: which these are."""
+"""Unsupported ``model_type``s, each with its layers that are not attention."""
 
 
-# The family that a model is written as: the first that can state all of its fields.
+# The family that a model is written as: the first that can express all of its fields.
 #
-# A field that neither a family's tables nor its functions speak of is one that its models do not have, and must be at its default.
+# A field that is in none of a family's tables does not exist in its models, so it must have its default.
 
 
-_SAID_FOR_ALL = frozenset(
+_HANDLED_FOR_ALL = frozenset(
     {
         *("preset", "factory", "factory_sha256", "mla", "moe", "rope_scaling", "rope_theta"),
-        # Another order of roundings of the same function.
+        # Changes only the order of roundings.
         "mla.absorbed",
-        # Of training alone.
+        # Used by training only.
         *("lanes", "context_tiles", "mtp_loss", "init_std", "moe.bias_speed", "moe.aux_loss", "moe.z_loss"),
     }
 )
@@ -96,31 +95,31 @@ _UNUSED_MIXTURE = MoeSpec(experts=2, per_token=1, ffn_dim=8, shared=1, score="si
 
 
 def flat(spec: ModelSpec) -> dict[str, object]:
-    """All fields of a model, those of its sections as ``moe.experts``."""
-    found: dict[str, object] = {}
+    """Return all fields of a model, those of its sections as ``moe.experts``."""
+    fields: dict[str, object] = {}
     for name, value in to_table(spec).items():
-        found |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
-        found[name] = value
-    return found
+        fields |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
+        fields[name] = value
+    return fields
 
 
 _DEFAULTS: Mapping[str, object] = MappingProxyType(flat(ModelSpec(mla=MlaSpec(), moe=MoeSpec())))
 
 
 def in_family_terms(spec: ModelSpec, family: Family) -> ModelSpec:
-    """A dense model with latent attention as one whose layers are all dense layers before the first mixture."""
+    """Return a dense model with latent attention as one whose layers are all before the first mixture."""
     if spec.mla is None or spec.moe is not None or "moe" not in family.sections:
         return spec
     return dataclasses.replace(spec, moe=dataclasses.replace(_UNUSED_MIXTURE, first_dense=spec.layers))
 
 
 def unsayable(spec: ModelSpec, family: Family) -> list[str]:
-    """Fields of a resolved model that ``family`` has no word for, or other values of, in a sentence each."""
+    """Return a sentence for each field of a resolved model that ``family`` cannot express, or only with other values."""
     name = family.architecture.removesuffix("ForCausalLM")
     if not _has_its_kinds(spec, family):
         return [f"{name} has other kinds of layers"]
     fields = flat(in_family_terms(spec, family))
-    silent = _SAID_FOR_ALL | {*family.fields, *family.said, *family.fixed}
+    silent = _HANDLED_FOR_ALL | {*family.fields, *family.handled, *family.fixed}
     only = {path: _DEFAULTS[path] for path in fields if path in _DEFAULTS and path not in silent} | dict(
         family.fixed
     )
@@ -147,13 +146,13 @@ def _has_its_kinds(spec: ModelSpec, family: Family) -> bool:
 
 @lru_cache(maxsize=16)
 def family_for(spec: ModelSpec, wished: str = "") -> Family:
-    """The family that a resolved model is written as; if none can say all of it, the one that lacks least.
+    """Return the family that a resolved model is written as; if none can express all of it, the one with the fewest problems.
 
-    ``wished`` is the ``model_type`` to take if it can say all, such as that of the model's publisher.
+    ``wished`` is the preferred ``model_type``, used if it can express the model, such as that of the model's publisher.
     """
-    wish = FAMILIES.get(wished)
-    if wish is not None and wish.written and not unsayable(spec, wish):
-        return wish
+    preferred = FAMILIES.get(wished)
+    if preferred is not None and preferred.written and not unsayable(spec, preferred):
+        return preferred
     near = [family for family in FAMILIES.values() if family.written and _has_its_kinds(spec, family)]
 
     def distance(family: Family) -> tuple[bool, bool, int]:

@@ -80,7 +80,7 @@ MIXTRAL = Family(
     constants={"router_jitter_noise": 0.0},
     absent={"norm_eps": 1e-5, "rope_theta": 1e6},
     aliases={"num_local_experts": "num_experts"},
-    said=PATTERN,
+    handled=PATTERN,
     read=read_window_everywhere(None),
     write=write_window,
     check=window_everywhere,
@@ -106,7 +106,7 @@ QWEN3_MOE = Family(
     DENSE | _SOFTMAX_ROUTER | {"qk_norm": True, "ffn_bias": False},
     absent={"norm_eps": 1e-6},
     aliases={"num_experts": "num_local_experts"},
-    said=("moe.first_dense", "moe.every", *PATTERN),
+    handled=("moe.first_dense", "moe.every", *PATTERN),
     read=reads(read_sparse_step, read_window_if_switched_on),
     write=writes(write_sparse_step, write_window_switch),
     check=window_everywhere,
@@ -132,7 +132,7 @@ GLM4_MOE = Family(
         "moe.balance_bias": True,
     },
     aliases={"num_nextn_predict_layers": "num_mtp_layers", "n_routed_experts": "num_local_experts"},
-    said=("moe.balance_bias",),
+    handled=("moe.balance_bias",),
 )
 DOTS1 = Family(
     "dots1",
@@ -141,7 +141,7 @@ DOTS1 = Family(
     DENSE | {"qk_norm": True, "ffn_bias": False} | _SIGMOID_ROUTER,
     absent={"norm_eps": 1e-6, "moe.balance_bias": True},
     aliases={"n_routed_experts": "num_local_experts"},
-    said=("moe.balance_bias", *PATTERN),
+    handled=("moe.balance_bias", *PATTERN),
     read=read_last_windows,
     write=write_layer_types,
     check=all_rotated,
@@ -166,10 +166,10 @@ DEEPSEEK_V3 = Family(
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     },
-    # The bias is in every published model; one that was never moved is zero, and changes nothing.
+    # Every published model has the bias; one that was never moved is zero and has no effect.
     absent={"norm_eps": 1e-6, "moe.balance_bias": True},
     aliases={"num_nextn_predict_layers": "num_mtp_layers", "n_routed_experts": "num_local_experts"},
-    said=("kv_heads", "head_dim", "moe.balance_bias", "mla.norm_eps"),
+    handled=("kv_heads", "head_dim", "moe.balance_bias", "mla.norm_eps"),
     read=read_latent,
     write=write_latent,
 )
@@ -198,7 +198,7 @@ DEEPSEEK_V2 = Family(
     },
     absent={"norm_eps": 1e-6},
     aliases={"n_routed_experts": "num_experts"},
-    said=(
+    handled=(
         *("kv_heads", "head_dim", "mla.norm_eps"),
         *("moe.groups", "moe.groups_per_token", "moe.group_score"),
     ),
@@ -231,7 +231,7 @@ OLMOE = Family(
     constants={"clip_qkv": None},
     absent={"norm_eps": 1e-5, "moe.normalize": False},
     aliases={"num_experts": "num_local_experts"},
-    said=("head_dim",),
+    handled=("head_dim",),
     check=heads_as_wide_as_the_model,
 )
 QWEN2_MOE = Family(
@@ -250,7 +250,7 @@ QWEN2_MOE = Family(
     | {path: value for path, value in _SOFTMAX_ROUTER.items() if path != "moe.shared"}
     | {"qk_norm": False, "attention_bias": False, "ffn_bias": False, "moe.shared_gate": True},
     absent={"norm_eps": 1e-6, "kv_heads": 16, "qkv_bias": True, "moe.normalize": False},
-    said=("moe.first_dense", "moe.every", "moe.shared", *PATTERN),
+    handled=("moe.first_dense", "moe.every", "moe.shared", *PATTERN),
     read=reads(read_sparse_step, read_shared_width, read_early_windows),
     write=writes(write_sparse_step, write_shared_width, write_early_windows),
     check=qwen2_layers,
@@ -286,7 +286,7 @@ MINIMAX_M2 = Family(
     },
     constants={
         "router_jitter_noise": 0.0,
-        # Of the publisher's own code.
+        # From the publisher's code.
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
         "use_qk_norm": True,
@@ -301,7 +301,7 @@ MINIMAX_M2 = Family(
         "moe.balance_bias": True,
     },
     aliases={"num_local_experts": "num_experts"},
-    said=("moe.balance_bias",),
+    handled=("moe.balance_bias",),
     read=read_rotated_width,
     own=("rotary_dim", "attn_type_list"),
     names={
@@ -344,7 +344,7 @@ GPT_OSS = Family(
         "rope_theta": 150_000.0,
     },
     aliases={"num_local_experts": "num_experts"},
-    said=PATTERN,
+    handled=PATTERN,
     read=read_layer_types(128, lambda layer: layer % 2 == 0),
     write=write_layer_types,
     check=all_rotated,
