@@ -292,8 +292,8 @@ class _Pass:
     def _item(self, tensor: Tensor, storage: torch.UntypedStorage) -> _Item:
         key = (_address(tensor), tensor._version)
         # The address alone may be that of a freed storage whose memory was reused: the storage must be the same object.
-        known, item = (ref() for ref in self._away.get(key, (lambda: None, lambda: None)))
-        if item is None or known is not storage:
+        original, item = (ref() for ref in self._away.get(key, (lambda: None, lambda: None)))
+        if item is None or original is not storage:
             content = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             item = _Item(self._store(content), self)
             self._away[key] = (weakref.ref(storage), weakref.ref(item))
@@ -348,7 +348,7 @@ class _Offloading:
 def apply_activation_offload(
     module: nn.Module, spec: MemorySpec, device: torch.device, smallest: int = SMALLEST_BYTES
 ) -> None:
-    """Offloads the activations of each block of ``module`` that have at least ``smallest`` bytes to where ``spec.offload_activations`` says.
+    """Offload the activations of each block of ``module`` that have at least ``smallest`` bytes to the place that ``spec.offload_activations`` names.
 
     Call it after recomputation is applied (then only the blocks' inputs are left to offload), and before blocks are sharded. On a CPU, activations are in host memory already: "host" changes nothing.
     """

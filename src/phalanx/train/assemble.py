@@ -97,7 +97,7 @@ class EpochInputs:
     warm: WarmState | None = None
     """``None``: this process lives for one epoch, and all ranks make their warm state together."""
     place: Place = field(default_factory=place_of_process)
-    """What the lines of this process's log say of where it is."""
+    """The place of this process in the lines of its log."""
     boot_id: Path = BOOT_ID
     """The file that identifies this machine to the other ranks."""
 
@@ -119,9 +119,9 @@ class Training:
     """Peak FLOP/s of all ranks together."""
     restored: RestoredState | None
     numerics: Numerics
-    """What the probes of this rank's machine gave."""
+    """The results of the probes of this rank's machine."""
     profiles: ProfileDesk | None
-    """Where people ask for a profile, on rank 0."""
+    """Reader of profile requests, on rank 0."""
 
     def mfu(self, tokens_per_s: float) -> float:
         """Model FLOP/s at this speed, as a share of the peak."""
@@ -131,7 +131,7 @@ class Training:
 def make_deterministic(spec: RunSpec, device: torch.device) -> None:
     """Fixes those of PyTorch's settings that would change the bits: threads, seed, deterministic or portable kernels.
 
-    Raises ``NotPortableError`` if the run asks for portable numerics and this process cannot have it.
+    Raises ``NotPortableError`` if the run needs portable numerics and this process cannot have it.
     """
     if spec.runtime.numerics == "portable":
         begin_portable()
@@ -242,9 +242,9 @@ def _peak(spec: RunSpec, device: torch.device) -> Peak:
     dtype = torch.bfloat16 if spec.precision.compute == "bf16" else torch.float32
     name = device_name(device)
     if name is not None and dtype == torch.bfloat16:
-        known = accelerator_named(name)
-        if known is not None:
-            return Peak(known.bf16_flops, known.source)
+        accelerator = accelerator_named(name)
+        if accelerator is not None:
+            return Peak(accelerator.bf16_flops, accelerator.source)
     rate = _measured_flops(device, dtype, torch.get_num_threads())
     return Peak(rate, f"measured {spec.precision.compute} matrix product")
 
@@ -276,7 +276,7 @@ def take_over(
     """Fills this rank's shards from ``checkpoint.init_from``; ``None`` if the training itself begins anew. A collective call.
 
     Args:
-        checkpoint: Says what is taken over, from which checkpoint.
+        checkpoint: The origin, and the parts that are taken over.
         directory: The run's own, in whose record the origin is noted.
         built: The model, and how it is divided.
         shards: This rank's shards of weights and optimizer state.
@@ -293,9 +293,9 @@ def take_over(
             f"{start} is gone: the run has saved no checkpoint of its own yet, so it needs that one to begin from"
         )
     parts, placement = built.model.parts, built.placement
-    wanted = weight_shards(parts, placement) if checkpoint.init_with == "weights" else shards
+    boxes = weight_shards(parts, placement) if checkpoint.init_with == "weights" else shards
     with tier.shared_on_this_machine() if isinstance(tier, ObjectTier) and not alone else nullcontext():
-        extra = restore(tier, step, wanted, rank=placement.mesh.rank)
+        extra = restore(tier, step, boxes, rank=placement.mesh.rank)
         dist.barrier()
     weights = tier.record(step).weights_sha256 or weights_sha256(parts, placement)
     if placement.mesh.rank == 0:
@@ -311,7 +311,7 @@ def take_over(
 
 
 def _record(directory: RunDirectory, start: str, step: int, weights: str, init_with: str) -> None:
-    """Notes the origin in the run's record, after the parent's own origins, which a store does not tell."""
+    """Write the origin into the run's record, after the parent's own origins, which a store does not hold."""
     if is_url(start):
         place, above = start.rpartition("/")[0], dict[str, Any]()
     else:

@@ -103,13 +103,13 @@ def build_model(spec: RunSpec, mesh: Mesh, *, smallest_offload_bytes: int = SMAL
     parts, partitions = divided_parts(spec, mesh, waits, facts.stages, smallest_offload_bytes)
     model = spread(parts, mesh, spec, waits[Bucket.COMM_EXPOSED_DP])
     placement = Placement(mesh, facts.parameters, partitions)
-    held = named_parameters(parts)
+    by_name = named_parameters(parts)
     optimizer = make_optimizer(
         spec.optimizer,
-        held,
+        by_name,
         placement.kinds,
         seed=spec.runtime.seed,
-        boxes={name: placement.partition(name).local_slice(parameter) for name, parameter in held.items()},
+        boxes={name: placement.partition(name).local_slice(parameter) for name, parameter in by_name.items()},
         group=mesh.stage_group,
         store=None if spec.memory.offload_optimizer == "none" else MomentStore(spec.memory, mesh.device),
     )
@@ -184,8 +184,8 @@ def _runner(spec: RunSpec, mesh: Mesh, model: DataParallel, waits: dict[Bucket, 
     if parallel.pipeline == 1:
         return LoopRunner(model, losses)
     schedule = Schedule(parallel.pipeline_schedule, parallel.pipeline, stages_per_rank(parallel))
-    held = spec.train.seq_len // mesh.layout.model_ranks, spec.model.dim
-    engine = Pipeline(model.parts, schedule, mesh.pipeline_groups, held, compute_dtype(spec), mesh.device)
+    shape = spec.train.seq_len // mesh.layout.model_ranks, spec.model.dim
+    engine = Pipeline(model.parts, schedule, mesh.pipeline_groups, shape, compute_dtype(spec), mesh.device)
     waits[Bucket.STEP_BUBBLE] = engine.clock
     return PipelineRunner(model, losses, engine)
 

@@ -49,8 +49,8 @@ def restored_model(
     """The model with the weights of ``step``, or of the newest step that can be read; its resolved description; and the step.
 
     Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). What predicts further
-    ahead is left out, unless ``ahead`` asks for it. ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
-    beginning. ``cut`` takes away what is not wanted of the model before anything is read, and tells of what tensors it has left some rows. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
+    ahead is left out, unless ``ahead`` is set. ``seq_len`` is the length of the sequences that each call has a part of; 0 if a call has them from their
+    beginning. ``cut`` removes parts of the model before anything is read, and returns the tensors of which it has left some rows. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, and what ``restore`` raises.
     """
     # The checkpoint's names are the same without what predicts further ahead.
     directory = RunDirectory(run_dir)
@@ -148,26 +148,26 @@ class Scorer:
     def score(
         self, texts: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
     ) -> list[Tensor]:
-        """Log-probabilities ``(n - 1,)``, fp32, nats, for each text. ``progress`` is told how many texts are scored, after each
+        """Log-probabilities ``(n - 1,)``, fp32, nats, for each text. ``progress`` receives the number of texts that are scored, after each
         micro-batch. Raises ScoreError before anything is computed, and for logits that are not finite."""
         for number, text in enumerate(texts, 1):
             self._require(text, number)
         train = self.spec.train
         rows = train.micro_batch_size or train.batch_size // train.slots
         together = rows if self.is_exact else 1
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         with torch.no_grad(), _as_trained(self.spec):
             for first in range(0, len(texts), together):
-                found += self._micro_batch(texts[first : first + together], rows)
+                results += self._micro_batch(texts[first : first + together], rows)
                 if progress is not None:
-                    progress(len(found))
-        for number, values in enumerate(found, 1):
+                    progress(len(results))
+        for number, values in enumerate(results, 1):
             if not bool(torch.isfinite(values).all()):
                 raise ScoreError(
                     f"text {number}: its log-probabilities are not finite (NaN or infinite): the weights are, or too large for the "
                     "format computed in; take an earlier step or --dtype float32"
                 )
-        return found
+        return results
 
     def _micro_batch(self, texts: Sequence[Sequence[int]], rows: int) -> list[Tensor]:
         tokens = torch.zeros(rows, self.length, dtype=torch.int64)
@@ -188,8 +188,8 @@ class Scorer:
     def _require(self, text: Sequence[int], number: int) -> None:
         vocab = self.spec.model.vocab_size
         if len(text) < 2:
-            found = "is empty" if not text else "is one token, and nothing stands before it"
-            raise ScoreError(f"text {number} {found}: a text needs at least two tokens")
+            finding = "is empty" if not text else "is one token, and nothing stands before it"
+            raise ScoreError(f"text {number} {finding}: a text needs at least two tokens")
         if len(text) > self.length:
             raise ScoreError(
                 f"text {number} has {len(text)} tokens, and the run was trained on sequences of {self.length} (train.seq_len): "

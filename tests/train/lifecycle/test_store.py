@@ -258,7 +258,7 @@ def test_a_run_with_checkpoints_of_its_own_starts_without_its_store_and_a_new_on
 
     monkeypatch.setattr(claim_module, "open_store", down)
     spec = with_store(tiny_run(dataset, tmp_path / "run"), "s3://b/p")
-    assert claim_store(spec, "data", begun=True) == []
+    assert claim_store(spec, "data", has_begun=True) == []
     with pytest.raises(RunDirectoryError, match="no success within 180 s"):
         claim_store(spec, "data")
 

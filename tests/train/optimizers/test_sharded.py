@@ -84,7 +84,7 @@ class Model:
             for part in parts:
                 shape = tuple(part.tensor.shape)
                 offset = (0,) * len(shape) if 0 in shape else part.offset
-                box = Box(f"optimizer/{name}", dtype_name(part.tensor.dtype), part.whole, offset, shape)
+                box = Box(f"optimizer/{name}", dtype_name(part.tensor.dtype), part.full_shape, offset, shape)
                 shards.append(Shard(box, part.tensor))
         return shards
 

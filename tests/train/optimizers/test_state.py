@@ -71,7 +71,8 @@ def test_the_state_that_is_allocated_is_what_show_and_the_planner_say(
         f"{t.name}/{p.name}": (t.shape, t.bytes) for p in kinds.values() for t in state_tensors(optimizer, p)
     }
     found = {
-        name: (parts[0].whole, sum(part.tensor.nbytes for part in parts)) for name, parts in state.items()
+        name: (parts[0].full_shape, sum(part.tensor.nbytes for part in parts))
+        for name, parts in state.items()
     }
     assert found == expected
 

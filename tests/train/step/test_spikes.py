@@ -60,7 +60,7 @@ def test_a_lone_jump_of_the_gradient_norm_is_one_and_is_named() -> None:
     assert spikes(RULE, steps) == [150]
     found = RULE.find(steps[118:150], *steps[150])
     assert found is not None
-    assert found.what == "gradient norm"
+    assert found.figure == "gradient norm"
 
 
 def test_a_loss_that_falls_is_none_however_far() -> None:

@@ -1,1 +1,1 @@
-"""Comparison of two runs: what they say of themselves, and a step that is computed again under a witness."""
+"""Comparison of two runs: their records, and a step that is computed again under a witness."""

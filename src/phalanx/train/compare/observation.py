@@ -56,7 +56,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Replay:
-    """What one run's ranks have seen, and the numbers that the run would have logged."""
+    """Observations of all ranks of a run, and the numbers that the run would have logged."""
 
     layout: Mapping[str, int]
     """The degree of each axis."""
@@ -126,27 +126,29 @@ class _Tensor:
 
     def odd(self, other: _Tensor) -> tuple[int, ...]:
         """Ranks whose copy of a piece differs from other ranks' copies: from that of the ``other`` replay, or from most."""
-        found = []
+        differing = []
         for piece, copies in self.pieces.items():
             sums = list(copies.values())
             theirs = {value for value in other.pieces.get(piece, {}).values() if value in sums}
             usual = theirs.pop() if len(theirs) == 1 else max(sums, key=sums.count)
-            found += [rank for rank, value in copies.items() if value != usual] if len(set(sums)) > 1 else []
-        return tuple(sorted(found))
+            differing += (
+                [rank for rank, value in copies.items() if value != usual] if len(set(sums)) > 1 else []
+            )
+        return tuple(sorted(differing))
 
     def ranks(self, pieces: Iterable[str]) -> tuple[int, ...]:
         """The ranks that hold any of these pieces."""
         return tuple(sorted({rank for piece in pieces for rank in self.pieces.get(piece, ())}))
 
 
-def compare_replays(one: Replay, other: Replay) -> Compared:
+def compare_replays(first: Replay, other: Replay) -> Compared:
     """The first tensor, in the order in which a step computes them, whose bits differ between two replays.
 
     Of a tensor that both cut in the same way the pieces are compared, and the ranks that hold those that differ are named; else
     the pieces' sums are compared, if they add up.
     """
-    tables = [_table(replay) for replay in (one, other)]
-    places = _places(min(one, other, key=lambda replay: replay.layout.get("pipeline", 1)))
+    tables = [_table(replay) for replay in (first, other)]
+    places = _places(min(first, other, key=lambda replay: replay.layout.get("pipeline", 1)))
     keys = sorted(tables[0].keys() | tables[1].keys(), key=lambda key: _place(key, places))
     left_out: dict[str, None] = {}
     partings: list[Parting] = []
@@ -179,29 +181,35 @@ def compare_replays(one: Replay, other: Replay) -> Compared:
     return Compared(partings[0] if partings else None, compared, tuple(left_out))
 
 
-def _key(one: Observation) -> _Key:
-    return one.step, one.moment, one.slot, one.micro_batch, one.name
+def _key(observation: Observation) -> _Key:
+    return observation.step, observation.moment, observation.slot, observation.micro_batch, observation.name
 
 
 def _table(replay: Replay) -> dict[_Key, _Tensor]:
     table: dict[_Key, _Tensor] = {}
     for rank, seen in enumerate(replay.observed):
-        for one in seen:
-            tensor = table.setdefault(_key(one), _Tensor())
-            tensor.pieces.setdefault(one.piece, {})[rank] = one.sum
-            tensor.adds_up &= one.adds_up
+        for observation in seen:
+            tensor = table.setdefault(_key(observation), _Tensor())
+            tensor.pieces.setdefault(observation.piece, {})[rank] = observation.sum
+            tensor.adds_up &= observation.adds_up
     return table
 
 
 def _places(replay: Replay) -> dict[_Key, tuple[int, int]]:
     """The place of each tensor among those of its micro-batch: stage after stage, backward in the other direction."""
-    found: dict[_Key, tuple[int, int]] = {}
+    places: dict[_Key, tuple[int, int]] = {}
     for seen in replay.observed:
-        for number, one in enumerate(seen):
-            found.setdefault(
-                _key(one), (-one.stage if _STAGES[one.moment] == _STAGES["backward"] else one.stage, number)
+        for number, observation in enumerate(seen):
+            places.setdefault(
+                _key(observation),
+                (
+                    -observation.stage
+                    if _STAGES[observation.moment] == _STAGES["backward"]
+                    else observation.stage,
+                    number,
+                ),
             )
-    return found
+    return places
 
 
 def _place(key: _Key, places: Mapping[_Key, tuple[int, int]]) -> tuple[int, ...]:
@@ -227,7 +235,7 @@ class ReplayOrder:
 
 @dataclass(frozen=True)
 class RankReplay:
-    """What one rank saw."""
+    """Observations of one rank."""
 
     layout: dict[str, int]
     """The degree of each axis."""

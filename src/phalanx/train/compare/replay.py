@@ -107,14 +107,14 @@ class ModuleWitness:
         vars(runner)["gradients"] = lambda work: compute(self._witnessed(work))
 
     def take(self) -> list[Observation]:
-        """What was seen since this was last called. Waits for the device."""
+        """Return the observations since the last call. Waits for the device."""
         seen, self._seen = self._seen, []
         if not seen:
             return []
         sums = torch.stack([value for _, value in seen]).tolist()
         return [
-            dataclasses.replace(one, sum=value & ((1 << 64) - 1))
-            for (one, _), value in zip(seen, sums, strict=True)
+            dataclasses.replace(observation, sum=value & ((1 << 64) - 1))
+            for (observation, _), value in zip(seen, sums, strict=True)
         ]
 
     def see_weights(self, moment: Moment) -> None:
@@ -206,8 +206,10 @@ class ModuleWitness:
             index = [torch.arange(batch), positions, torch.arange(spec.model.dim)]
             value = piece_checksum(label, tensor, index, hidden)
             piece = "" if layout.model_ranks == 1 else self._own_piece
-            one = Observation(self.step, moment, label, 0, now.slot, now.micro_batch, piece, True, now.stage)
-            self._seen.append((one, value))
+            observation = Observation(
+                self.step, moment, label, 0, now.slot, now.micro_batch, piece, True, now.stage
+            )
+            self._seen.append((observation, value))
         else:
             self._see_whole(moment, label, tensor, now, adds_up=False)
 
@@ -216,8 +218,10 @@ class ModuleWitness:
         index = [torch.arange(size) for size in tensor.shape]
         value = piece_checksum(label, tensor, index, tensor.shape)
         piece = "" if adds_up else self._own_piece
-        one = Observation(self.step, moment, label, 0, now.slot, now.micro_batch, piece, adds_up, now.stage)
-        self._seen.append((one, value))
+        observation = Observation(
+            self.step, moment, label, 0, now.slot, now.micro_batch, piece, adds_up, now.stage
+        )
+        self._seen.append((observation, value))
 
     def _witnessed(self, work: SlotWork) -> SlotWork:
         def read(turn: int) -> list[MicroBatch]:
@@ -242,9 +246,9 @@ class ModuleWitness:
     @contextmanager
     def calling(self, stage: nn.Module, batch: MicroBatch) -> Iterator[None]:
         """Encloses the forward pass of a stage."""
-        known = self._micro_batches.get(id(batch))
-        if known is not None:
-            self._now = dataclasses.replace(known, stage=self._stages.get(stage, 0), calls=Counter())
+        place = self._micro_batches.get(id(batch))
+        if place is not None:
+            self._now = dataclasses.replace(place, stage=self._stages.get(stage, 0), calls=Counter())
         try:
             yield
         finally:
@@ -253,7 +257,7 @@ class ModuleWitness:
 
 @dataclass(frozen=True)
 class _WitnessedLosses(Losses):
-    """Calls stages as ``Losses`` does, and tells the witness which micro-batch is computed."""
+    """Calls stages as ``Losses`` does, and gives the witness the micro-batch that is computed."""
 
     witness: ModuleWitness
 

@@ -62,7 +62,7 @@ class StepDifference:
 
 
 class _StepLine(msgspec.Struct, tag_field="kind", tag="Step"):
-    """What is wanted of a step whose numbers are all finite."""
+    """The fields that are read of a step whose numbers are all finite."""
 
     step: int
     lr: float
@@ -73,7 +73,7 @@ class _StepLine(msgspec.Struct, tag_field="kind", tag="Step"):
 
 
 class _EvaluatedLine(msgspec.Struct, tag_field="kind", tag="Evaluated"):
-    """What is wanted of an evaluation whose loss is finite."""
+    """The fields that are read of an evaluation whose loss is finite."""
 
     step: int
     loss: float
@@ -132,11 +132,11 @@ def _read_line(line: bytes, logged: Logged, ranks: int) -> int:
 
 
 def _note(logged: Logged, step: int, numbers: Mapping[str, float | None]) -> None:
-    known = logged.steps.setdefault(step, {})
-    changed = any(name in known and bits(known[name]) != bits(value) for name, value in numbers.items())
+    values = logged.steps.setdefault(step, {})
+    changed = any(name in values and bits(values[name]) != bits(value) for name, value in numbers.items())
     if changed and step not in logged.twice:
         logged.twice.append(step)
-    known.update(numbers)
+    values.update(numbers)
 
 
 def bits(number: float | None) -> bytes:
@@ -145,7 +145,7 @@ def bits(number: float | None) -> bytes:
 
 
 def first_difference(
-    one: Logged, other: Logged, *, held_out: bool = True
+    first: Logged, other: Logged, *, held_out: bool = True
 ) -> tuple[StepDifference | None, int, int]:
     """The first step that both logged with other numbers, if any; the last one before with equal numbers (0: none); steps compared.
 
@@ -153,8 +153,8 @@ def first_difference(
     """
     names = (*_OF_STEP, HELD_OUT) if held_out else _OF_STEP
     last, compared = 0, 0
-    for step in sorted(one.steps.keys() & other.steps.keys()):
-        left, right = one.steps[step], other.steps[step]
+    for step in sorted(first.steps.keys() & other.steps.keys()):
+        left, right = first.steps[step], other.steps[step]
         common = [name for name in names if name in left and name in right]
         differing = {
             name: (left[name], right[name]) for name in common if bits(left[name]) != bits(right[name])
@@ -186,13 +186,13 @@ class CheckpointDifference:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """All that two run directories say of where the runs part."""
+    """The point at which two runs part, by their run directories."""
 
     same_run: bool
     """True if identity and data are the same, so that every bit should be."""
     fields: tuple[FieldDifference, ...]
     record: Mapping[str, tuple[object, object]]
-    """What the runs recorded of themselves in their newest start, by dotted name, where it differs."""
+    """Facts of the runs' newest starts that differ, by dotted name."""
     numbers: StepDifference | None
     """The first logged step with other numbers."""
     steps_compared: int
@@ -211,8 +211,8 @@ class RunComparison:
     @property
     def parts_at(self) -> int | None:
         """The first step known to differ; a checkpoint's step if only that is known."""
-        known = [found.step for found in (self.numbers, self.checkpoint) if found is not None]
-        return min(known, default=None)
+        steps = [difference.step for difference in (self.numbers, self.checkpoint) if difference is not None]
+        return min(steps, default=None)
 
     @property
     def equal_checkpoints(self) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ class RunComparison:
 
 
 def compare_runs(
-    one: Path, other: Path, on_progress: OnCompared = lambda _what, _done, _total: None
+    first: Path, other: Path, on_progress: OnCompared = lambda _what, _done, _total: None
 ) -> RunComparison:
     """Compares the runs in two directories.
 
@@ -230,7 +230,7 @@ def compare_runs(
         RunDirectoryError: One of them is no run directory, or its run file or record is damaged.
         NothingToCompareError: No step was logged by both, and no checkpoint is held by both.
     """
-    directories = [RunDirectory(path) for path in (one, other)]
+    directories = [RunDirectory(path) for path in (first, other)]
     specs = [read_resolved(directory) for directory in directories]
     records = [directory.read_record() for directory in directories]
     logs, notes = [], []
@@ -253,7 +253,7 @@ def compare_runs(
     checkpoint, read = _checkpoints(directories, notes, on_progress)
     if not compared and not read:
         raise NothingToCompareError(
-            f"{one} and {other} have no logged step and no checkpoint in common that can be read: there is nothing to compare"
+            f"{first} and {other} have no logged step and no checkpoint in common that can be read: there is nothing to compare"
             + "".join(f"\n  {note}" for note in notes)
         )
     data = [record.get("data_fingerprint") for record in records]
@@ -281,15 +281,15 @@ def _facts(log: Logged) -> dict[str, object]:
 
 def flat(table: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
     """The values of nested tables by dotted name."""
-    found: list[tuple[str, object]] = []
+    items: list[tuple[str, object]] = []
     for key, value in table.items():
-        found += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return found
+        items += flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return items
 
 
-def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    keys = dict.fromkeys([*one, *other])
-    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+def _differing(first: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    keys = dict.fromkeys([*first, *other])
+    return {key: (first.get(key), other.get(key)) for key in keys if first.get(key) != other.get(key)}
 
 
 def _checkpoints(
@@ -302,15 +302,15 @@ def _checkpoints(
         raise RunDirectoryError(f"cannot list checkpoints: {error}") from error
     read = []
     for step in sorted(common):
-        one, other = (DiskTier(directory.checkpoints) for directory in directories)
+        first, other = (DiskTier(directory.checkpoints) for directory in directories)
         try:
-            found = compare_step(one, other, step, partial(on_progress, f"checkpoint of step {step}"))
+            difference = compare_step(first, other, step, partial(on_progress, f"checkpoint of step {step}"))
         except CheckpointError as error:
             notes.append(f"the checkpoint of step {step} cannot be compared: {error}")
             continue
         read.append(step)
-        if found:
-            return CheckpointDifference(step, tuple(found)), tuple(read)
+        if difference:
+            return CheckpointDifference(step, tuple(difference)), tuple(read)
     return None, tuple(read)
 
 
@@ -353,7 +353,7 @@ class Verdict:
             return f"the replays part at {self.compared.parting}"
         if not self.unconfirmed:
             return "the replays agree in every bit, with each other and with what was logged"
-        runs = " and ".join(dict.fromkeys(one.run for one in self.unconfirmed))
+        runs = " and ".join(dict.fromkeys(check.run for check in self.unconfirmed))
         return (
             f"the replays agree in every bit, but not with what {runs} logged: nothing in the layout or in today's code and "
             f"kernels parts the runs; look at the machine, memory and versions that {runs} had then"
@@ -361,18 +361,18 @@ class Verdict:
 
 
 MOST_STEPS_FROM_THE_BEGINNING = 20
-"""Steps that are replayed from the initial weights without being asked to."""
+"""Most steps that are replayed from the initial weights unless ``from_start`` is set."""
 
 
-def steps_to_replay(found: RunComparison, *, from_start: bool) -> tuple[int, int]:
+def steps_to_replay(comparison: RunComparison, *, from_start: bool) -> tuple[int, int]:
     """The step whose state is restored (0: the beginning) and the last step to compute again.
 
     Raises ``NothingToReplayError`` if the runs do not part, or have no equal checkpoint before they do.
     """
-    end = found.parts_at
+    end = comparison.parts_at
     if end is None:
         raise NothingToReplayError("the runs do not part: there is no step to replay")
-    newest = max(found.equal_checkpoints, default=0)
+    newest = max(comparison.equal_checkpoints, default=0)
     if not newest and end > MOST_STEPS_FROM_THE_BEGINNING and not from_start:
         raise NothingToReplayError(
             f"the runs part at step {end}, and before it they have no checkpoint in common with equal bits: replay all of it with "

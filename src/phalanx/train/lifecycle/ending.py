@@ -1,4 +1,4 @@
-"""The end of a run's processes: what a failing one leaves behind, and what its launcher tells the user.
+"""The end of a run's processes: what a failing one leaves behind, and the message of its launcher.
 
 A rank that the local launcher started, and a coordinator, leave an error that is meant for the user as a typed record beside
 their log, so that the launcher need not search the log for it. One that ends in any other way leaves no record: then the end of
@@ -56,7 +56,7 @@ class Failure:
     rank: int | None = None
     """``None`` for a process that holds no rank, such as a coordinator."""
     remedy: str = ""
-    """The part of the message that says what to do, of errors that have it apart."""
+    """The remedy, of errors that hold it apart."""
 
 
 class RunFailedError(RuntimeError):
@@ -103,7 +103,7 @@ def read_failure(log: Path) -> Failure | None:
 def last_words(log: Path, ended: str, *, prefix: str = "", lines: int = 15) -> str:
     """The text for the user about the end of the process that wrote ``log``.
 
-    It is the process's own error after ``prefix``, if it left one; else ``ended``, which says how it ended, and the end of the log.
+    It is the process's own error after ``prefix``, if it left one; else ``ended``, a sentence on how it ended, and the end of the log.
     """
     failure = read_failure(log)
     if failure is not None:

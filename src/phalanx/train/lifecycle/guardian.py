@@ -1,6 +1,6 @@
 """The interface between the training loop and whatever watches over its rank from outside.
 
-The loop asks its guardian whether the newest copy of the state is safe and whether the epoch is to end, and shows it the state
+The loop calls its guardian to learn whether the newest copy of the state is safe and whether the epoch is to end, and shows it the state
 after each step. A rank of a fleet has a guardian that talks to its node's agent (``phalanx.fleet``); a rank that runs without a
 fleet has ``NoGuardian``.
 """
@@ -104,7 +104,7 @@ class Guardian(Protocol):
 
 
 class NoGuardian(Guardian):
-    """The guardian of a rank that runs without a fleet: nothing to ask, nobody to tell."""
+    """The guardian of a rank that runs without a fleet: it does nothing."""
 
     def outside(self) -> AbstractContextManager[None]:
         return nullcontext()

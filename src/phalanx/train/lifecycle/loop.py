@@ -45,11 +45,11 @@ class UnsavedError(RunFailedError):
 
 
 def train(training: Training) -> RunResult | None:
-    """Train to the last step and return the result; ``None`` if the run was asked to stop before.
+    """Train to the last step and return the result; ``None`` if the run was stopped before.
 
     Raises:
-        NonFiniteError: As ``train.on_nonfinite`` or ``train.max_skipped`` says.
-        LossSpikeError: As ``train.on_spike`` or ``train.max_skipped`` says.
+        NonFiniteError: By ``train.on_nonfinite`` or ``train.max_skipped``.
+        LossSpikeError: By ``train.on_spike`` or ``train.max_skipped``.
         UnsavedError: The last checkpoint failed; the run can be started again from an older one.
     """
     return Trainer(training).run()
@@ -67,7 +67,7 @@ class Trainer:
         self._training, self._spec = training, inputs.spec
         self._guardian, self._ledger, self._reporter = inputs.guardian, inputs.ledger, training.reporter
         self._progress = TrainProgress() if restored is None else TrainProgress.from_extra(restored.extra)
-        self._begun = replace(self._progress)
+        self._at_start = replace(self._progress)
         """The progress at which this attempt began."""
         self._saving = Saving(training)
         self._evaluation = HeldOutEvaluation(training)
@@ -91,13 +91,13 @@ class Trainer:
                     report = self._compute(number)
                 except WaitEndedError:
                     # The state is that of the step before: only a step's update changes it, and the samples come before that.
-                    if progress.step > self._begun.step:
+                    if progress.step > self._at_start.step:
                         self._saving.save(progress)
                     self._stop()
                     return None
                 except DataError:
                     # The state is that of the step before, and on a single rank nobody waits in a collective.
-                    if progress.step > self._begun.step and training.mesh.ranks == 1:
+                    if progress.step > self._at_start.step and training.mesh.ranks == 1:
                         self._saving.save(progress)
                         self._saving.settle()
                     raise
@@ -115,7 +115,7 @@ class Trainer:
         """Prepare the steps after ``progress``; ``opened`` closes what they hold open."""
         training, spec, progress = self._training, self._spec, self._progress
         guardian, rounds = self._guardian, training.built.rounds
-        supply = SampleSupply(training.data, spec, rounds, self._begun)
+        supply = SampleSupply(training.data, spec, rounds, self._at_start)
         guardian.reads(training.data)
         # Of several ranks the others may be in a collective, and cannot save. Agents call their workers back themselves.
         alone = training.mesh.ranks == 1 and training.inputs.warm is None
@@ -154,7 +154,7 @@ class Trainer:
     @property
     def _measured_step(self) -> int:
         """The step that measures memory; no step if ``observe.memory_at_step`` is 0, as all come after ``begun``."""
-        return self._begun.step + self._spec.observe.memory_at_step
+        return self._at_start.step + self._spec.observe.memory_at_step
 
     def _flags(self) -> StepFlags:
         """This rank's requests to all, for the next step."""
@@ -235,12 +235,12 @@ class Trainer:
         return stops
 
     def _stop(self) -> None:
-        """Wait for the saves under way, and report that the run was asked to stop."""
+        """Wait for the saves under way, and report that the run was stopped."""
         self._ledger.switch(Bucket.STOP)
         saved = self._saving.settle()
         self._saving.settle_copies()
         step = self._progress.step
-        kept = what_is_kept(self._begun.step, step, saved=saved)
+        kept = what_is_kept(self._at_start.step, step, saved=saved)
         self._reporter.emit(Stopped(step, f"asked to stop; {kept}", self._ledger.seconds()))
 
     def _finish(self) -> RunResult | None:
@@ -299,16 +299,18 @@ class Trainer:
     def _typical_speed(self) -> float | None:
         """Tokens per second in the median step of this attempt, or of earlier attempts if this one had no step to do."""
         if self._step_s:
-            tokens = (self._progress.tokens - self._begun.tokens) / (self._progress.step - self._begun.step)
+            tokens = (self._progress.tokens - self._at_start.tokens) / (
+                self._progress.step - self._at_start.step
+            )
             return tokens / (typical(self._step_s, len(self._step_s)) or math.inf)
         events = read_events(self._training.inputs.directory.events)
         speeds = [event.body.tokens_per_s for event in events if isinstance(event.body, Step)]
         return typical(speeds, len(speeds))
 
 
-def what_is_kept(begun: int, step: int, *, saved: bool) -> str:
+def what_is_kept(started_at: int, step: int, *, saved: bool) -> str:
     """Describe what is kept of a run that stops after ``step`` steps; this start began after ``begun`` of them."""
-    if step == begun:
+    if step == started_at:
         return "no step was done since the start, and nothing was to be saved"
     return (
         f"step {step} is saved"

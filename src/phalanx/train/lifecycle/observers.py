@@ -365,9 +365,9 @@ def evaluate(
     by_batch = losses.view(batches, context).tolist()
     by_source = {
         name: math.fsum(
-            loss for (one, _), row in zip(dealt, by_batch, strict=True) if one == name for loss in row
+            loss for (part, _), row in zip(dealt, by_batch, strict=True) if part == name for loss in row
         )
-        / sum(_targets(data, chosen) for one, chosen in dealt if one == name)
+        / sum(_targets(data, chosen) for part, chosen in dealt if part == name)
         for name in dict.fromkeys(name for name, _ in dealt if name)
     }
     bits_per_byte = nats / math.log(2) / max(1, text_bytes)

@@ -161,7 +161,7 @@ def judge_spike(
     too_many = train.on_spike == "skip" and progress.skipped_in_a_row + 1 >= train.max_skipped
     often = f", and {train.max_skipped} steps in a row were not applied" if too_many else ""
     problem = (
-        f"the {spike.what} is {spike.deviations:.3g} deviations above what is usual{often}: loss {report.loss:.4g} (usual "
+        f"the {spike.figure} is {spike.deviations:.3g} deviations above what is usual{often}: loss {report.loss:.4g} (usual "
         f"{spike.typical_loss:.4g}), gradient norm {report.grad_norm:.4g} (usual {spike.typical_grad_norm:.4g})"
     )
     event = LossSpike(
@@ -174,7 +174,7 @@ def judge_spike(
         first_sample=progress.next_sample,
         samples=train.batch_size,
         typical_grad_norm=spike.typical_grad_norm,
-        what=spike.what,
+        what=spike.figure,
         slot=report.worst_slot,
         slot_loss=report.worst_slot_loss,
     )
@@ -195,9 +195,11 @@ def judge_spike(
 class SampleSupply:
     """The samples of a rank's slots in each step of one attempt, and how far ahead they are read."""
 
-    def __init__(self, data: RunData, spec: RunSpec, rounds: Sequence[Round], begun: TrainProgress) -> None:
+    def __init__(
+        self, data: RunData, spec: RunSpec, rounds: Sequence[Round], progress: TrainProgress
+    ) -> None:
         self._data, self._spec, self._rounds = data, spec, rounds
-        self._begun_step, self._begun_sample = begun.step, begun.next_sample
+        self._begun_step, self._begun_sample = progress.step, progress.next_sample
 
     def samples(self, step: int, slot: int) -> NDArray[np.int64]:
         """The samples ``(sequences, seq_len + 1)`` of slot ``slot`` in step ``step`` (from 1)."""

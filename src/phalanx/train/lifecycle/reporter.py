@@ -49,7 +49,7 @@ class Reporter:
 
     @property
     def speaks(self) -> bool:
-        """True if events are recorded; callers ask it before they gather what is costly."""
+        """True if events are recorded; callers check it before they gather costly figures."""
         return self.log is not None
 
     def emit(self, body: Known) -> None:
@@ -87,7 +87,7 @@ class Reporter:
     def close(self, *, ended: bool = False) -> None:
         """Flushes the sinks, within a bounded time, and closes the stream.
 
-        ``ended``: The run has come to its end or was asked to stop, so that nobody waits for the next attempt. It may take longer then.
+        ``ended``: The run has come to its end or was stopped, so that nobody waits for the next attempt. It may take longer then.
         """
         sinks, self.sinks = self.sinks, ()  # what is told from here on is no news for them
         timeout_s = END_TIMEOUT_S if ended else CLOSE_TIMEOUT_S

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 75
-"""The run was asked to stop and can be started again (``EX_TEMPFAIL`` of sysexits.h)."""
+"""The run was stopped and can be started again (``EX_TEMPFAIL`` of sysexits.h)."""
 _LAST_EVENT_S = 2.0
 
 
@@ -47,7 +47,7 @@ def group_timeout_s(spec: RunSpec) -> float:
 def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None:
     """Trains the run of a run directory on this rank, without a fleet; the process group has been joined.
 
-    Returns the result, or ``None`` if the run was asked to stop. Lets every error through.
+    Returns the result, or ``None`` if the run was stopped. Lets every error through.
     """
     from phalanx.hardware.local.device import keep_freed_memory
     from phalanx.observe.ledger import Bucket, Ledger
@@ -67,7 +67,7 @@ def run_rank(run_dir: Path, attempt: int, stop: StopRequest) -> RunResult | None
 
 
 def run_epoch(inputs: EpochInputs) -> RunResult | None:
-    """Runs one epoch of a rank, from its process group to the result; ``None`` if the run was asked to stop.
+    """Runs one epoch of a rank, from its process group to the result; ``None`` if the run was stopped.
 
     Whatever happens, the event stream, the sinks and the saver are closed.
     """
@@ -203,7 +203,7 @@ def known_errors() -> tuple[type[Exception], ...]:
 def main(work: Callable[[Path, int, StopRequest], object | None] = run_rank) -> int:
     """The process that the local launcher starts for each rank; its place comes from the environment.
 
-    ``work`` is what it does once it has joined the others, given the run directory and the attempt; ``None`` says that it was stopped.
+    ``work`` is what it does once it has joined the others, given the run directory and the attempt; ``None`` means that it was stopped.
     """
     die_with_parent()
     said_at = capture_output(os.environ)

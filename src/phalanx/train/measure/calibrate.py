@@ -91,10 +91,10 @@ def cores() -> int:
 
 def host_memory_bytes() -> float:
     """The memory of this machine, or the limit of the container that this process is in."""
-    whole = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(whole, float(text)) if text.isdigit() else whole
+    return min(total, float(text)) if text.isdigit() else total
 
 
 def best_seconds(work: Callable[[], object], settings: Settings) -> float:
@@ -289,11 +289,11 @@ def _on_ranks(ranks: int, job: TimeCollectives | MeasureSteps) -> list[_RankResu
                 worker.wait(math.inf)
         finally:
             end_all(workers)
-        found = [_result_of(Path(folder) / f"rank-{rank}.json") for rank in range(ranks)]
-    failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(found) if one.error]
+        results = [_result_of(Path(folder) / f"rank-{rank}.json") for rank in range(ranks)]
+    failed = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error]
     if failed:
         raise RuntimeError("; ".join(failed))
-    return found
+    return results
 
 
 def _result_of(file: Path) -> _RankResult:
@@ -305,20 +305,20 @@ def _result_of(file: Path) -> _RankResult:
 def main() -> None:
     """The process of one rank."""
     die_with_parent()
-    given = msgspec.json.decode(sys.stdin.buffer.read(), type=_RankJob)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=_RankJob)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of libraries: nobody who calibrates can act on them
-    folder = Path(given.folder)
-    device = device_of_rank(given.rank)
-    place = RankEnvironment(given.rank, given.ranks, given.rank, (folder / "store").as_uri(), "phalanx")
+    folder = Path(job.folder)
+    device = device_of_rank(job.rank)
+    place = RankEnvironment(job.rank, job.ranks, job.rank, (folder / "store").as_uri(), "phalanx")
     try:
         join(place, device, _JOIN_TIMEOUT_S)
-        result = _done(given.job)
+        result = _done(job.job)
     except Exception as error:
         result = _RankResult(f"{type(error).__name__}: {error}")
     finally:
         leave()
-    write_atomically(folder / f"rank-{given.rank}.json", msgspec.json.encode(result), durable=False)
+    write_atomically(folder / f"rank-{job.rank}.json", msgspec.json.encode(result), durable=False)
 
 
 def _done(job: TimeCollectives | MeasureSteps) -> _RankResult:
@@ -335,11 +335,11 @@ def _done(job: TimeCollectives | MeasureSteps) -> _RankResult:
 def collectives(settings: Settings, members: int) -> MeasuredPoints:
     """Each collective between ``members`` ranks, sizes (members, bytes); the slowest rank's time."""
     job = TimeCollectives(str(settings.device), settings.clock, settings.quick)
-    by_rank = [found.points for found in _on_ranks(members, job)]
+    by_rank = [result.points for result in _on_ranks(members, job)]
     points: MeasuredPoints = {}
     for name in COLLECTIVES:
-        columns = zip(*(found[name] for found in by_rank), strict=True)
-        points[name] = [(one[0][0], max(seconds for _, seconds in one)) for one in columns]
+        columns = zip(*(result[name] for result in by_rank), strict=True)
+        points[name] = [(column[0][0], max(seconds for _, seconds in column)) for column in columns]
     return points
 
 
@@ -373,36 +373,36 @@ def _rounds(work: Callable[[], object], rounds: int, settings: Settings) -> floa
 def _collective(name: str, elements: int, device: torch.device) -> Callable[[], object]:
     ranks, everyone = dist.get_world_size(), dist.group.WORLD
     assert everyone is not None, "the ranks have joined"
-    whole = torch.ones(elements // ranks * ranks, device=device)
+    buffer = torch.ones(elements // ranks * ranks, device=device)
     piece = torch.ones(elements // ranks, device=device)
     if name == "all_gather":
-        return lambda: all_gather_single(whole, piece, everyone)
+        return lambda: all_gather_single(buffer, piece, everyone)
     if name == "reduce_scatter":
-        return lambda: sum_scatter_along(whole, 0, everyone)
+        return lambda: sum_scatter_along(buffer, 0, everyone)
     if name == "all_reduce":
-        return lambda: dist.all_reduce(whole)
+        return lambda: dist.all_reduce(buffer)
     if name == "all_to_all":
-        received = torch.empty_like(whole)
-        return lambda: dist.all_to_all_single(received, whole)
-    return lambda: _there_and_back(whole)
+        received = torch.empty_like(buffer)
+        return lambda: dist.all_to_all_single(received, buffer)
+    return lambda: _there_and_back(buffer)
 
 
-def _there_and_back(whole: torch.Tensor) -> None:
+def _there_and_back(buffer: torch.Tensor) -> None:
     """From the first rank to the second, and back: one way alone would be over for the sender before it arrived."""
     first, rank = (dist.send, dist.recv), dist.get_rank()
     if rank < 2:
         for pass_on in first if rank == 0 else reversed(first):
-            pass_on(whole, 1 - rank)
+            pass_on(buffer, 1 - rank)
 
 
 def measure_step(spec: RunSpec, ranks: int, steps: int = 4) -> MeasuredStep:
     """The median of ``steps`` steps of ``spec`` on ``ranks`` ranks of this machine, after two that warm up."""
     results = _on_ranks(ranks, MeasureSteps(to_table(spec), steps))
-    found = [one.step for one in results if one.step is not None]
+    measured = [result.step for result in results if result.step is not None]
     return MeasuredStep(
-        wall_s=max(one.wall_s for one in found),
-        cpu_s=max(one.cpu_s for one in found),
-        memory_bytes=found[0].memory_bytes,
+        wall_s=max(step.wall_s for step in measured),
+        cpu_s=max(step.cpu_s for step in measured),
+        memory_bytes=measured[0].memory_bytes,
     )
 
 
@@ -428,7 +428,7 @@ def _memory(built: Built, stepper: Stepper, device: torch.device) -> dict[str, i
     """Runs the second step and returns the memory that it holds, by kind, the most of any rank."""
     meter = MemoryMeter(
         built.model.parts,
-        lambda: [part.tensor for held in built.optimizer.state().values() for part in held],
+        lambda: [part.tensor for state_parts in built.optimizer.state().values() for part in state_parts],
         device,
         compiled=False,
     )
@@ -438,7 +438,7 @@ def _memory(built: Built, stepper: Stepper, device: torch.device) -> dict[str, i
 
 
 def _batches(spec: RunSpec, built: Built) -> Iterator[NDArray[np.int64]]:
-    """Made-up tokens: speed does not depend on what they say."""
+    """Random tokens: speed does not depend on their values."""
     random = np.random.default_rng(0)
     per_slot = spec.train.batch_size // spec.train.slots
     while True:

@@ -78,7 +78,7 @@ class Comparison:
     def matches(self) -> bool:
         """True if all figures are equal."""
         pairs = (*self.elements.values(), *self.calls.values())
-        return all(derived == found for derived, found in pairs)
+        return all(derived == measured for derived, measured in pairs)
 
 
 def dry_run(spec: RunSpec, ranks: int, rank: int) -> Comparison:
@@ -90,12 +90,12 @@ def dry_run(spec: RunSpec, ranks: int, rank: int) -> Comparison:
     try:
         mesh = build_mesh(spec, ranks, _DEVICE)
         small = tiny(spec, ranks)
-        held = holding(spec, mesh.layout, place_of(mesh.layout, rank))
+        expected = holding(spec, mesh.layout, place_of(mesh.layout, rank))
         narrow = holding(small, mesh.layout, place_of(mesh.layout, rank))
-        derived = {piece.parameter.name: piece.elements for piece in held.pieces}
+        derived = {piece.parameter.name: piece.elements for piece in expected.pieces}
         return Comparison(
             rank,
-            held.stages,
+            expected.stages,
             _beside(derived, held_elements(spec, mesh)),
             _beside(collectives(small, mesh.layout, narrow), counted(small, mesh)),
         )
@@ -103,8 +103,8 @@ def dry_run(spec: RunSpec, ranks: int, rank: int) -> Comparison:
         dist.destroy_process_group()
 
 
-def _beside(derived: Mapping[_Key, int], found: Mapping[_Key, int]) -> dict[_Key, tuple[int, int]]:
-    return {key: (derived.get(key, 0), found.get(key, 0)) for key in sorted({*derived, *found})}
+def _beside(derived: Mapping[_Key, int], measured: Mapping[_Key, int]) -> dict[_Key, tuple[int, int]]:
+    return {key: (derived.get(key, 0), measured.get(key, 0)) for key in sorted({*derived, *measured})}
 
 
 def held_elements(spec: RunSpec, mesh: Mesh) -> dict[str, int]:
@@ -244,9 +244,9 @@ def _fill(name: str, args: tuple[Any, ...], *, everybody: bool) -> None:
         _spread(args[1], args[0])
 
 
-def _spread(given: Tensor, result: Tensor) -> None:
+def _spread(input_: Tensor, result: Tensor) -> None:
     """Repeats what is given, or cuts it off, to fill the result."""
-    source, target = given.reshape(-1), result.reshape(-1)
+    source, target = input_.reshape(-1), result.reshape(-1)
     if target.numel() > source.numel() > 0 and target.numel() % source.numel() == 0:
         source = source.repeat(target.numel() // source.numel())
     result.copy_(

@@ -47,7 +47,7 @@ class MixedMachinesError(RuntimeError):
 
 @dataclass(frozen=True)
 class Numerics:
-    """What a machine's probes gave."""
+    """The hashes of a machine's probes."""
 
     machine: str
     """Its name, for people."""
@@ -61,13 +61,13 @@ def probe(spec: RunSpec, device: torch.device) -> Numerics:
         return Numerics(socket.gethostname(), operations.DIGESTS)
     dtype = compute_dtype(spec)
     with torch.enable_grad(), torch.device(device):
-        found = {name: _hash(compute()) for name, compute in _probes(spec, dtype)}
-    return Numerics(socket.gethostname(), found)
+        hashes = {name: _hash(compute()) for name, compute in _probes(spec, dtype)}
+    return Numerics(socket.gethostname(), hashes)
 
 
-def differing(one: Numerics, other: Numerics) -> list[str]:
+def differing(first: Numerics, other: Numerics) -> list[str]:
     """The names of the probes whose results differ, of those that both have: another release may have others."""
-    return [name for name, value in one.probes.items() if other.probes.get(name, value) != value]
+    return [name for name, value in first.probes.items() if other.probes.get(name, value) != value]
 
 
 def require_equal(mine: Numerics, device: torch.device) -> None:
@@ -110,9 +110,9 @@ def require_first(mine: Numerics, directory: RunDirectory, name: str) -> None:
         )
 
 
-def _explained(found: str) -> str:
+def _explained(text: str) -> str:
     return (
-        f"machines of different kinds: {found}\nthe bits of the weights would depend on which of them computed what: use machines of one "
+        f"machines of different kinds: {text}\nthe bits of the weights would depend on which of them computed what: use machines of one "
         "kind, with the same libraries, or set runtime.mixed_machines = true"
     )
 
@@ -224,9 +224,15 @@ def _head_products(mla: MlaSpec, heads: int, rows: int, dtype: torch.dtype) -> t
     query = _numbers(1, heads, rows, nope + rope, salt=13, dtype=dtype).requires_grad_()
     mixed = _numbers(1, heads, rows, rank + rope, salt=14, dtype=dtype).requires_grad_()
     up = AbsorbedUp(weight, mla)
-    asked, valued = up.latent_queries(query), up.values(mixed)
-    upstream = [_numbers(*y.shape, salt=salt, dtype=dtype) for salt, y in ((15, asked), (16, valued))]
-    return asked, valued, *torch.autograd.grad((asked, valued), (weight, query, mixed), upstream)
+    latent_queries, valued = up.latent_queries(query), up.values(mixed)
+    upstream = [
+        _numbers(*y.shape, salt=salt, dtype=dtype) for salt, y in ((15, latent_queries), (16, valued))
+    ]
+    return (
+        latent_queries,
+        valued,
+        *torch.autograd.grad((latent_queries, valued), (weight, query, mixed), upstream),
+    )
 
 
 def _latent_attention(spec: RunSpec, mla: MlaSpec, heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -169,9 +169,9 @@ class Moments(Protocol):
 class Elements:
     """Flat indices, in the whole parameter, of the elements of a box's rows."""
 
-    def __init__(self, whole: tuple[int, ...], box: LocalSlice, device: torch.device) -> None:
+    def __init__(self, full_shape: tuple[int, ...], box: LocalSlice, device: torch.device) -> None:
         offset, shape = box
-        self._begin = flat_indices(whole, offset, (*shape[:-1], 1), device).reshape(-1, 1)
+        self._begin = flat_indices(full_shape, offset, (*shape[:-1], 1), device).reshape(-1, 1)
         self._columns = torch.arange(shape[-1], device=device)
 
     def of(self, rows: slice) -> Tensor:
@@ -266,7 +266,7 @@ def codebook(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class NarrowStateError(ValueError):
-    """Moments that cannot be kept in the format that was asked for."""
+    """Moments that cannot be kept in the chosen format."""
 
 
 class NarrowAdamW(Optimizer):
@@ -321,12 +321,12 @@ class NarrowAdamW(Optimizer):
     def state(self) -> dict[str, list[StatePart]]:
         parts = {}
         for name, moments in self.moments.items():
-            whole, (offset, box) = self.kinds[name].shape, self.boxes[name]
+            full_shape, (offset, box) = self.kinds[name].shape, self.boxes[name]
             for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
                 for suffix, tensor, width in moment.tensors():
                     part = StatePart(
                         tensor.view(*box[:-1], tensor.shape[1]),
-                        (*whole[:-1], math.ceil(whole[-1] / width)),
+                        (*full_shape[:-1], math.ceil(full_shape[-1] / width)),
                         (*offset[:-1], offset[-1] // width),
                         name,
                     )

@@ -108,52 +108,52 @@ class MatrixExchange:
         owned = [matrix for batch in self.batches for matrix in batch.owned]
         return sorted(owned, key=lambda matrix: (order[matrix.parameter], matrix.index or 0))
 
-    def collect(self, batch: MatrixBatch, held: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
+    def collect(self, batch: MatrixBatch, shares: Mapping[str, Tensor]) -> dict[Matrix, Tensor]:
         """The whole matrices ``(rows, columns)`` that this rank owns, from everybody's shares ``held`` of them."""
         # Fresh memory for each matrix: kernels may round as their operands are aligned.
-        whole = {m: torch.empty(m.rows, m.columns, device=_device(held)) for m in batch.owned}
-        sent = [[self._of_share(held, leg) for leg in legs] for legs in batch.gradients_out]
-        received = self._swap(sent, batch.gradients_in, batch.local, _device(held))
+        matrices = {m: torch.empty(m.rows, m.columns, device=_device(shares)) for m in batch.owned}
+        sent = [[self._of_share(shares, leg) for leg in legs] for legs in batch.gradients_out]
+        received = self._swap(sent, batch.gradients_in, batch.local, _device(shares))
         for legs, pieces in zip(batch.gradients_in, received, strict=True):
             for leg, piece in zip(legs, pieces, strict=True):
-                _of_whole(whole, leg).copy_(piece)
-        return whole
+                _of_whole(matrices, leg).copy_(piece)
+        return matrices
 
     def hand_back(
-        self, batch: MatrixBatch, changes: Mapping[Matrix, Tensor], held: Mapping[str, Tensor]
+        self, batch: MatrixBatch, changes: Mapping[Matrix, Tensor], shares: Mapping[str, Tensor]
     ) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
         """For each share that this rank holds of a matrix: its part of ``held``, and of the owner's ``changes``."""
         sent = [[_of_whole(changes, leg) for leg in legs] for legs in batch.changes_out]
-        received = self._swap(sent, batch.changes_in, batch.local, _device(held))
+        received = self._swap(sent, batch.changes_in, batch.local, _device(shares))
         for legs, pieces in zip(batch.changes_in, received, strict=True):
             for leg, piece in zip(legs, pieces, strict=True):
-                yield leg.matrix, self._of_share(held, leg), piece
+                yield leg.matrix, self._of_share(shares, leg), piece
 
     def _batch(self, matrices: Sequence[tuple[Matrix, int]]) -> MatrixBatch:
         lists: list[list[list[Leg]]] = [[[] for _ in range(self._ranks)] for _ in range(4)]
         gradients_out, gradients_in, changes_out, changes_in = lists
         crosses = False
         for matrix, owner in matrices:
-            held = self.holders[matrix.parameter]
-            ranks = held.of(matrix)
+            holders = self.holders[matrix.parameter]
+            ranks = holders.of(matrix)
             crosses |= bool((ranks != owner).any())
             if self._rank in ranks:
-                leg = Leg(matrix, held.part(matrix, self._rank))
+                leg = Leg(matrix, holders.part(matrix, self._rank))
                 changes_in[owner].append(leg)
-                if held.sends(matrix, self._rank, owner):
+                if holders.sends(matrix, self._rank, owner):
                     gradients_out[owner].append(leg)
             if owner == self._rank:
                 for rank in ranks.tolist():
-                    changes_out[rank].append(Leg(matrix, held.part(matrix, rank)))
-                for rank in held.senders(matrix, owner).tolist():
-                    gradients_in[rank].append(Leg(matrix, held.part(matrix, rank)))
+                    changes_out[rank].append(Leg(matrix, holders.part(matrix, rank)))
+                for rank in holders.senders(matrix, owner).tolist():
+                    gradients_in[rank].append(Leg(matrix, holders.part(matrix, rank)))
         owned = [matrix for matrix, owner in matrices if owner == self._rank]
         return MatrixBatch(owned, gradients_out, gradients_in, changes_out, changes_in, local=not crosses)
 
-    def _of_share(self, held: Mapping[str, Tensor], leg: Leg) -> Tensor:
+    def _of_share(self, shares: Mapping[str, Tensor], leg: Leg) -> Tensor:
         """The part of what this rank holds that a leg speaks of: ``(rows, columns)``, a view."""
         begin, _ = self.boxes[leg.matrix.parameter]
-        view = held[leg.matrix.parameter][slices_in(leg.part, begin)]
+        view = shares[leg.matrix.parameter][slices_in(leg.part, begin)]
         return view if leg.matrix.index is None else view[0]
 
     def _swap(
@@ -197,8 +197,8 @@ def _of_whole(matrices: Mapping[Matrix, Tensor], leg: Leg) -> Tensor:
     return matrices[leg.matrix][slices_in(leg.part, begin)[-2:]]
 
 
-def _device(held: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(held.values())).device
+def _device(tensors: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(tensors.values())).device
 
 
 class MatrixRule(ABC):
@@ -232,10 +232,10 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         self.spec, self.rule, self.parameters, self.kinds = spec, rule, parameters, kinds
         shapes = {name: kinds[name].shape for name in parameters}
-        held = boxes_of(parameters, boxes)
-        holders = gather_holders(shapes, held, group)
+        local_boxes = boxes_of(parameters, boxes)
+        holders = gather_holders(shapes, local_boxes, group)
         self.exchange = MatrixExchange(
-            shapes, held, holders, lambda rows, columns: matrix_work(spec, rows, columns).flops, group
+            shapes, local_boxes, holders, lambda rows, columns: matrix_work(spec, rows, columns).flops, group
         )
         self._parts: dict[str, list[StatePart]] = {}
         self._state: dict[Matrix, dict[str, Tensor]] = {}
@@ -247,10 +247,10 @@ class MatrixOptimizer(Optimizer):
         weights = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
         gradients = {name: gradient_of(name, parameter) for name, parameter in self.parameters.items()}
         for batch in self.exchange.batches:
-            whole = self.exchange.collect(batch, gradients)
+            matrices = self.exchange.collect(batch, gradients)
             changes = {
                 matrix: self.rule.change(gradient.mul_(gradient_scale), self._state[matrix], number)
-                for matrix, gradient in whole.items()
+                for matrix, gradient in matrices.items()
             }
             for matrix, weight, change in self.exchange.hand_back(batch, changes, weights):
                 # Each operation a single rounding, as in AdamW: shares of any shape get the same bits.
@@ -273,8 +273,8 @@ class MatrixOptimizer(Optimizer):
             if first.index is None:
                 part = StatePart(tensor[0], shape, (0,) * len(shape))
             else:
-                whole = (self.kinds[first.parameter].shape[0], *shape)
-                part = StatePart(tensor, whole, (first.index, *(0,) * len(shape)))
+                full_shape = (self.kinds[first.parameter].shape[0], *shape)
+                part = StatePart(tensor, full_shape, (first.index, *(0,) * len(shape)))
             self._parts.setdefault(f"{name}/{first.parameter}", []).append(part)
 
 
@@ -359,7 +359,7 @@ class Holders:
         order = np.argsort(matrices, kind="stable")
         self._ranks = ranks[order]
         self._bounds = np.searchsorted(matrices[order], np.arange(count + 1))
-        self._whole = (self._parts == (0, 0, *shape[-2:])).all(1)
+        self._is_complete = (self._parts == (0, 0, *shape[-2:])).all(1)
 
     def of(self, matrix: Matrix) -> Ranks:
         """The ranks that hold a part of ``matrix``, ascending."""
@@ -369,8 +369,8 @@ class Holders:
     def whole_on(self, matrix: Matrix) -> list[int]:
         """The ranks that hold all of ``matrix``, ascending."""
         ranks = self.of(matrix)
-        found: list[int] = ranks[self._whole[ranks]].tolist()
-        return found
+        matching: list[int] = ranks[self._is_complete[ranks]].tolist()
+        return matching
 
     def part(self, matrix: Matrix, rank: int) -> LocalSlice:
         """The part of ``matrix``, in the parameter, that one of its holders has."""
@@ -398,7 +398,7 @@ class Holders:
 def gather_holders(
     shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[str, LocalSlice], group: dist.ProcessGroup | None
 ) -> dict[str, Holders]:
-    """The holders of every parameter in ``shapes``, from what each rank of ``group`` says it has. A collective call.
+    """The holders of every parameter in ``shapes``, from the boxes of each rank of ``group``. A collective call.
 
     Args:
         shapes: Of the whole parameters, in the same order on all ranks.
@@ -406,7 +406,7 @@ def gather_holders(
         group: ``None`` where this rank holds everything.
     """
     ranks = group.size() if group else 1
-    names, found = list(shapes), {}
+    names, holders = list(shapes), {}
     at_once = max(1, _GATHERED_BYTES // (ranks * 6 * 8))
     for start in range(0, len(names), at_once):
         some = names[start : start + at_once]
@@ -417,8 +417,8 @@ def gather_holders(
                 row[0, -len(offset) :], row[1, -len(shape) :] = torch.tensor(offset), torch.tensor(shape)
         tables = _gathered(rows, group).numpy()  # (ranks, parameters, 2, 3)
         for number, name in enumerate(some):
-            found[name] = Holders(shapes[name], tables[:, number, :, 3 - len(shapes[name]) :])
-    return found
+            holders[name] = Holders(shapes[name], tables[:, number, :, 3 - len(shapes[name]) :])
+    return holders
 
 
 def _gathered(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -426,9 +426,9 @@ def _gathered(mine: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
     if group is None:
         return mine[None]
     device = device_of_messages(group)
-    whole = torch.empty(group.size() * mine.numel(), dtype=mine.dtype, device=device)
-    all_gather_single(whole, mine.flatten().to(device), group)
-    return whole.cpu().view(group.size(), *mine.shape)
+    gathered = torch.empty(group.size() * mine.numel(), dtype=mine.dtype, device=device)
+    all_gather_single(gathered, mine.flatten().to(device), group)
+    return gathered.cpu().view(group.size(), *mine.shape)
 
 
 def owners_of(

@@ -32,7 +32,7 @@ class StatePart:
 
     tensor: Tensor
     """A plain tensor that shares memory with the optimizer's own."""
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     """Shape of the named tensor."""
     offset: tuple[int, ...]
     """Where ``tensor`` begins in it."""
@@ -79,7 +79,7 @@ def decays(parameter: Parameter, spec: OptimizerSpec) -> bool:
 def boxes_of(
     parameters: Mapping[str, nn.Parameter], boxes: Mapping[str, LocalSlice] | None
 ) -> dict[str, LocalSlice]:
-    """Where what this rank holds of each parameter lies: as ``boxes`` says, else as a DTensor knows itself."""
+    """Return the place of this rank's part of each parameter: by ``boxes``, else by its DTensor."""
     return {
         name: boxes[name] if boxes else local_slice_of(parameter) for name, parameter in parameters.items()
     }
@@ -105,7 +105,7 @@ UpdatePiece = tuple[list[Tensor], ...]
 
 
 class MomentStore:
-    """Where the optimizer's state of one rank lives, as ``spec.offload_optimizer`` says."""
+    """Where the optimizer's state of one rank lives, by ``spec.offload_optimizer``."""
 
     def __init__(self, spec: MemorySpec, device: torch.device) -> None:
         self._device, self._pinned = device, spec.offload_optimizer == "host" and on_gpu(device)

@@ -1,1 +1,1 @@
-"""Recording where the time of a few steps goes, when somebody asks for it; nothing of it is there while nobody does."""
+"""Recording of the time of a few steps at a request; without one it costs nothing."""

@@ -52,18 +52,18 @@ class Marks:
 
     @contextmanager
     def around(self, kind: str, name: str, **more: object) -> Iterator[None]:
-        """Marks the time inside; with ``more`` to say, as a mark of its own."""
+        """Mark the time inside; with ``more`` as a mark of its own."""
         with record_function(f"{PREFIX}{self.number(kind, name, **more)}"):
             yield
 
     def opened(self, kind: str, name: str) -> record_function:
-        """A range that has begun; whoever asked for it calls its ``__exit__``."""
+        """Return a range that has begun; the caller calls its ``__exit__``."""
         opened = record_function(f"{PREFIX}{self.number(kind, name)}")
         opened.__enter__()  # type: ignore[no-untyped-call]
         return opened
 
     def number(self, kind: str, name: str, **more: object) -> int:
-        """The number of a mark, the same for all ranges of which there is no more to say."""
+        """The number of a mark, the same for all ranges without ``more``."""
         key = kind, name
         if not more and key in self._numbers:
             return self._numbers[key]
@@ -174,7 +174,7 @@ def _longest(events: NDArray[np.void]) -> NDArray[np.void]:
 
 
 def activity_of_name(name: str, on_device: bool) -> str:
-    """The kind of an event in Kineto's words, as far as it is of interest here, for PyTorch before 2.13, whose events do not tell it.
+    """The kind of an event in Kineto's words, as far as it is of interest here, for PyTorch before 2.13, whose events do not hold it.
 
     Kineto calls copies and fills on a device "Memcpy ..." and "Memset ...", and calls of a runtime by their functions (libkineto's
     CuptiActivity.cpp and cupti_strings.cpp); PyTorch puts the names of its instants in brackets (torch/csrc/profiler/util.h).

@@ -13,29 +13,29 @@ SMALL = 8
 """Up to so many ranks, all of them are recorded."""
 
 
-def chosen_ranks(asked: tuple[int, ...] | str, layout: Layout, slowest: int | None) -> dict[int, str]:
+def chosen_ranks(requested: tuple[int, ...] | str, layout: Layout, slowest: int | None) -> dict[int, str]:
     """The ranks to record, in order, each with the reason.
 
     Args:
-        asked: As in a request.
+        requested: The field ``ranks`` of a request.
         layout: Of the run.
         slowest: The rank that computes longest, if that is known.
 
     Raises:
         ProfileRequestError: It names a rank that there is not, or all of too many.
     """
-    if isinstance(asked, tuple):
-        if asked[-1] >= layout.ranks:
-            raise ProfileRequestError(f"there is no rank {asked[-1]}: the run has {layout.ranks}, from 0")
-        return dict.fromkeys(asked, "asked for")
-    if asked == "all" and layout.ranks > MOST_RANKS:
+    if isinstance(requested, tuple):
+        if requested[-1] >= layout.ranks:
+            raise ProfileRequestError(f"there is no rank {requested[-1]}: the run has {layout.ranks}, from 0")
+        return dict.fromkeys(requested, "asked for")
+    if requested == "all" and layout.ranks > MOST_RANKS:
         raise ProfileRequestError(f"all are {layout.ranks:,} ranks; at most {MOST_RANKS} are recorded")
-    if asked == "all" or layout.ranks <= SMALL:
+    if requested == "all" or layout.ranks <= SMALL:
         return dict.fromkeys(range(layout.ranks), "all ranks")
-    found = dict.fromkeys(_one_of_each_place(layout)[: MOST_RANKS - 1], "its place in the mesh")
+    reasons = dict.fromkeys(_one_of_each_place(layout)[: MOST_RANKS - 1], "its place in the mesh")
     if slowest is not None and 0 <= slowest < layout.ranks:
-        found[slowest] = "the slowest rank"
-    return dict(sorted(found.items()))
+        reasons[slowest] = "the slowest rank"
+    return dict(sorted(reasons.items()))
 
 
 def _one_of_each_place(layout: Layout) -> list[int]:

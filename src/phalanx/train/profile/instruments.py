@@ -117,8 +117,8 @@ def _ledger(ledger: object, marks: Marks) -> AbstractContextManager[None]:
     original = vars(type(ledger))["bucket"]
 
     @contextmanager
-    def bucket(which: Bucket) -> Iterator[None]:
-        with marks.around("bucket", which.value), original(ledger, which):
+    def bucket(kind: Bucket) -> Iterator[None]:
+        with marks.around("bucket", kind.value), original(ledger, kind):
             yield
 
     return _replaced(ledger, "bucket", bucket)
@@ -174,10 +174,10 @@ def _collectives(mesh: Mesh, marks: Marks) -> Iterator[None]:
     def watched(name: str, original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
         def call(*args: object, **kwargs: object) -> object:
-            given = kwargs.get("group") or next(
+            group = kwargs.get("group") or next(
                 (arg for arg in args if isinstance(arg, dist.ProcessGroup)), None
             )
-            group = cast("dist.ProcessGroup", given or dist.group.WORLD)
+            group = cast("dist.ProcessGroup", group or dist.group.WORLD)
             ranks = dist.get_process_group_ranks(group)
             if len(ranks) == 1:
                 return original(*args, **kwargs)
@@ -221,12 +221,12 @@ def _axes(mesh: Mesh) -> dict[str, str]:
         "replicate": mesh.replicate_group,
         "shard": mesh.dense.get_group("fsdp"),
     }
-    found = {str(group.group_name): axis for axis, group in groups.items()}
+    axes = {str(group.group_name): axis for axis, group in groups.items()}
     for axis, levels in (("shard", mesh.fsdp_levels), ("expert_shard", mesh.expert_levels)):
         if levels is not None:
-            found |= {str(levels.inside.group_name): f"{axis} (in a machine)"}
-            found |= {str(levels.across.group_name): f"{axis} (across)"}
-    return found
+            axes |= {str(levels.inside.group_name): f"{axis} (in a machine)"}
+            axes |= {str(levels.across.group_name): f"{axis} (across)"}
+    return axes
 
 
 @contextmanager

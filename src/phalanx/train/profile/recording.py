@@ -1,9 +1,9 @@
 """Records the next few steps on the ranks that were chosen: when it begins, what it writes, and how it ends, whatever happens.
 
-All ranks hear of a request in the same step, by a flag in the all-reduce of losses that every step makes anyway (``StepFlags.profile``). Then,
-and only then, rank 0 tells them what it is; before the next step all pass a few barriers, which bind their clocks together, and those that are
+All ranks learn of a request in the same step, by a flag in the all-reduce of losses that every step makes anyway (``StepFlags.profile``). Then,
+and only then, rank 0 sends them the request; before the next step all pass a few barriers, which bind their clocks together, and those that are
 chosen record. After the last step come the barriers once more, and each writes a file of its own, in a thread. A rank that cannot record or
-write says so and trains on: all that others need of it are the barriers.
+write reports it and trains on: the others need only its barriers.
 
 The clocks: no rank leaves a barrier before the last has come. So of two ranks, the one's clock cannot have been further ahead than its time
 of leaving less the other's time of coming, for each barrier; ``phalanx_watch.profile.waits`` takes the closest.
@@ -51,7 +51,7 @@ _WRITE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class RecordingOrder:
-    """What rank 0 tells all ranks; without ranks, that nothing is recorded."""
+    """The order of rank 0 to all ranks; without ranks, nothing is recorded."""
 
     name: str
     steps: int
@@ -134,7 +134,7 @@ class Recording(Observer):
             self._end()
 
     def _decided(self, request: ProfileRequest, ending: bool) -> RecordingOrder:
-        """What becomes of a request, on rank 0."""
+        """The decision on a request, on rank 0."""
         training, none = self._training, RecordingOrder("", 0, {})
         folder = training.inputs.directory.profiles / request.name
         try:
@@ -155,10 +155,10 @@ class Recording(Observer):
     def _write_order(self, folder: Path, order: RecordingOrder) -> None:
         training = self._training
         layout, inputs = training.mesh.layout, training.inputs
-        told = {
+        content = {
             "name": order.name,
             "steps": order.steps,
-            "ranks": {str(rank): why for rank, why in order.ranks.items()},
+            "ranks": {str(rank): reason for rank, reason in order.ranks.items()},
             "of_ranks": training.mesh.ranks,
             "layout": {**layout.degrees, "expert": layout.expert, "expert_tensor": layout.expert_tensor},
             "attempt": inputs.attempt,
@@ -167,7 +167,7 @@ class Recording(Observer):
             "peak_source": training.peak.source,
             "asked_unix_s": time.time(),
         }
-        write_atomically(folder / ORDER_FILE, (json.dumps(told) + "\n").encode(), durable=False)
+        write_atomically(folder / ORDER_FILE, (json.dumps(content) + "\n").encode(), durable=False)
 
     def _begin(self, order: RecordingOrder, step: int) -> None:
         training = self._training
@@ -182,22 +182,22 @@ class Recording(Observer):
         if camera is not None and camera.stop():
             writer = threading.Thread(target=camera.write, name="profile writer", daemon=True)
             writer.start()
-            self._writers = [*(one for one in self._writers if one.is_alive()), writer]
+            self._writers = [*(thread for thread in self._writers if thread.is_alive()), writer]
 
 
 def _barriers(device: torch.device, camera: _Camera | None, when: str) -> None:
     """Brings all ranks together a few times, each time with a mark. A collective call."""
-    one = torch.zeros(1, device=device)
+    token = torch.zeros(1, device=device)
     for number in range(_BARRIERS):
         with ExitStack() as marked:
             if camera is not None and camera.runs:
                 marked.enter_context(camera.marks.around("clock", when, number=number))
-            dist.all_reduce(one)
+            dist.all_reduce(token)
             wait_for_stream(device)
 
 
 class _Camera:
-    """The recording of one rank. No method raises: whatever goes wrong is said, and costs this rank's part of the profile."""
+    """The recording of one rank. No method raises: an error is reported, and costs this rank's part of the profile."""
 
     def __init__(self, training: Training, stepper: Stepper, order: RecordingOrder, step: int) -> None:
         self.marks = Marks()
@@ -275,7 +275,7 @@ class _Camera:
     def _held(self) -> dict[str, int]:
         """Bytes by kind that are there before the first step."""
         built, device = self._training.built, self._training.inputs.device
-        state = [part.tensor for held in built.optimizer.state().values() for part in held]
+        state = [part.tensor for state_parts in built.optimizer.state().values() for part in state_parts]
         parameters = [
             parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
             for part in built.model.parts
@@ -289,7 +289,7 @@ class _Camera:
 
 
 class _Forgiving:
-    """Keeps errors of a recording from the training: they are told, and the recording ends."""
+    """Keeps errors of a recording from the training: they are reported, and the recording ends."""
 
     def __init__(self, camera: _Camera) -> None:
         self._camera = camera

@@ -1,1 +1,1 @@
-"""What a run needs before its ranks start: a directory, data and checks; child runs and imported models. Nothing here needs torch."""
+"""Preparation of a run before its ranks start: directory, data and checks; child runs and imported models. Nothing here needs torch."""

@@ -1,7 +1,7 @@
 """Checks what a run needs before a rank is started: enough tokens, the sinks' packages, weights that fit the model.
 
 A rank would find each of these out by itself, minutes later on a large fleet and once for every rank. All that is wrong is
-told together, by the run file's fields. Nothing here needs torch; of a checkpoint only its manifests are read.
+reported together, by the run file's fields. Nothing here needs torch; of a checkpoint only its manifests are read.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
     if not spec.model.factory and (missing := unsayable(model := resolve(spec.model), family_for(model))):
         yield f"this model cannot be exported as a Hugging Face model: {'; '.join(missing)}"
     if index.packed_seq_len and not spec.train.document_mask:
-        why = (
+        reason = (
             "a model of your own is not told where they end"
             if spec.model.factory
             else "train.document_mask = true keeps them apart"
         )
-        yield f"documents are packed whole, and attention crosses their ends: {why}"
+        yield f"documents are packed whole, and attention crosses their ends: {reason}"
     if index.held_out_tokens <= spec.train.seq_len:
         yield (
             f"there will be no held-out loss: {index.held_out_tokens:,} tokens are held out, less than one sequence and its last "
@@ -159,12 +159,12 @@ def _remote_origin_problems(spec: RunSpec, start: str) -> Iterator[Problem]:
         return
     try:
         tier, step = open_origin(start)
-        held = tier.boxes(step)
+        boxes = tier.boxes(step)
     except (StoreError, CheckpointError) as error:
         yield Problem(field, str(error), "name one that is there: `phalanx checkpoint list URL` shows them")
         return
     if spec.checkpoint.init_with == "optimizer" and not any(
-        one.box.name.startswith(OPTIMIZER) for one in held
+        entry.box.name.startswith(OPTIMIZER) for entry in boxes
     ):
         yield Problem(
             "checkpoint.init_with", f"{start} holds no optimizer state", 'set it to "weights"', (field,)
@@ -191,8 +191,8 @@ def _taken_over_problems(
     """Yields what keeps the run from taking over more of the checkpoint than its weights."""
     if spec.checkpoint.init_with == "weights":
         return
-    held = DiskTier(start.parent).boxes(_step(start))
-    if not any(entry.box.name.startswith(OPTIMIZER) for entry in held):
+    boxes = DiskTier(start.parent).boxes(_step(start))
+    if not any(entry.box.name.startswith(OPTIMIZER) for entry in boxes):
         yield Problem(
             "checkpoint.init_with",
             f"{start} holds no optimizer state, as of an imported model",
@@ -209,16 +209,16 @@ def _taken_over_problems(
 def _other_data_problems(places: Mapping[str, DatasetPlace], source: RunDirectory) -> Iterator[Problem]:
     """Yields the data of the run that are not those of its parent. A source that the parent had not has no past that could differ."""
     record = source.read_record()
-    known = {ONLY: record["data_fingerprint"]} if "data_fingerprint" in record else {}
+    fingerprints = {ONLY: record["data_fingerprint"]} if "data_fingerprint" in record else {}
     if ONLY not in places:
-        known = record.get("data_sources", {})
+        fingerprints = record.get("data_sources", {})
     for name, place in places.items():
-        found = place.index.fingerprint
-        recorded = known.get(name, found)
-        if recorded != found:
+        fingerprint = place.index.fingerprint
+        recorded = fingerprints.get(name, fingerprint)
+        if recorded != fingerprint:
             yield Problem(
                 field_of(name),
-                f"{place.address} holds other tokens ({found[:12]}) than the parent was trained on ({recorded[:12]}), "
+                f"{place.address} holds other tokens ({fingerprint[:12]}) than the parent was trained on ({recorded[:12]}), "
                 "in which its place in the data would mean nothing",
                 'name the parent\'s data, or start a run of its own with checkpoint.init_with = "optimizer"',
             )
@@ -234,13 +234,13 @@ def _misfits(model: ModelSpec, start: str) -> Iterator[str]:
     """Each parameter of the model that the checkpoint lacks, or holds in another shape."""
     tier, step = open_origin(start)
     boxes = (entry.box for entry in tier.boxes(step))
-    held = {box.name: box.global_shape for box in boxes}
+    shapes = {box.name: box.global_shape for box in boxes}
     for parameter in parameters(model):
-        found = held.get(WEIGHTS + parameter.name)
-        if found is None:
+        shape = shapes.get(WEIGHTS + parameter.name)
+        if shape is None:
             yield f"{parameter.name} is missing"
-        elif tuple(found) != parameter.shape:
-            yield f"{parameter.name} is {tuple(found)}, and [model] makes it {parameter.shape}"
+        elif tuple(shape) != parameter.shape:
+            yield f"{parameter.name} is {tuple(shape)}, and [model] makes it {parameter.shape}"
 
 
 # Checks before the first step that the disk has room for the checkpoints that the run will keep.

@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 OWNER = "run.json"
 
 
-def claim_store(spec: RunSpec, fingerprint: str, *, begun: bool = False) -> list[str]:
+def claim_store(spec: RunSpec, fingerprint: str, *, has_begun: bool = False) -> list[str]:
     """Takes ``checkpoint.store`` for a resolved run on the data of ``fingerprint``; returns what of its layout has changed since.
 
     A run that has ``begun`` has checkpoints on disk, and needs no store that cannot be reached now. Raises ``RunDirectoryError`` if it holds
@@ -75,7 +75,7 @@ def claim_store(spec: RunSpec, fingerprint: str, *, begun: bool = False) -> list
             ).encode()
             store.create(OWNER, owner)
     except (StoreError, CheckpointError) as error:
-        if begun and isinstance(error.__cause__ or error, UnavailableError):
+        if has_begun and isinstance(error.__cause__ or error, UnavailableError):
             _log.warning("checkpoint.store: %s; the run goes on with its checkpoints on disk", error)
             return []
         raise RunDirectoryError(f"checkpoint.store: {error}") from error
@@ -83,7 +83,7 @@ def claim_store(spec: RunSpec, fingerprint: str, *, begun: bool = False) -> list
 
 
 def _changes(url: str, owner: bytes, spec: RunSpec, fingerprint: str) -> list[str]:
-    """What of the layout is another than the owner's, whose own words these are."""
+    """The changes of the layout against the owner's, in the owner's words."""
     try:
         table = json.loads(owner)
         run = table["run"]
@@ -94,13 +94,13 @@ def _changes(url: str, owner: bytes, spec: RunSpec, fingerprint: str) -> list[st
     if owners is None:
         raise RunDirectoryError(f"{url}/{OWNER} was written by another version: {problems[0]}")
     changes = layout_changes(owners, spec)
-    found = [line for line in differences(owners, spec) if line not in changes]
+    differing = [line for line in differences(owners, spec) if line not in changes]
     if recorded != fingerprint:
-        found.append(f"the data: {recorded[:12]} != {fingerprint[:12]}")
-    if found:
+        differing.append(f"the data: {recorded[:12]} != {fingerprint[:12]}")
+    if differing:
         raise RunDirectoryError(
             f"checkpoint.store = {url} holds the checkpoints of another run; give another URL:\n"
-            + "\n".join(f"  {line}" for line in found)
+            + "\n".join(f"  {line}" for line in differing)
         )
     return changes
 
@@ -176,7 +176,7 @@ def open_run(
         try:
             changes = _check_owner(directory, spec, fingerprint)
             if spec.checkpoint.store:
-                claimed = claim_store(spec, fingerprint, begun=holds_steps(directory))
+                claimed = claim_store(spec, fingerprint, has_begun=holds_steps(directory))
                 changes += [line for line in claimed if line not in changes]
             _remove_temporaries(directory)
             before = directory.read_record()
@@ -262,9 +262,9 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
     # Read back rather than by the recorded identity: a field that is new in this version has its default there.
     last = read_resolved(directory)
     changes = layout_changes(last, spec)
-    found = [line for line in differences(last, spec) if line not in changes]
-    if found:
-        changed = {line.split(":")[0]: None for line in found}
+    differing = [line for line in differences(last, spec) if line not in changes]
+    if differing:
+        changed = {line.split(":")[0]: None for line in differing}
         saved = [
             step
             for step in directory.committed_steps()
@@ -276,7 +276,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
         child = f"\nto go on from a checkpoint of it with these values from there on:\n  {command}"
         raise RunDirectoryError(
             f"run directory {directory.path} belongs to another run; {remedy}:\n"
-            + "\n".join(f"  {line}" for line in found)
+            + "\n".join(f"  {line}" for line in differing)
             + (child if command else "")
         )
     arithmetic = directory.read_record().get("arithmetic", _FIRST_ARITHMETIC)
@@ -295,7 +295,7 @@ def _check_owner(directory: RunDirectory, spec: RunSpec, fingerprint: str) -> li
 
 
 def holds_steps(directory: RunDirectory) -> bool:
-    """True if there is a step's folder, committed or not: one that has lost its index still says that the run was saved."""
+    """True if there is a step's folder, committed or not: one that has lost its index still means that the run was saved."""
     root = directory.checkpoints
     return root.is_dir() and any(step_of(folder) is not None for folder in root.iterdir())
 
@@ -323,7 +323,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _take_over_published(init_from: str, directory: RunDirectory) -> None:
-    """Takes over what the publisher of an imported model said, and a chat template, from the run directory of the checkpoint ``init_from``."""
+    """Take over the notes of the publisher of an imported model, and a chat template, from the run directory of the checkpoint ``init_from``."""
     if holds_steps(directory):
         return  # taken over at the first start, and the source may be gone
     shutil.rmtree(directory.published, ignore_errors=True)  # of another run, which saved nothing here

@@ -46,11 +46,11 @@ def child_run(parent: Path, step: int | None, overrides: Sequence[str]) -> RunSp
         RunFileError: An override is wrong.
     """
     directory = RunDirectory(parent)
-    for given in overrides:
-        if given.startswith("checkpoint.init_"):
+    for setting in overrides:
+        if setting.startswith("checkpoint.init_"):
             raise RunFileError(
                 directory.run_file,
-                [Problem(given.partition("=")[0], "--from says it", "leave out one of the two")],
+                [Problem(setting.partition("=")[0], "--from says it", "leave out one of the two")],
             )
     spec = read_resolved(directory)
     steps = committed_steps(directory.checkpoints) if directory.checkpoints.is_dir() else []
@@ -137,7 +137,7 @@ def fields_from_model(model: Path, data: Path, *, bare: bool) -> list[str]:
     Args:
         model: The run directory of an imported model, or of a run.
         data: A prepared dataset; or text, which is then prepared with the model's tokenizer.
-        bare: There is no run file, so what it would say is given too.
+        bare: There is no run file, so that its other fields are given too.
 
     Raises:
         RunDirectoryError: ``model`` is no such directory, or has no tokenizer for the text.
@@ -192,7 +192,7 @@ def _text_of(data: Path, model: RunDirectory, name: str) -> Iterator[tuple[str, 
 
 
 _ASKED_FOR_BY_DATASETS = ("train.document_mask", "train.targets_within_documents")
-"""Fields whose default is what the dataset says."""
+"""Fields whose default comes from the dataset."""
 
 
 def notes_of_earlier_data(run: OpenRun) -> list[str]:

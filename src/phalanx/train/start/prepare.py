@@ -66,8 +66,8 @@ def ready_data(data: DataSpec, on_progress: OnProgress) -> dict[str, DatasetPlac
 
     Raises ``DataError`` with what is missing.
     """
-    wanted = data.corpus and not data.sources and not is_remote(data.path)
-    if not wanted or (local_folder(data.path) / INDEX_FILE).exists():
+    is_prepared_here = data.corpus and not data.sources and not is_remote(data.path)
+    if not is_prepared_here or (local_folder(data.path) / INDEX_FILE).exists():
         _require_folders(data)
         return open_places(data)
     prepare(
@@ -147,18 +147,18 @@ def _pinned_source(model: ModelSpec, path: Path) -> ModelSpec:
     if not model.factory:
         return model
     try:
-        found = source_sha256(model.factory)
+        digest = source_sha256(model.factory)
     except FactoryError as error:
         remedy = 'write "package.module:name"'
         raise RunFileError(path, [Problem("model.factory", str(error), remedy)]) from error
-    if model.factory_sha256 not in ("", found):
+    if model.factory_sha256 not in ("", digest):
         problem = Problem(
             "model.factory_sha256",
-            f"the source of {model.factory} is another now ({found[:12]}, not {model.factory_sha256[:12]})",
+            f"the source of {model.factory} is another now ({digest[:12]}, not {model.factory_sha256[:12]})",
             "restore it, or start another run (checkpoint.init_from takes the weights over)",
         )
         raise RunFileError(path, [problem])
-    return dataclasses.replace(model, factory_sha256=found)
+    return dataclasses.replace(model, factory_sha256=digest)
 
 
 def pinned_checkpoint(source: str, path: Path) -> str:
@@ -186,17 +186,17 @@ def pinned_checkpoint(source: str, path: Path) -> str:
 
 def _pinned_in_store(url: str, path: Path) -> str:
     try:
-        found = pinned_in_store(url)
+        digest = pinned_in_store(url)
     except (StoreError, CheckpointError) as error:
         raise RunFileError(
             path, [Problem("checkpoint.init_from", str(error), f"look with `phalanx checkpoint list {url}`")]
         ) from error
-    if found is None:
+    if digest is None:
         remedy = "give the URL of a run's copies (checkpoint.store), or of `phalanx checkpoint copy`"
         raise RunFileError(
             path, [Problem("checkpoint.init_from", f"there is no checkpoint in {url}", remedy)]
         )
-    return found
+    return digest
 
 
 def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
@@ -209,7 +209,7 @@ def prepare_run(spec: RunSpec, path: Path, on_progress: OnProgress) -> OpenRun:
         raise RunFileError(path, problems)
     sources = {}
     if isinstance(index, MixtureIndex):
-        sources = {name: one.fingerprint for name, one in index.sources.items()}
+        sources = {name: source.fingerprint for name, source in index.sources.items()}
     return open_run(resolved, index.fingerprint, tokenizer_folder(places), sources, template_folder(places))
 
 

@@ -57,15 +57,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         # In lanes, the gradient is summed over ranks before it is scaled, as it is where one rank has all lanes.
         comm = rows.comm if rows is not None and rows.lanes else None
-        whole = hidden if comm is None else comm.gather(hidden)
+        full = hidden if comm is None else comm.gather(hidden)
 
-        def of_piece(states: Tensor, wanted: Tensor) -> _LossAndGradients:
-            return _in_chunks(states, weight, wanted, chunk, rows, wants_gradient, cap)
+        def of_piece(states: Tensor, labels: Tensor) -> _LossAndGradients:
+            return _in_chunks(states, weight, labels, chunk, rows, wants_gradient, cap)
 
         if tiles is None:
-            loss, grad_whole, grad_weight = of_piece(whole, targets)
+            loss, grad_whole, grad_weight = of_piece(full, targets)
         else:
-            loss, grad_whole, grad_weight = _in_tiles(whole, targets, tiles, of_piece)
+            loss, grad_whole, grad_weight = _in_tiles(full, targets, tiles, of_piece)
         if grad_whole is not None and grad_weight is not None:
             grad_hidden = grad_whole if comm is None else comm.sum_scatter(grad_whole)
             ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
@@ -108,7 +108,7 @@ def _in_chunks(
     for begin in range(0, len(states), chunk):
         now = states[begin : begin + chunk]  # (chunk, dim)
         # 1. Logits, at once turned into log-probabilities, and the losses.
-        wanted, bends, scores, losses = _of_chunk(
+        target_columns, bends, scores, losses = _of_chunk(
             now, matrices, targets[begin : begin + chunk], parts, rows, cap
         )
         loss += losses.sum()
@@ -116,8 +116,10 @@ def _in_chunks(
             continue
         # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
         shares = []
-        for matrix, total, found, bend, target in zip(matrices, sums, scores, bends, wanted, strict=True):
-            slope = _slope(found, target)  # (chunk, rows of the part)
+        for matrix, total, log_probs, bend, target in zip(
+            matrices, sums, scores, bends, target_columns, strict=True
+        ):
+            slope = _slope(log_probs, target)  # (chunk, rows of the part)
             slope = (slope if bend is None else slope.mul_(bend)).to(now.dtype)
             # In lanes, at a boundary of memory whether the rank has one of them or several.
             into = torch.empty_like(now) if in_lanes else grad_states[begin : begin + chunk]
@@ -131,9 +133,9 @@ def _in_chunks(
 
 
 class _Chunk(NamedTuple):
-    """What is known of a chunk's ``n`` tokens once their logits are computed; lists have an element for each part of the rows."""
+    """The results of a chunk's ``n`` tokens once their logits are computed; lists have an element for each part of the rows."""
 
-    wanted: list[_Wanted]
+    targets: list[_TargetColumns]
     bends: list[Tensor | None]
     """The slope of a soft cap's bend, ``(n, rows of the part)``, only where there is a cap."""
     scores: list[Tensor]
@@ -154,10 +156,10 @@ def _of_chunk(
 
     ``matrices`` are the projection's ``parts`` of rows.
     """
-    wanted = [_find(targets, part, rows) for part in parts]
+    target_columns = [_find(targets, part, rows) for part in parts]
     pairs = [_logits(states, matrix, cap) for matrix in matrices]
-    scores, losses = _scores_and_losses([logits for logits, _ in pairs], wanted, rows)
-    return _Chunk(wanted, [bend for _, bend in pairs], scores, losses)
+    scores, losses = _scores_and_losses([logits for logits, _ in pairs], target_columns, rows)
+    return _Chunk(target_columns, [bend for _, bend in pairs], scores, losses)
 
 
 @torch.no_grad()
@@ -168,11 +170,11 @@ def token_cross_entropy(
 
     Arguments are its own, where one rank has the whole vocabulary and sequence. No gradient comes of it.
     """
-    states, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     parts = _parts(len(weight), None)
     losses = [
         _of_chunk(now, [weight], target, parts, None, cap).losses
-        for now, target in zip(torch.split(states, chunk), torch.split(wanted, chunk), strict=True)
+        for now, target in zip(torch.split(states, chunk), torch.split(labels, chunk), strict=True)
     ]
     return torch.cat(losses).view_as(targets)
 
@@ -183,14 +185,14 @@ def _in_tiles(
     tiles: RankTiles,
     of_piece: Callable[[Tensor, Tensor], _LossAndGradients],
 ) -> _LossAndGradients:
-    """What this rank reports of the sequence's loss and of its projection's gradient, and the gradient of its own tokens."""
+    """Return this rank's share of the sequence's loss and of its projection's gradient, and the gradient of its own tokens."""
     losses: list[Tensor] = []
     grads_hidden: list[Tensor] = []
 
     def grads_weight() -> Iterator[Tensor]:
         count = len(tiles.tile_numbers)
-        for states, wanted in zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True):
-            loss, grad_states, grad_weight = of_piece(aligned(states), wanted)
+        for states, labels in zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True):
+            loss, grad_states, grad_weight = of_piece(aligned(states), labels)
             losses.append(loss)
             if grad_states is not None and grad_weight is not None:
                 grads_hidden.append(grad_states)
@@ -218,7 +220,7 @@ def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor, *, first: bool) ->
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _TargetColumns:
     """The targets of ``n`` tokens, in terms of this rank's rows of the vocabulary."""
 
     row: Tensor
@@ -236,25 +238,25 @@ def _parts(count: int, rows: VocabularyPiece | None) -> list[range]:
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _matrices(whole: Tensor, parts: Sequence[range]) -> list[Tensor]:
-    """The ``parts`` of the rows of ``whole``: in its memory where they begin there as memory of their own would, else copies."""
-    return [whole] if len(parts) == 1 else [aligned(whole[part.start : part.stop]) for part in parts]
+def _matrices(weight: Tensor, parts: Sequence[range]) -> list[Tensor]:
+    """The ``parts`` of the rows of ``weight``: in its memory where they begin there as memory of their own would, else copies."""
+    return [weight] if len(parts) == 1 else [aligned(weight[part.start : part.stop]) for part in parts]
 
 
-def _put_together(whole: Tensor, parts: Sequence[range], sums: Sequence[Tensor]) -> None:
-    """Copies those ``parts`` of the rows of ``whole`` into it whose ``sums`` are not in its memory."""
+def _put_together(weight: Tensor, parts: Sequence[range], sums: Sequence[Tensor]) -> None:
+    """Copies those ``parts`` of the rows of ``weight`` into it whose ``sums`` are not in its memory."""
     for part, total in zip(parts, sums, strict=True):
-        if total.data_ptr() != whole[part.start : part.stop].data_ptr():
-            whole[part.start : part.stop] = total
+        if total.data_ptr() != weight[part.start : part.stop].data_ptr():
+            weight[part.start : part.stop] = total
 
 
-def _find(targets: Tensor, part: range, rows: VocabularyPiece | None) -> _Wanted:
+def _find(targets: Tensor, part: range, rows: VocabularyPiece | None) -> _TargetColumns:
     ignored = targets == IGNORE
     if rows is None:
-        return _Wanted(targets.masked_fill(ignored, 0), ~ignored, ignored)
+        return _TargetColumns(targets.masked_fill(ignored, 0), ~ignored, ignored)
     row = targets - (rows.start + part.start)
-    here = (row >= 0) & (row < len(part)) & ~ignored
-    return _Wanted(row.masked_fill(~here, 0), here, ignored)
+    is_here = (row >= 0) & (row < len(part)) & ~ignored
+    return _TargetColumns(row.masked_fill(~is_here, 0), is_here, ignored)
 
 
 def _logits(
@@ -278,17 +280,17 @@ def log_probabilities(
 
 
 def _scores_and_losses(
-    logits: list[Tensor], wanted: list[_Wanted], rows: VocabularyPiece | None
+    logits: list[Tensor], targets: list[_TargetColumns], rows: VocabularyPiece | None
 ) -> tuple[list[Tensor], Tensor]:
     """Log-probabilities ``(n, rows of a part)`` and each token's loss ``(n,)``, fp32, of each part's logits; the loss of ignored
     tokens is 0."""
-    ignored = wanted[0].ignored
+    ignored = targets[0].ignored
     if rows is None:
         scores = F.log_softmax(logits[0], dim=-1, dtype=torch.float32)
-        return [scores], (-_pick(scores, wanted[0])).masked_fill(ignored, 0.0)
+        return [scores], (-_pick(scores, targets[0])).masked_fill(ignored, 0.0)
     # 1. Three numbers a token of each part, relative to its own largest logit.
     relative, numbers = [], []
-    for part, target in zip(logits, wanted, strict=True):
+    for part, target in zip(logits, targets, strict=True):
         scores = part.float()
         largest, picked = scores.amax(1), _pick(scores, target)  # (n,) each
         relative.append(scores.sub_(largest[:, None]))
@@ -306,16 +308,16 @@ def _scores_and_losses(
     return relative, (-picked).masked_fill(ignored, 0.0)
 
 
-def _pick(scores: Tensor, wanted: _Wanted) -> Tensor:
+def _pick(scores: Tensor, target: _TargetColumns) -> Tensor:
     """The score of each target ``(n,)``; 0 where it is not among this rank's rows."""
-    return scores.gather(1, wanted.row[:, None]).squeeze(1).masked_fill(~wanted.here, 0.0)
+    return scores.gather(1, target.row[:, None]).squeeze(1).masked_fill(~target.here, 0.0)
 
 
-def _slope(scores: Tensor, wanted: _Wanted) -> Tensor:
+def _slope(scores: Tensor, target: _TargetColumns) -> Tensor:
     """The loss's gradient with respect to the logits, in the memory of the log-probabilities."""
     slope = scores.exp_()
-    slope.scatter_add_(1, wanted.row[:, None], -wanted.here.to(slope.dtype)[:, None])
-    return slope.masked_fill_(wanted.ignored[:, None], 0.0)
+    slope.scatter_add_(1, target.row[:, None], -target.here.to(slope.dtype)[:, None])
+    return slope.masked_fill_(target.ignored[:, None], 0.0)
 
 
 def summed_cross_entropy(

@@ -63,13 +63,13 @@ class MemoryMeter:
         self._hooks: list[RemovableHandle] = []
         self._before: list[int] = []
         self._in_flight = self._activations = self._gradients = self._parameters = 0
-        self._held: set[int] = set()
+        self._storages: set[int] = set()
         """The addresses of this rank's shards of the weights."""
 
     def __enter__(self) -> MemoryMeter:
         shares = self._shares()
         self._parameters = storage_bytes(shares, self._device)
-        self._held = {share.untyped_storage().data_ptr() for share in shares}
+        self._storages = {share.untyped_storage().data_ptr() for share in shares}
         if self._sees:
             for part in self._parts:
                 self._hooks.append(part.register_forward_pre_hook(self._forward_begins, prepend=True))
@@ -95,8 +95,8 @@ class MemoryMeter:
 
     def gradients_complete(self) -> None:
         """Measures the gradients, all of which are there now, as the optimizer will find them."""
-        held = [local(p.grad) for p in self._parameters_of_parts() if p.grad is not None]
-        self._gradients = max(self._gradients, storage_bytes(held, self._device))
+        grads = [local(p.grad) for p in self._parameters_of_parts() if p.grad is not None]
+        self._gradients = max(self._gradients, storage_bytes(grads, self._device))
 
     def result(self) -> MemoryByKind:
         """The bytes by kind, once the step is done."""
@@ -118,8 +118,10 @@ class MemoryMeter:
     def _allocated(self) -> int:
         """Bytes in use, without weights that are gathered for the moment."""
         # While it is gathered, a module shows the whole weight in place of this rank's share.
-        whole = [share for share in self._shares() if share.untyped_storage().data_ptr() not in self._held]
-        gathered = storage_bytes(whole, self._device)
+        allocated = [
+            share for share in self._shares() if share.untyped_storage().data_ptr() not in self._storages
+        ]
+        gathered = storage_bytes(allocated, self._device)
         if self._watch is not None:
             return self._watch.live() - gathered
         return torch.cuda.memory_allocated(self._device) - gathered
@@ -270,8 +272,8 @@ class RankTimes:
         table = self._exchange(self._mine())
         steps, self._compute_s, self._waited_s = len(self._compute_s), [], []
         columns = dict(zip(RANK_COLUMNS, table.T, strict=True))
-        known = np.nan_to_num(columns["compute_s"], nan=-1.0)
-        self.slowest = int(known.argmax()) if known.max() > 0 else None
+        measured = np.nan_to_num(columns["compute_s"], nan=-1.0)
+        self.slowest = int(measured.argmax()) if measured.max() > 0 else None
         return RankFrame(step, time.time(), self._attempt, len(table), columns, steps)
 
     def _mine(self) -> list[float]:

@@ -31,9 +31,9 @@ History = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Spike:
-    """What was found in a step, beside what is usual."""
+    """A spike in a step, beside the usual values."""
 
-    what: str
+    figure: str
     """ "loss" or "gradient norm": the one with more deviations."""
     deviations: float
     typical_loss: float
@@ -65,8 +65,8 @@ class SpikeRule:
         most = max(above_loss, above_norm)
         if not most > self.deviations:
             return None
-        what = "loss" if above_loss >= above_norm else "gradient norm"
-        return Spike(what, most, usual_loss, usual_norm)
+        figure = "loss" if above_loss >= above_norm else "gradient norm"
+        return Spike(figure, most, usual_loss, usual_norm)
 
     def remember(self, history: History, loss: float, grad_norm: float) -> list[list[float]]:
         """The history after one more step. Spikes count too: where the level has changed for good, it is usual after half a window."""

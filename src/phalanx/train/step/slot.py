@@ -33,7 +33,7 @@ from phalanx.train.step.loss import IGNORE, summed_cross_entropy
 
 @dataclass(frozen=True)
 class Ahead:
-    """What a prediction ahead is given of this rank's part of the sequence, and is to predict."""
+    """Inputs and targets of a prediction ahead, of this rank's part of the sequence."""
 
     tokens: Tensor
     """``(batch, seq)``, int64: of each of the micro-batch's tokens the one so much further."""
@@ -95,8 +95,8 @@ class Losses:
             positions = context_positions(tokens.shape[1], layout.context, self.mesh.context_rank)
         divided = self.tiles is not None or layout.context > 1
 
-        def own(whole: Tensor) -> Tensor:
-            part = whole[:, positions] if divided else whole
+        def own(full: Tensor) -> Tensor:
+            part = full[:, positions] if divided else full
             return brought(part, device)
 
         # Of whole sequences: the next token of the last one here may be another rank's.
@@ -104,7 +104,7 @@ class Losses:
         return MicroBatch(own(tokens), own(targets), brought(positions, device), documents, further)
 
     def _ahead(self, tokens: Tensor, targets: Tensor) -> Iterator[Ahead]:
-        """What each prediction ahead is given and is to predict of whole sequences ``(batch, seq)``."""
+        """Inputs and targets of each prediction ahead, of whole sequences ``(batch, seq)``."""
         train = self.spec.train
         ends = tokens == train.end_of_document if train.targets_within_documents else None
         for depth in range(1, depths(self.spec.model) + 1):
@@ -113,7 +113,7 @@ class Losses:
     def call(self, stage: nn.Module, x: Tensor, batch: MicroBatch, *, ahead: bool) -> Tensor:
         """Runs a stage on ``x``: tokens ``(batch, seq)`` for the first, hidden states ``(batch, seq, dim)`` for the others.
 
-        Returns hidden states, or from the last stage the summed loss: 0-dim, or with multi-token prediction, if ``ahead`` asks
+        Returns hidden states, or from the last stage the summed loss: 0-dim, or with multi-token prediction, if ``ahead`` is set
         for it, ``(1 + depths,)``.
         """
 
@@ -147,7 +147,7 @@ class SlotWork:
     micro_batches: int
     """The number of micro-batches of each slot."""
     read: Callable[[int], Sequence[MicroBatch]]
-    """The micro-batches of the slot at an index of ``rounds``; asked for once each, in order."""
+    """The micro-batches of the slot at an index of ``rounds``; each called once, in order."""
     scale: Callable[[Round], float]
     """The factor on the losses of a round's slot."""
     turn_to: Callable[[Round], None]

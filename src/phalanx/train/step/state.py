@@ -96,13 +96,13 @@ class Placement:
     def _holders_by_copies(self) -> Mapping[int, tuple[int, ...]]:
         """The holders of this rank's parts of dense parameters, by the number of tensor ranks that hold the same."""
         mesh = self.mesh
-        found = {}
+        holders = {}
         for copies in {1, *(partition.copies for partition in self.partitions.values())}:
             first = mesh.tensor_rank // copies * copies
-            found[copies] = _ascending(
+            holders[copies] = _ascending(
                 mesh.dense.mesh[mesh.pipeline_rank, :, mesh.fsdp_rank, first : first + copies]
             )
-        return found
+        return holders
 
     def shard(self, prefix: str, name: str, tensor: Tensor) -> Shard:
         """This rank's shard of a tensor that is laid out like parameter ``name``, for a checkpoint."""
@@ -124,7 +124,7 @@ class Placement:
         alone = mesh.mesh[self.mesh.pipeline_rank, :, mesh.get_local_rank("stage")]
         holders = self.holders(part.like) if part.like else tuple(int(rank) for rank in alone.tolist())
         return Shard(
-            Box(name, dtype_name(part.tensor.dtype), part.whole, offset, shape),
+            Box(name, dtype_name(part.tensor.dtype), part.full_shape, offset, shape),
             part.tensor,
             Copies(holders.index(self.mesh.rank), len(holders), holders),
         )
@@ -212,8 +212,8 @@ def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Pl
         *weight_shards(parts, placement),
         *(
             placement.state_shard(f"{OPTIMIZER}{name}", part)
-            for name, held in optimizer.state().items()
-            for part in held
+            for name, state_parts in optimizer.state().items()
+            for part in state_parts
         ),
     ]
 
@@ -269,17 +269,17 @@ def _agreed_candidates(
     tried = up_to is not None and broadcast_typed(mesh.rank == 0 and up_to in disk.steps(), bool)
     if up_to is not None and tried:
         yield up_to, disk.name
-    found: list[tuple[int, str]] = []
+    candidates: list[tuple[int, str]] = []
     if mesh.rank == 0:
         copies = [
             (step, -place, tier.name) for place, tier in enumerate(tiers) for step in _steps(tier, tiers)
         ]
-        found = [
+        candidates = [
             (step, name)
             for step, _, name in sorted(copies, reverse=True)
             if (up_to is None or step <= up_to) and not (tried and (step, name) == (up_to, disk.name))
         ]
-    yield from broadcast_typed(found, list[tuple[int, str]])
+    yield from broadcast_typed(candidates, list[tuple[int, str]])
 
 
 def _steps(tier: KeepingTier, tiers: Sequence[KeepingTier]) -> list[int]:

@@ -69,7 +69,7 @@ class StepFlags:
     save: bool = False
     """Save a checkpoint after this step."""
     profile: bool = False
-    """Somebody asks rank 0 for a profile: all ranks hear next which steps are recorded, and on which of them."""
+    """Rank 0 has a profile request: next all ranks receive the steps to record, and the ranks that record them."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class StepReport:
     nonfinite_ranks: tuple[int, ...] = ()
     """If the step was not applied: the ranks whose own losses were not finite."""
     withheld: bool = False
-    """True if all was finite and the update was not applied all the same, because ``Stepper.withholds`` said so."""
+    """True if all was finite and the update was not applied all the same, because of ``Stepper.withholds``."""
     worst_slot: int = 0
     """The slot with the largest mean loss, and that loss."""
     worst_slot_loss: float | None = None
@@ -121,7 +121,7 @@ class Stepper:
     updates: int = 0
     """Updates applied so far; Adam's bias correction counts them."""
     withholds: Callable[[float, float], bool] = lambda _loss, _norm: False
-    """Says, by a step's loss and gradient norm, that its update is not to be applied. Must say the same on every rank."""
+    """Returns True, by a step's loss and gradient norm, if its update is not to be applied; the same on every rank."""
 
     def __post_init__(self) -> None:
         model, train = self.built.model, self.built.spec.train
@@ -164,7 +164,7 @@ class Stepper:
                 audit.ended(number)
         # 2. What all ranks must know before the update: mean loss, token count, flags, gradient norm.
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
-            loss, count, asked, worst = self._reduce_losses(losses, tokens, flags)
+            loss, count, raised, worst = self._reduce_losses(losses, tokens, flags)
             norm = self._gradient_norm(self._slot_tokens / count)
         lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps)
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -188,7 +188,7 @@ class Stepper:
             count,
             lr,
             applied,
-            asked,
+            raised,
             balance,
             nonfinite=sources.texts,
             nonfinite_slots=sources.slots,
@@ -212,7 +212,7 @@ class Stepper:
         return self.ledger.totals_ns().get(Bucket.STEP_COMPUTE, 0)
 
     def _book_waits(self, computed_ns: int) -> None:
-        """Books the waiting for collectives, which ran inside forward and backward, as such: a GPU tells of it only when all is done.
+        """Books the waiting for collectives, which ran inside forward and backward, as such: a GPU reports it only when all is done.
 
         ``computed_ns`` is what was booked as computing before this step. A GPU may have waited while the host waited for something else,
         such as samples: that is booked once.
@@ -252,9 +252,9 @@ class Stepper:
 
         audited = (lambda _: nullcontext()) if audit is None else audit.around
         with self.ledger.bucket(Bucket.STEP_COMPUTE):
-            found = built.runner.gradients(self._work(built.rounds, read, audited))
+            slot_losses = built.runner.gradients(self._work(built.rounds, read, audited))
             for turn, piece in piece_of.items():
-                losses[piece] = found[turn].double()
+                losses[piece] = slot_losses[turn].double()
         return losses, tokens
 
     def recompute_slot(self, current: Round, samples: NDArray[np.int64]) -> None:
@@ -291,8 +291,8 @@ class Stepper:
 
         ``losses`` and ``tokens`` are this rank's ``(pieces,)``. The mean is NaN if any piece is not finite.
         """
-        asked = brought(torch.tensor(dataclasses.astuple(flags), dtype=torch.float64), self._device)
-        everything = torch.cat((losses, tokens, asked))  # (2 * pieces + flags,)
+        raised = brought(torch.tensor(dataclasses.astuple(flags), dtype=torch.float64), self._device)
+        everything = torch.cat((losses, tokens, raised))  # (2 * pieces + flags,)
         # Each loss and count comes from one rank and is zero on all others, so this sum rounds nothing.
         dist.all_reduce(everything)
         numbers, pieces = everything.tolist(), len(losses)
@@ -318,10 +318,10 @@ class Stepper:
     def _gradient_norm(self, scale: float) -> float:
         """The norm of the whole gradient times ``scale``, in exact addition over parameters that this rank owns."""
         placement = self.built.placement
-        held = [
+        grads = [
             gradient for name, gradient in gradients(self.built.model.parts).items() if placement.owns(name)
         ]
-        return exact_sum.norm(held, placement.parameter_count, self._device) * scale
+        return exact_sum.norm(grads, placement.parameter_count, self._device) * scale
 
     def _balance_experts(self, *, applied: bool) -> float | None:
         """Moves the routers' biases against the load of this step (not of one that was skipped).
