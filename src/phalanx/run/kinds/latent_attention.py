@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1); its module is ``phalanx.model.layers.attention.mla``.
 
-The projections into latents are small and alike on all tensor ranks; a rank computes them for its piece of the sequence and
-gathers the latents, which are narrower than hidden states.
+The projections into latents are small and equal on all tensor ranks. A rank computes them for its piece of the sequence and gathers the latents,
+which are narrower than hidden states.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _latents(model: ModelSpec) -> MlaSpec:
 
 
 def is_absorbed(model: ModelSpec) -> bool:
-    """Whether heads attend to latents themselves (``model.mla.absorbed``), with one key head that all share; false of other attention."""
+    """Return True if heads attend to latents directly (``model.mla.absorbed``), with one shared key head; False for other attention."""
     return model.mla is not None and model.mla.absorbed
 
 
@@ -76,7 +76,7 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def key_heads(model: ModelSpec) -> int:
-    """As many as query heads."""
+    """Return the number of query heads: there are as many key heads."""
     return model.heads
 
 
@@ -135,7 +135,7 @@ def operations(model: ModelSpec) -> tuple[Operation, ...]:
 
 
 def _expanded(model: ModelSpec) -> tuple[Operation, ...]:
-    """What becomes of queries, expanded keys and values before attention."""
+    """Return the operations on queries, expanded keys and values before attention."""
     queries, values = model.heads * head_dim(model), model.heads * _latents(model).value_head_dim
     return (
         # The rotated parts, and each joined to its head: the shared key's to that of every head.
@@ -146,22 +146,21 @@ def _expanded(model: ModelSpec) -> tuple[Operation, ...]:
 
 
 def _absorbed(model: ModelSpec) -> tuple[Operation, ...]:
-    """What becomes of queries and latents before attention, and of its result behind it: rows of a head are put together for its product, and what is
-    rotated is joined."""
+    """Return the operations on queries and latents before attention, and on its result: rows are regrouped by head for products, and rotated parts joined."""
     mla, heads = _latents(model), core(model)
     fixed, values = model.heads * mla.nope_head_dim, model.heads * mla.value_head_dim
-    asked, mixed = heads.heads * heads.query_width, heads.heads * heads.value_width
-    held = heads.query_width
-    moved = 2 * (fixed + asked + mixed + values)
+    queries, mixed = heads.heads * heads.query_width, heads.heads * heads.value_width
+    key_width = heads.query_width
+    moved = 2 * (fixed + queries + mixed + values)
     return (
         Pointwise("latent_up", "tokens", moved, moved, "tensor", kernels=5),
-        Pointwise("latent_up", "tokens", 2 * held, 2 * held, kernels=2),
-        KeptTensor("latent_up", "tokens", fixed + asked, "tensor"),
-        KeptTensor("latent_up", "tokens", held),
+        Pointwise("latent_up", "tokens", 2 * key_width, 2 * key_width, kernels=2),
+        KeptTensor("latent_up", "tokens", fixed + queries, "tensor"),
+        KeptTensor("latent_up", "tokens", key_width),
         # The result as the product reads it, which is another order, and what that makes of it for the output projection.
         KeptTensor("out", "tokens", mixed + values, "tensor"),
-        # Keys and values alike are latents, which every head has.
-        LayerExchange("core", "context", 2 * held, "none"),
+        # Keys and values are latents, which all heads share.
+        LayerExchange("core", "context", 2 * key_width, "none"),
     )
 
 
