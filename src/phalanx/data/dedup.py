@@ -1,12 +1,12 @@
-"""Duplicates among documents: exact ones by hash, near ones, which share most word n-grams, by MinHash and banding.
+"""Find duplicate documents: exact ones by hash, near ones (which share most word n-grams) by MinHash and banding.
 
-The share of the permutations under which two documents have the same least n-gram is an unbiased estimate of the Jaccard similarity J of their sets of n-grams (Broder,
-"On the resemblance and containment of documents", 1997). The permutations are divided into bands; two documents that agree in all rows of some band are
-candidates, with probability 1 - (1 - J^rows)^bands. With the 14 bands of 8 rows of FineWeb (arXiv 2406.17557) that is 0.99 at J = 0.85 and 0.05 at 0.5. Candidates are compared
-once more by the lowest bit of each permutation's value, of which (1 + J) / 2 agree (b-bit minwise hashing, Li and König, arXiv 0910.3349), which costs
-a bit of storage a permutation and removes most of those that are not similar.
+For two documents, the share of permutations with the same minimum n-gram is an unbiased estimate of the Jaccard similarity J of their n-gram
+sets (Broder, "On the resemblance and containment of documents", 1997). The permutations are divided into bands. Two documents that agree in
+all rows of a band are candidates, with probability 1 - (1 - J^rows)^bands. For FineWeb's 14 bands of 8 rows (arXiv 2406.17557), that is 0.99
+at J = 0.85 and 0.05 at 0.5. Candidates are then compared by the lowest bit of each permutation's value, of which (1 + J) / 2 agree (b-bit
+minwise hashing, Li and König, arXiv 0910.3349). This costs one bit of storage per permutation and removes most pairs that are not similar.
 
-Sketches are made by ``rensa``, in Rust.
+The package ``rensa`` computes sketches.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from numpy.typing import NDArray
 from phalanx.data.errors import PreparationError
 from phalanx.data.words import words_of
 
-# Exact duplicates: documents with the same text once it is in normal form C and its white space is joined.
+# Exact duplicates: documents with the same text in Unicode normal form C with white space collapsed.
 #
-# Texts are compared by 128-bit hashes (xxh3_128): among 10^12 documents two different ones agree with a probability of 1.5 in 10^15.
+# Texts are compared by 128-bit hashes (xxh3_128). Among 10^12 documents, a collision has a probability of 1.5 in 10^15.
 
-# Overlap of the splits: held-out documents whose text is trained on too, which makes the held-out loss too low.
+# Overlap of the splits: held-out documents whose text is also in the training split make the held-out loss too low.
 #
-# Texts are compared in normal form, by 64-bit hashes (xxh3): of 10^9 documents to train on, one held-out document in 2 x 10^10 is counted wrongly.
+# Texts in normal form are compared by 64-bit hashes (xxh3). With 10^9 training documents, one held-out document in 2 x 10^10 is counted wrongly.
 
 
 def count_shared(held_out: NDArray[np.uint64], train: Iterable[NDArray[np.uint64]]) -> int:
-    """How many of ``held_out`` (n,) are in any of the arrays ``train``, which are looked at one after another."""
+    """Return how many of ``held_out`` (n,) are in any of the arrays ``train``, which are searched one after another."""
     unique, documents = np.unique(held_out, return_counts=True)
     shared = np.zeros(len(unique), dtype=bool)
     for hashes in train if len(unique) else ():
@@ -44,22 +44,25 @@ def count_shared(held_out: NDArray[np.uint64], train: Iterable[NDArray[np.uint64
 
 
 HASH_DTYPE = np.dtype([("key", "<u8"), ("rest", "<u8"), ("ordinal", "<u4")])
-"""A document's hash, in two halves, and its number in its portion."""
+"""A document's hash in two halves, and the document's number in its portion."""
 
 
 def normal_form(text: str) -> str:
-    """The text that is compared."""
+    """Return the text in the form used for comparison."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def hash_of(normal: str) -> tuple[int, int]:
-    """The two halves of the hash of a text in normal form."""
+    """Return the two halves of the hash of a text in normal form."""
     value = xxhash.xxh3_128_intdigest(normal.encode())
     return value >> 64, value & ((1 << 64) - 1)
 
 
 def later_copies(hashes: NDArray[np.void], places: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The ``places`` of documents whose hash an earlier place has too. ``hashes`` (n,) has the fields of ``HASH_DTYPE``, ``places`` is (n,)."""
+    """Return the ``places`` of documents whose hash also has an earlier place.
+
+    ``hashes`` (n,) has the fields of ``HASH_DTYPE``, ``places`` is (n,).
+    """
     order = np.lexsort((places, hashes["rest"], hashes["key"]))
     ordered = hashes[order]
     same = (ordered["key"][1:] == ordered["key"][:-1]) & (ordered["rest"][1:] == ordered["rest"][:-1])
@@ -70,12 +73,12 @@ _SEED = 1
 
 
 def band_dtype(permutations: int) -> np.dtype[np.void]:
-    """What is stored of a document for each band: the hash of the band's rows, its number in its portion, and the lowest bits of all permutations."""
+    """Return the stored type of one band of a document: hash of the band's rows, the document's number in its portion, and the lowest bits of all permutations."""
     return np.dtype([("key", "<u8"), ("ordinal", "<u4"), ("bits", "u1", (-(-permutations // 8),))])
 
 
 def require_rensa() -> ModuleType:
-    """Raises ``PreparationError`` with the command that installs what near duplicates are found by."""
+    """Return the package that finds near duplicates. Raises ``PreparationError`` with the command that installs it."""
     try:
         return importlib.import_module("rensa")
     except ImportError as error:
@@ -86,9 +89,9 @@ def require_rensa() -> ModuleType:
 
 
 def signature(normal: str, permutations: int, ngram: int) -> NDArray[np.uint32]:
-    """The least value of each permutation over the text's n-grams of words in lower case, (permutations,); a shorter text is one n-gram.
+    """Return each permutation's minimum over the n-grams of the lower-case text, (permutations,). A shorter text is one n-gram.
 
-    In scripts without spaces an n-gram is of letters (``phalanx.data.words``).
+    In scripts without spaces, n-grams consist of letters (``phalanx.data.words``).
     """
     words = words_of(normal.lower()).units
     grams = [" ".join(words[start : start + ngram]) for start in range(max(1, len(words) - ngram + 1))]
@@ -98,22 +101,22 @@ def signature(normal: str, permutations: int, ngram: int) -> NDArray[np.uint32]:
 
 
 def band_rows(values: NDArray[np.uint32], ordinal: int, bands: int, rows: int) -> NDArray[np.void]:
-    """What is stored of a document with this signature, (bands,) of ``band_dtype``."""
-    found = np.zeros(bands, dtype=band_dtype(bands * rows))
+    """Return the stored bands of a document with this signature, (bands,) of ``band_dtype``."""
+    entries = np.zeros(bands, dtype=band_dtype(bands * rows))
     little = values.astype("<u4")
-    found["key"] = [
+    entries["key"] = [
         xxhash.xxh3_64_intdigest(little[band * rows : (band + 1) * rows].tobytes(), seed=band)
         for band in range(bands)
     ]
-    found["ordinal"] = ordinal
-    found["bits"] = np.packbits((values & 1).astype(np.uint8))
-    return found
+    entries["ordinal"] = ordinal
+    entries["bits"] = np.packbits((values & 1).astype(np.uint8))
+    return entries
 
 
 def similar_pairs(
     entries: NDArray[np.void], places: NDArray[np.uint64], permutations: int, least_similarity: float
 ) -> NDArray[np.uint64]:
-    """Pairs (earlier place, later place), (m, 2), that connect all entries with one key that are similar to the same earlier one.
+    """Return pairs (earlier place, later place), (m, 2), that connect similar entries with the same key.
 
     ``entries`` (n,) has the fields of ``band_dtype``, ``places`` is (n,).
     """
@@ -146,9 +149,9 @@ def _pairs_of_group(
 
 
 def all_but_the_first(pairs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """All places but the lowest of each cluster that the pairs ``(m, 2)`` connect, sorted.
+    """Return all places except the lowest of each cluster that the pairs ``(m, 2)`` connect, sorted.
 
-    Union-find by rounds over all pairs at once: roots are hung below lower roots, then paths are halved until all point to a root.
+    Union-find in rounds over all pairs: roots are attached to lower roots, then paths are halved until all nodes point to a root.
     """
     nodes, ends = np.unique(pairs, return_inverse=True)
     ends = ends.reshape(-1, 2)

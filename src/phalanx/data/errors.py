@@ -1,21 +1,21 @@
-"""The errors of the data pipeline, from text on a disk to tokens in a batch.
+"""Errors of the data pipeline.
 
-Each message names the file or value at fault and says what to do about it, so that a caller has only to print it.
+Each message names the file or value at fault and a remedy, so that a caller can print it as it is.
 """
 
 from pathlib import Path
 
 
 class DataError(Exception):
-    """Anything wrong with text, tokenizer or prepared dataset; catch this to catch them all."""
+    """Base class of all errors about text, tokenizers and prepared datasets."""
 
 
 class CorpusError(DataError):
-    """The text asked for is missing, unreadable, not UTF-8, or changed while it was read."""
+    """The text is missing, unreadable, not UTF-8, or changed during reading."""
 
 
 class FormatError(CorpusError):
-    """A file is of no format that can be read, or has not the field asked for, or cannot be opened."""
+    """A file cannot be opened, has an unknown format, or lacks the requested field."""
 
     def __init__(self, path: Path, reason: str, remedy: str) -> None:
         super().__init__(f"{path} {reason}; {remedy}")
@@ -25,24 +25,24 @@ class FormatError(CorpusError):
 
 
 class MissingPackageError(CorpusError):
-    """A file is of a format that is read by a package which is not installed."""
+    """A file needs a package that is not installed."""
 
 
 class TokenizerError(DataError):
-    """A tokenizer file is missing, damaged, or of a kind that cannot be used."""
+    """A tokenizer file is missing, damaged, or not supported."""
 
 
 class DatasetError(DataError):
-    """A prepared dataset is missing, damaged, of another version, or too small for what is asked of it."""
+    """A prepared dataset is missing, damaged, of another version, or too small."""
 
 
 class DatasetExistsError(DatasetError):
-    """The output directory already holds something else; nothing in it was touched."""
+    """The output directory already has other content, which was not changed."""
 
 
 class NoRoomError(DatasetError):
-    """The disk, the quota or the file-size limit was reached while writing; what was half written is removed."""
+    """The disk, the quota or the file-size limit was reached while writing; incomplete output is removed."""
 
 
 class PreparationError(DataError):
-    """A preparation from a recipe cannot go on as planned; what is done so far is kept."""
+    """A preparation from a recipe cannot continue as planned; completed work is kept."""

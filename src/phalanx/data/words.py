@@ -1,8 +1,8 @@
-"""Words of a text, also where none has spaces between them: in Chinese, Japanese, Thai, Lao, Khmer and Burmese each letter is a unit.
+"""Words of a text, including scripts without spaces between words: in Chinese, Japanese, Thai, Lao, Khmer and Burmese, each letter is a unit.
 
-Unicode's rules for words (UAX 29) break such text at letters too: only a dictionary knows the words. So that an n-gram of words is about
-as long in each of them, a letter counts as a part of a word: two of Chinese or Japanese make one, and four of the others. All other text is divided at
-white space as ever, or by the pattern that is given.
+Unicode's rules for words (UAX 29) also break such text at letters, because finding words needs a dictionary. To make n-grams of similar length in all
+scripts, a letter counts as part of a word: half of one in Chinese and Japanese, and a quarter in the others. All other text is divided at white
+space, or by a given pattern.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SOUTHEAST_ASIAN = "\u0e01-\u0e4e\u0e81-\u0ece\u1000-\u103f\u1050-\u108f\u1780-\
 _LETTER = re.compile(f"[{_HAN_AND_KANA}{_SOUTHEAST_ASIAN}]")
 _HAN_OR_KANA = re.compile(f"[{_HAN_AND_KANA}]")
 _LETTERS_OF_A_WORD = 2, 4
-"""Letters of a word of Chinese and Japanese, and of the others; words of Chinese have 1.6 letters on average, of Thai some four."""
+"""Letters per word in Chinese and Japanese, and in the others. Chinese words have 1.6 letters on average, Thai words about four."""
 
 
 def is_spaceless(text: str) -> bool:
-    """Return True if a letter of a script without spaces is in ``text``."""
+    """Return True if ``text`` has a letter of a script without spaces."""
     return _LETTER.search(text) is not None
 
 
@@ -32,19 +32,19 @@ class Words:
     units: Sequence[str]
     """Words, or single letters of scripts without spaces."""
     ends: Sequence[float] | None = None
-    """Number of words before each unit, and in all; ``None`` if every unit is a word."""
+    """Number of words before each unit, and the total; ``None`` if every unit is a word."""
 
     @property
     def count(self) -> float:
-        """The number of words, estimated by letters where there are no spaces."""
+        """The number of words, estimated from letters in scripts without spaces."""
         return len(self.units) if self.ends is None else self.ends[-1]
 
     def ngrams(self, n: int) -> Iterator[tuple[str, ...]]:
-        """The n-grams of words."""
+        """Return the n-grams of words."""
         return (tuple(self.units[start:stop]) for start, stop in self.spans(n))
 
     def spans(self, n: int) -> Iterator[tuple[int, int]]:
-        """Begin and end of the n-grams: from each unit on, the shortest piece that has ``n`` words."""
+        """Yield start and end of the n-grams: from each unit, the shortest range of at least ``n`` words."""
         if self.ends is None:
             yield from zip(range(len(self.units)), range(n, len(self.units) + 1), strict=False)
             return
@@ -58,7 +58,7 @@ class Words:
 
 
 def words_of(text: str, pattern: re.Pattern[str] | None = None) -> Words:
-    """The words of ``text``: what is between white space, or what ``pattern`` matches."""
+    """Return the words of ``text``: parts between white space, or matches of ``pattern``."""
     words = text.split() if pattern is None else pattern.findall(text)
     if not is_spaceless(text):
         return Words(words)
@@ -78,7 +78,7 @@ def _units(word: str) -> Iterator[str]:
 
 
 def _share(unit: str) -> float:
-    """The part of a word that a unit is."""
+    """Return the unit's fraction of a word."""
     if len(unit) > 1 or not _LETTER.match(unit):
         return 1.0
     return 1 / _LETTERS_OF_A_WORD[0 if _HAN_OR_KANA.match(unit) else 1]

@@ -1,13 +1,12 @@
-"""A user's own model by name: where its source lies, what identifies it, and how a rank imports it.
+"""A user model by name: the location of its source, its digest, and its import by ranks.
 
-A run names its model as ``"package.module:name"``, a string that every rank can import, whichever launcher started it
-(``multiprocessing`` and ``concurrent.futures`` require the same of functions). The weights depend on the code behind the name,
-so a digest of its source is part of the run's identity: that of the module's file and, transitively, of the files that it
-imports from the same folder or package. Installed packages are not followed, and neither is what a module imports by a
-computed name.
+A run names its model as ``"package.module:name"``, which every rank can import with any launcher (``multiprocessing`` and ``concurrent.futures`` have the
+same rule for functions). The weights depend on the code, so a digest of its source is part of the run's identity. It covers the
+module's file and, transitively, the files that it imports from the same folder or package. Installed packages and imports by computed names are
+not included.
 
-The source is found and digested without importing it, since importing a model means importing torch, and a mistake in a
-run file should show before that.
+The source is found and hashed without importing it, because importing a model imports torch, and mistakes in a run file should be reported
+before that.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ _REMEDY = "write a class or a function def in a module of its own (in a notebook
 
 
 class FactoryError(ValueError):
-    """A model's factory cannot be named, found or imported; the message has the reason and the remedy."""
+    """A model's factory cannot be named, found or imported; the message has the reason and a remedy."""
 
 
 def is_factory_name(name: str) -> bool:
-    """True if ``name`` has the form ``package.module:name``."""
+    """Return True if ``name`` has the form ``package.module:name``."""
     return _FORM.fullmatch(name) is not None
 
 
 def factory_name(factory: object) -> str:
-    """The ``package.module:name`` under which every rank can import a class or function; a string is taken as it is.
+    """Return the ``package.module:name`` with which every rank can import a class or function; a string is returned unchanged.
 
-    Raises ``FactoryError`` for what another process could not import.
+    Raises ``FactoryError`` if another process could not import it.
     """
     if isinstance(factory, str):
         if not is_factory_name(factory):
@@ -66,7 +65,7 @@ def factory_name(factory: object) -> str:
 
 
 def _refuse_main(module: str, name: str) -> None:
-    """Raises ``FactoryError`` for a name in the running script: in a rank, ``__main__`` is another module."""
+    """Raises ``FactoryError`` for a name in the running script: ``__main__`` is another module in a rank."""
     if module.partition(".")[0] == "__main__":
         raise FactoryError(
             f"the ranks cannot import {name} from the script or notebook that runs now: {_REMEDY}"
@@ -74,7 +73,7 @@ def _refuse_main(module: str, name: str) -> None:
 
 
 def source_sha256(factory: str) -> str:
-    """SHA-256 (hex) of the source behind a factory. Raises ``FactoryError`` if there is none."""
+    """Return the SHA-256 (hex) of a factory's source. Raises ``FactoryError`` if there is none."""
     root = search_folder(factory)
     digest = hashlib.sha256()
     for path in sorted(_closure(_module_file(factory), root)):
@@ -88,7 +87,7 @@ def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
 
     Args:
         factory: Its name.
-        sha256: The digest that its source must have; empty for any.
+        sha256: Required digest of its source; empty for any.
 
     Raises ``FactoryError`` if it cannot be imported or has another source.
     """
@@ -103,19 +102,21 @@ def load_factory(factory: str, sha256: str = "") -> Callable[..., Any]:
     module, _, name = factory.partition(":")
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # whatever the module's own code raises
+    except Exception as error:  # the module's code may raise anything
         raise FactoryError(f"module {module} cannot be imported: {error!r}") from error
-    function: Callable[..., Any] | None = getattr(imported, name, None)
-    if function is None:
+    loaded: Callable[..., Any] | None = getattr(imported, name, None)
+    if loaded is None:
         raise FactoryError(f"module {module} has no {name}")
-    if not callable(function):
+    if not callable(loaded):
         raise FactoryError(f"{factory} is not callable: name a class, or a function that makes the model")
-    return function
+    return loaded
 
 
 def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:
-    """Raise ``FactoryError`` if the run in ``run_dir`` names code that its reader has not plainly chosen to run: code without a digest in the run
-    file, code in the run directory itself, or that of a run directory of another user."""
+    """Raises ``FactoryError`` if the run in ``run_dir`` names code that the user has not chosen to run.
+
+    This is code without a digest in the run file, code in the run directory, or code of another user's run directory.
+    """
     folder, owner = search_folder(factory), run_dir.stat().st_uid
     if not sha256:
         reason = "the run file has no digest of it"
@@ -131,7 +132,7 @@ def require_trusted(factory: str, sha256: str, run_dir: Path) -> None:
 
 
 def rank_environment(factory: str) -> dict[str, str]:
-    """Returns environment variables that let child processes import the factory from where this process finds it."""
+    """Return environment variables with which child processes import the factory from the same place as this process."""
     if not factory:
         return {}
     before = os.environ.get("PYTHONPATH")
@@ -139,7 +140,7 @@ def rank_environment(factory: str) -> dict[str, str]:
 
 
 def search_folder(factory: str) -> Path:
-    """The folder in which the factory's outermost module or package lies: an entry of ``sys.path``, or the working directory.
+    """Return the folder of the factory's outermost module or package: an entry of ``sys.path``, or the working directory.
 
     Raises ``FactoryError`` if there is none.
     """
@@ -147,9 +148,9 @@ def search_folder(factory: str) -> Path:
     _refuse_main(module, name)
     top = module.partition(".")[0]
     try:
-        # A console script has no working directory on its path, the ranks (started with -m) do.
+        # A console script does not have the working directory on its path, but ranks (started with -m) do.
         spec = importlib.util.find_spec(top) or PathFinder.find_spec(top, [os.getcwd()])
-    except ValueError as error:  # a module that was made in memory, or stands in sys.modules without a spec
+    except ValueError as error:  # a module created in memory, or in sys.modules without a spec
         raise FactoryError(f"the ranks cannot import {factory}: {error}; {_REMEDY}") from error
     if spec is not None and spec.submodule_search_locations:
         # A package, with __init__.py or without.
@@ -170,14 +171,14 @@ def _module_file(factory: str) -> Path:
 
 
 def _file_of(root: Path, module: str) -> Path | None:
-    """The source of a module below ``root``; ``None`` if it is elsewhere, or is not written in Python."""
+    """Return the source of a module below ``root``; ``None`` if it is elsewhere, or is not Python."""
     path = root.joinpath(*module.split("."))
     candidates = (path / "__init__.py", path.with_suffix(".py"))
     return next((file for file in candidates if file.is_file()), None)
 
 
 def _closure(start: Path, root: Path) -> set[Path]:
-    """``start`` and all that it imports, transitively, from below ``root``; of an installed package, from itself."""
+    """Return ``start`` and its transitive imports from below ``root``; for an installed package, only from the package."""
     own = start.relative_to(root).parts[0].removesuffix(".py")
     files: set[Path] = set()
     waiting = [start]
@@ -195,7 +196,7 @@ def _closure(start: Path, root: Path) -> set[Path]:
 
 
 def _imports(file: Path, root: Path) -> Iterator[str]:
-    """The absolute names of all modules that a file may import, its parent packages among them."""
+    """Yield the absolute names of all modules that a file may import, including its parent packages."""
     package = file.relative_to(root).parent.parts
     yield from (".".join(package[:depth]) for depth in range(1, len(package) + 1))
     try:

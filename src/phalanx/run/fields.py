@@ -1,13 +1,11 @@
-"""Fields of a run file: how they are declared, how a table is read by them, and the mistakes in it.
+"""Fields of a run file: their declarations, reading tables with them, and reports of mistakes.
 
-A section of the run file is a frozen dataclass. A field's type defines what may be written there, an
-``Annotated`` bound the range, ``FLEET`` the owner, and the string under the field is
-its documentation (read back from the source, so that the reference manual and ``phalanx spec`` cannot
-drift from the code).
+A section of the run file is a frozen dataclass. A field's type and its ``Annotated`` bound define the allowed values, and ``FLEET`` its owner. The
+string under a field is its documentation, which is read from the source, so that the reference manual and ``phalanx spec`` match the code.
 
-Who owns a field decides what may change between two starts of the same run: fields of the *run* fix the
-bits of the weights, fields of the *fleet* (how many ranks, how sharded, how often to save) do not. Between the two stand
-fields of the *layout* (how each matrix, sequence or layer is divided): they decide in which order numbers are added.
+A field's owner determines whether it may change between two starts of a run. Fields of the *run* determine the bits of the weights. Fields of
+the *fleet* (number of ranks, sharding, frequency of saves) do not. Fields of the *layout* (how each matrix, sequence or layer is divided)
+are in between: they determine the order in which numbers are added.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args,
 
 @dataclass(frozen=True)
 class ValueRange:
-    """The closed or half-open range that a number must lie in."""
+    """A closed or half-open range of allowed numbers."""
 
     at_least: float | None = None
     above: float | None = None
@@ -38,7 +36,7 @@ class ValueRange:
     below: float | None = None
 
     def holds(self, value: float) -> bool:
-        """True if ``value`` lies in the range (a NaN never does)."""
+        """Return True if ``value`` is in the range; a NaN never is."""
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -59,20 +57,20 @@ class ValueRange:
 
 @dataclass(frozen=True)
 class FleetOwned:
-    """Marks a field that may differ from one start of a run to the next without touching its bits."""
+    """Marks a field that may change between two starts of a run without changing its bits."""
 
 
 @dataclass(frozen=True)
 class LayoutOwned:
-    """Marks a field that reaches the bits, but under another value of which a run may be continued on request.
+    """Marks a field that affects the bits, but may change when a run is continued on request.
 
-    Checkpoints load on any layout, so nothing is lost; the weights are then those of this history of layouts.
+    Checkpoints load on any layout, so nothing is lost. The weights then depend on this history of layouts.
     """
 
 
 @dataclass(frozen=True)
 class AddedLater:
-    """Marks a field that has come since 0.1.0: at its default it is left out of a run's identity, which stays what it was."""
+    """Marks a field added after 0.1.0. At its default it is not part of a run's identity, which therefore does not change."""
 
 
 FLEET = FleetOwned()
@@ -85,7 +83,7 @@ FRACTION = ValueRange(at_least=0, at_most=1)
 
 @functools.cache
 def field_docs(section: type) -> dict[str, str]:
-    """The documentation string under each field of a dataclass, by field name."""
+    """Return the documentation string under each field of a dataclass, by field name."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     docs: dict[str, str] = {}
@@ -100,7 +98,7 @@ def field_docs(section: type) -> dict[str, str]:
     return docs
 
 
-# Mistakes in a file that users write, as values: a path, the value, the remedy.
+# Mistakes in a user's file as values: path, problem, remedy.
 
 
 @dataclass(frozen=True)
@@ -108,20 +106,20 @@ class Problem:
     """One mistake."""
 
     path: str
-    """Dotted path of the field, such as ``optimizer.lr``; empty for the file as a whole."""
+    """Dotted path of the field, for example ``optimizer.lr``; empty for the file."""
     found: str
-    """The finding: what is wrong."""
+    """Description of the mistake."""
     remedy: str
-    """The remedy: what is allowed, or what to change."""
+    """Allowed values, or a change that resolves the mistake."""
     also: tuple[str, ...] = ()
-    """Other fields that the rule looks at."""
+    """Other fields on which the rule depends."""
 
     def __str__(self) -> str:
         return f"{self.path or 'file'}: {self.found} ({self.remedy})"
 
 
 class RunFileError(ValueError):
-    """A run file with everything that is wrong with it."""
+    """A run file has mistakes; the message lists all of them."""
 
     def __init__(self, path: Path, problems: Sequence[Problem]) -> None:
         self.path = path
@@ -130,60 +128,59 @@ class RunFileError(ValueError):
 
 
 def listing(place: str, problems: Sequence[Problem]) -> str:
-    """All ``problems`` of the file or table ``place``, a line each."""
+    """Return all ``problems`` of the file or table ``place``, one per line."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return f"{place}: {count}\n" + "\n".join(f"  {problem}" for problem in problems)
 
 
 def divisors_near(number: int, target: int) -> str:
-    """The divisors of ``number`` closest to ``wanted``, as text."""
-    # Of numbers too large to search, those that a small divisor leads to.
+    """Return the divisors of ``number`` closest to ``target``, as text."""
+    # For numbers too large to search, only the divisors found through small ones.
     small = [d for d in range(1, min(math.isqrt(number), 1 << 16) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     return ", ".join(map(str, sorted(sorted(divisors, key=lambda d: abs(d - target))[:4])))
 
 
-# Reading a table of TOML or JSON into a dataclass by its fields' types.
+# Read a table of TOML or JSON into a dataclass by its fields' types.
 #
-# A user who has made three mistakes should see three, each with the path of the field, what was found, what is allowed
-# and the nearest valid name, not one per attempt. So nothing here raises at the first: ``Problem`` values are collected
-# while the table is walked along the types. Run files are read so, and the descriptions of hardware.
+# All mistakes are reported at once, each with the field's path, the problem, the allowed values and the nearest valid name. So nothing here
+# raises at the first mistake: ``Problem`` values are collected while the table is read. It is used for run files and descriptions of hardware.
 #
-# A field may be a truth value, number, string, ``Literal``, tuple, mapping by name, another dataclass, or one of these or
-# ``None``. A field that the class does not have is a mistake, as is a missing field without a default.
+# A field may be a bool, number, string, ``Literal``, tuple, mapping by name, another dataclass, or an optional one of these. A field that the class
+# does not have is a mistake, as is a missing field without a default.
 
 
 TomlTable: TypeAlias = Mapping[str, object]
 JsonObject: TypeAlias = dict[str, Any]
-"""A JSON object, or a table of TOML, as plain Python values; whoever reads a field knows its type."""
+"""A JSON object, or a table of TOML, as plain Python values. The reader of a field must check its type."""
 _Section = TypeVar("_Section")
 _INVALID = object()
 _MOST_PROBLEMS = 100
-"""Mistakes after which no more are looked for; each costs a search for the nearest name, and nobody reads so many."""
+"""Maximum number of reported mistakes, because each needs a search for the nearest name."""
 _MOST_EXACT = 2.0**53
-"""Up to this number, a float stands for one whole number."""
+"""Largest number up to which floats represent all integers exactly."""
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: 'a string in "quotes"'}
 
 
 @dataclass(frozen=True)
 class FieldType:
-    """A field's type with its annotations taken apart."""
+    """A field's type, separated from its annotations."""
 
     plain: Any
     bound: ValueRange | None
     fleet_owned: bool
     layout_owned: bool
     later: bool = False
-    """True if the field is no part of a run's identity while it is at its default."""
+    """True if the field is not part of a run's identity at its default."""
 
     @property
     def owner(self) -> str:
-        """The owner of the field, who may change it between two starts: "fleet", "layout" or "run"."""
+        """The owner of the field, which may change it between two starts: "fleet", "layout" or "run"."""
         return "fleet" if self.fleet_owned else "layout" if self.layout_owned else "run"
 
 
 def field_types(section: type) -> Mapping[str, FieldType]:
-    """Each field of a section with its plain type, its bound and its owner."""
+    """Return the type, bound and owner of each field of a section."""
     return _field_types(section)
 
 
@@ -204,7 +201,7 @@ def sections(kind: type, name: str = "", *, optional: bool = False) -> Iterator[
 
 
 def is_tables(declared: FieldType) -> bool:
-    """Return True for a list of tables: one [[section]] for each of any number."""
+    """Return True for a list of tables: any number of [[section]]."""
     options = get_args(declared.plain)
     return get_origin(declared.plain) is tuple and is_dataclass(options[0])
 
@@ -226,25 +223,27 @@ def _take_apart(hint: Any) -> FieldType:
 def read_section(
     section: type[_Section], table: TomlTable, problems: list[Problem], path: str = ""
 ) -> _Section | None:
-    """The ``section`` that ``table`` describes; what is wrong with it is added to ``problems``.
+    """Read a ``section`` from ``table``; mistakes are added to ``problems``.
 
-    A field that cannot be read takes its default, so that rules which span fields can still be applied to the others.
-    Returns ``None`` if a field without a default is missing or wrong.
+    A field that cannot be read takes its default, so that rules for several fields can still be applied to the others. Returns ``None`` if a field
+    without a default is missing or wrong.
     """
     types = field_types(section)
     values: dict[str, object] = {}
     for key, raw in table.items():
-        where = f"{path}.{key}" if path else key
+        field_path = f"{path}.{key}" if path else key
         if len(problems) >= _MOST_PROBLEMS:
-            problems.append(Problem(where, "is not looked at, after so many mistakes", "mend those before"))
+            problems.append(
+                Problem(field_path, "is not looked at, after so many mistakes", "mend those before")
+            )
             break
         if key not in types:
-            problems.append(unknown_field(where, key, types))
+            problems.append(unknown_field(field_path, key, types))
             continue
-        value = _value(types[key].plain, raw, where, problems)
+        value = _value(types[key].plain, raw, field_path, problems)
         bound = types[key].bound
         if bound is not None and isinstance(value, int | float) and not bound.holds(value):
-            problems.append(Problem(where, f"{value!r} is out of range", f"must be {bound}"))
+            problems.append(Problem(field_path, f"{value!r} is out of range", f"must be {bound}"))
         elif value is not _INVALID:
             values[key] = value
     needed = [name for name in _without_default(section) if name not in values]
@@ -260,65 +259,65 @@ def _without_default(section: type) -> Iterator[str]:
             yield item.name
 
 
-def unknown_field(where: str, key: str, names: Iterable[str]) -> Problem:
-    """The mistake that there is no field ``key``, with the nearest of the ``known`` ones."""
-    nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(sorted(names))}"
-    return Problem(where, "there is no such field", hint)
+def unknown_field(path: str, key: str, fields: Iterable[str]) -> Problem:
+    """Return the mistake for a field ``key`` that does not exist, with the nearest of the ``fields``."""
+    nearest = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"known here: {', '.join(sorted(fields))}"
+    return Problem(path, "there is no such field", hint)
 
 
-def unknown_value(where: str, raw: object, allowed: Iterable[str]) -> Problem:
-    """The mistake that ``raw`` is none of the ``allowed`` names, with the nearest of them."""
+def unknown_value(path: str, raw: object, allowed: Iterable[str]) -> Problem:
+    """Return the mistake for a value ``raw`` that is not in ``allowed``, with the nearest of them."""
     nearest = difflib.get_close_matches(str(raw), allowed, n=1, cutoff=0.5)
     suffix = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return Problem(where, f"{raw!r} is not known", f"one of {', '.join(map(repr, allowed))}{suffix}")
+    return Problem(path, f"{raw!r} is not known", f"one of {', '.join(map(repr, allowed))}{suffix}")
 
 
 def _is_utf8(text: str) -> bool:
-    """Return False for text with a byte of the command line that is no UTF-8 (a lone surrogate)."""
+    """Return False for text from a command line with bytes that are not UTF-8 (lone surrogates)."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _value(kind: Any, raw: object, where: str, problems: list[Problem]) -> object:
-    """``raw`` as a value of the type ``kind``, or ``_INVALID``."""
+def _value(kind: Any, raw: object, path: str, problems: list[Problem]) -> object:
+    """Return ``raw`` as a value of the type ``kind``, or ``_INVALID``."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         kinds = [option for option in get_args(kind) if option is not type(None)]
-        return None if raw is None else _value(kinds[0], raw, where, problems)
+        return None if raw is None else _value(kinds[0], raw, path, problems)
     if is_dataclass(kind) and isinstance(kind, type):
-        return _nested(kind, raw, where, problems)
+        return _nested(kind, raw, path, problems)
     if origin is Literal:
         allowed = get_args(kind)
         if raw in allowed and isinstance(raw, str):
             return raw
-        problems.append(unknown_value(where, raw, allowed))
+        problems.append(unknown_value(path, raw, allowed))
         return _INVALID
     if origin is tuple:
         items = [raw] if isinstance(raw, str) else raw
         if not isinstance(items, list | tuple):
-            return _ill_typed(where, raw, "a list", problems)
-        read = [_value(get_args(kind)[0], item, f"{where}[{i}]", problems) for i, item in enumerate(items)]
+            return _ill_typed(path, raw, "a list", problems)
+        read = [_value(get_args(kind)[0], item, f"{path}[{i}]", problems) for i, item in enumerate(items)]
         return _INVALID if _INVALID in read else tuple(read)
     if origin is Mapping:
         if not isinstance(raw, Mapping):
-            return _ill_typed(where, raw, f"a table [{where}]", problems)
+            return _ill_typed(path, raw, f"a table [{path}]", problems)
         by_name = {
-            name: _value(get_args(kind)[1], item, f"{where}.{name}", problems) for name, item in raw.items()
+            name: _value(get_args(kind)[1], item, f"{path}.{name}", problems) for name, item in raw.items()
         }
         return _INVALID if _INVALID in by_name.values() else by_name
-    return _scalar(kind, raw, where, problems)
+    return _scalar(kind, raw, path, problems)
 
 
-def _nested(kind: type, raw: object, where: str, problems: list[Problem]) -> object:
+def _nested(kind: type, raw: object, path: str, problems: list[Problem]) -> object:
     if isinstance(raw, kind):
         return raw
     if not isinstance(raw, Mapping):
-        return _ill_typed(where, raw, f"a table [{where}]", problems)
-    section = read_section(kind, raw, problems, where)
+        return _ill_typed(path, raw, f"a table [{path}]", problems)
+    section = read_section(kind, raw, problems, path)
     return _INVALID if section is None else section
 
 
-def _scalar(kind: Any, raw: object, where: str, problems: list[Problem]) -> object:
+def _scalar(kind: Any, raw: object, path: str, problems: list[Problem]) -> object:
     if kind is bool and isinstance(raw, bool):
         return raw
     if kind is int and isinstance(raw, int) and not isinstance(raw, bool):
@@ -329,17 +328,17 @@ def _scalar(kind: Any, raw: object, where: str, problems: list[Problem]) -> obje
         # A whole number can be too large to be a float at all.
         if abs(raw) <= sys.float_info.max:
             return float(raw)
-        return _ill_typed(where, raw, "a finite number", problems)
+        return _ill_typed(path, raw, "a finite number", problems)
     if kind is str and isinstance(raw, str) and not _is_utf8(raw):
         problems.append(
-            Problem(where, f"{raw!a} is not UTF-8", "write another value; of a path, rename the file")
+            Problem(path, f"{raw!a} is not UTF-8", "write another value; of a path, rename the file")
         )
         return _INVALID
     if kind is str and isinstance(raw, str):
         return raw
-    return _ill_typed(where, raw, _SCALARS[kind], problems)
+    return _ill_typed(path, raw, _SCALARS[kind], problems)
 
 
-def _ill_typed(where: str, raw: object, allowed: str, problems: list[Problem]) -> object:
-    problems.append(Problem(where, f"{raw!r} is not {allowed}", f"must be {allowed}"))
+def _ill_typed(path: str, raw: object, allowed: str, problems: list[Problem]) -> object:
+    problems.append(Problem(path, f"{raw!r} is not {allowed}", f"must be {allowed}"))
     return _INVALID

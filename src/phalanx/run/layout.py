@@ -1,15 +1,14 @@
-"""The layout: how a run's ranks are divided over the axes of the mesh, and which ways are legal.
+"""The layout: the division of a run's ranks over the axes of the mesh, and the rules for legal layouts.
 
-The planner's search enumerates the legal layouts (``phalanx_plan.search.space``). Both use the arithmetic of
-``phalanx.run.pieces``, and a test compares what they accept.
+The planner's search enumerates the legal layouts (``phalanx_plan.search.space``). Both use the arithmetic of ``phalanx.run.pieces``, and a test compares
+their results.
 
-The mesh is ``pipeline x replicate x shard x context x tensor``, the tensor axis fastest, because it talks most and its
-ranks should be neighbors. Experts are folded over the inner axes: the ranks that share a layer's experts are neighbors
-too, first along tensor (unless each expert's matrices are divided there), then context, then shard. The data-parallel
-ranks whose experts are shared form a *team*: a team computes its slots together, and joins or leaves as one.
+The mesh is ``pipeline x replicate x shard x context x tensor``. The tensor axis is the fastest, because it communicates most and its ranks should be
+neighbors. Experts are folded over the inner axes, so the ranks that share a layer's experts are neighbors too: first along tensor (unless each
+expert's matrices are divided there), then context, then shard. The data-parallel ranks with shared experts form a *team*. A team computes its
+slots together, and joins or leaves as one.
 
-``replicate``, ``shard`` and ``pipeline`` are the fleet's choice and change no bit; the other degrees decide how sums are
-split.
+``replicate``, ``shard`` and ``pipeline`` belong to the fleet and do not change any bits. The other degrees determine how sums are split.
 """
 
 from __future__ import annotations
@@ -122,9 +121,9 @@ def layout_of(parallel: ParallelSpec, ranks: int) -> Layout:
 
 
 def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
-    """Everything that is impossible about running ``spec`` on ``ranks`` ranks, each with what would make it possible.
+    """Return all problems of running ``spec`` on ``ranks`` ranks, each with a remedy.
 
-    With ``ranks`` 0 (not known yet), what no number of ranks could mend.
+    With ``ranks`` 0 (unknown), only problems for any number of ranks are returned.
     """
     problems = [
         *lane_problems(spec),
@@ -240,7 +239,7 @@ def _schedule_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def micro_batches_per_slot(spec: RunSpec) -> int:
-    """Returns the micro-batches of a slot, each one forward pass."""
+    """Return the micro-batches of a slot, each one forward pass."""
     per_slot = spec.train.batch_size // spec.train.slots
     return max(1, per_slot // (spec.train.micro_batch_size or per_slot or 1))
 
@@ -417,9 +416,9 @@ def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:
         )
 
 
-# Where a rank sits in the mesh, and with whom: functions on integers, for people who look for the neighbors of a slow rank.
+# Positions and groups of ranks in the mesh: functions on integers, for users who look for the neighbors of a slow rank.
 #
-# The mesh itself, with its process groups, is ``phalanx.parallel.mesh.mesh``; a test holds these to it.
+# The mesh with its process groups is ``phalanx.parallel.mesh.mesh``; a test compares both.
 
 
 def rank_place(layout: Layout, rank: int) -> dict[str, int]:
@@ -429,9 +428,9 @@ def rank_place(layout: Layout, rank: int) -> dict[str, int]:
     """
     if not 0 <= rank < layout.ranks:
         raise ValueError(f"there is no rank {rank} among {layout.ranks}")
-    place, rest = {}, rank
+    place, remaining = {}, rank
     for axis, degree in reversed(layout.degrees.items()):
-        rest, place[axis] = divmod(rest, degree)
+        remaining, place[axis] = divmod(remaining, degree)
     place = dict(reversed(place.items()))
     if layout.expert > 1:
         place["expert"] = rank // layout.expert_tensor % layout.expert

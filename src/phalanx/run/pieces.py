@@ -1,7 +1,7 @@
-"""The pieces of a model whose bits depend on no degree: ``model.lanes`` of its width and ``model.context_tiles`` of its sequences.
+"""Pieces of a model whose bits do not depend on degrees: ``model.lanes`` of its width and ``model.context_tiles`` of its sequences.
 
-First the rules that both share: how many pieces there can be, and where experts may lie beside them. Then the rules of each, and the
-arithmetic of legal layouts, which the planner's search shares.
+First come rules common to both: the number of pieces, and the placement of experts. Then come the rules of each, and the arithmetic of legal layouts,
+which the planner's search uses too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 _REGISTER_BYTES = 64
-"""The longest vector register of a processor, AVX-512's: what is left over at the end of a loop over such is computed by other instructions."""
+"""Size of the longest vector register, AVX-512's. Other instructions compute the remainder of a loop over such registers."""
 
 Pieces = Literal["lanes", "context_tiles"]
-"""The field of ``model`` with the number of pieces."""
+"""Field of ``model`` with the number of pieces."""
 
 
 def count_problems(spec: RunSpec, pieces: Pieces) -> list[Problem]:
-    """Returns what is wrong with the number of a run's ``pieces``, over which sums are made in a binary tree."""
+    """Return the problems of the number of a run's ``pieces``, over which sums are computed in a binary tree."""
     count, noun = getattr(spec.model, pieces), pieces.removeprefix("context_")
     if not count & (count - 1):
         return []
@@ -44,9 +44,9 @@ def count_problems(spec: RunSpec, pieces: Pieces) -> list[Problem]:
 
 
 def _rounding_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
-    """Yields what would let an activation's bits depend on a rank's rows: what is computed at the end of a loop, by other instructions.
+    """Yield settings with which an activation's bits would depend on a rank's rows, because other instructions compute the end of a loop.
 
-    Portable kernels compute an element alike wherever it is.
+    Portable kernels compute all elements in the same way.
     """
     assert spec.model.moe is not None, "asked of mixtures"
     numerics = spec.runtime.numerics
@@ -71,7 +71,7 @@ def _rounding_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
 
 
 def expert_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
-    """Yields what is impossible about where experts lie, if the run's ``pieces`` make the degrees of ranks that share a slot the fleet's."""
+    """Yield problems of the placement of experts, if the run's ``pieces`` make the degrees of ranks that share a slot the fleet's."""
     parallel, train = spec.parallel, spec.train
     degree = parallel.tensor * parallel.context
     axes = [axis for axis in ("tensor", "context") if getattr(parallel, axis) > 1]
@@ -87,7 +87,7 @@ def expert_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
             fields,
         )
         return
-    # The degree is the fleet's, so slots that are computed together must be added as if they were not.
+    # The degree is the fleet's, so slots that are computed together must be added as if computed separately.
     together, sequences = parallel.expert > degree, train.batch_size // train.slots
     several = sequences > (train.micro_batch_size or sequences)
     if together and train.reduction == "integer":
@@ -106,14 +106,14 @@ def expert_problems(spec: RunSpec, pieces: Pieces) -> Iterator[Problem]:
         )
 
 
-# The rules of ``model.lanes``: the pieces that the run cuts the model's width into, so that no tensor degree changes a bit.
+# Rules of ``model.lanes``: the model's width is cut into pieces, so that the tensor degree does not change any bits.
 #
-# Every width that tensor ranks divide is cut into so many lanes, and the sequence into so many pieces
-# (``phalanx.parallel.tensor.lanes.apply``). What has no lanes yet is refused beside them, by name.
+# Every width that tensor ranks divide is cut into lanes, and the sequence into as many pieces (``phalanx.parallel.tensor.lanes.apply``). Features
+# without support for lanes are refused.
 
 
 def lane_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Yields what is impossible about the lanes of a run, and about its layout beside them; nothing without lanes."""
+    """Yield the problems of a run's lanes, and of its layout with them; empty without lanes."""
     lanes = spec.model.lanes
     if not lanes:
         return
@@ -190,16 +190,16 @@ def _lane_axes(spec: RunSpec) -> Iterator[Problem]:
         )
 
 
-# The rules of ``model.context_tiles``: the tiles that the run cuts each sequence into, so that no context degree changes a bit.
+# Rules of ``model.context_tiles``: each sequence is cut into tiles, so that the context degree does not change any bits.
 #
-# What a tile is, and how it is computed: ``phalanx.parallel.context.fixed_tiles``. What has no tiles yet is refused beside them, by name.
+# ``phalanx.parallel.context.fixed_tiles`` defines and computes tiles. Features without support for tiles are refused.
 
 
 _TILES = "model.context_tiles"
 
 
 def context_tile_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Yields what is impossible about the context tiles of a run, and about its layout beside them; nothing without tiles."""
+    """Yield the problems of a run's context tiles, and of its layout with them; empty without tiles."""
     tiles = spec.model.context_tiles
     if not tiles:
         return
@@ -221,7 +221,7 @@ def _sequence(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _tile_axes(spec: RunSpec) -> Iterator[Problem]:
-    if not spec.model.lanes:  # whose rules ask the same
+    if not spec.model.lanes:  # the rules of lanes include this check
         yield from expert_problems(spec, "context_tiles")
     parallel, tiles = spec.parallel, spec.model.context_tiles
     if tiles % parallel.context:

@@ -1,7 +1,7 @@
-"""Reads a run file into a ``RunSpec`` and reports every mistake at once.
+"""Read a run file into a ``RunSpec`` and report all mistakes at once.
 
-The table is read along the dataclasses' types (``run/fields.py``), a preset's fields beneath those that are given; the
-rules that span fields are applied to whatever could be read; and one ``RunFileError`` carries all that is wrong.
+The table is read by the dataclasses' types (``run/fields.py``), with a preset's fields as defaults. Rules for several fields are applied to the fields
+that could be read. One ``RunFileError`` has all mistakes.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
             path, [Problem("", f"{path} is a directory", "give the path of a run file")]
         ) from None
     except OSError as error:
-        finding = f"cannot be read: {error.strerror}"
+        problem = f"cannot be read: {error.strerror}"
         raise RunFileError(
-            path, [Problem("", finding, "give the path of a file that you may read")]
+            path, [Problem("", problem, "give the path of a file that you may read")]
         ) from None
     except (
         ValueError,
@@ -80,7 +80,7 @@ def override(spec: RunSpec, overrides: Sequence[str], path: Path) -> RunSpec:
 
     Raises ``RunFileError`` with every problem found.
     """
-    # What the preset stands for is in the other fields since the run was read; its name is kept.
+    # The preset's values are in the other fields since the run was read; only its name is kept.
     table, preset = to_table(spec), spec.model.preset
     table["model"] = {name: value for name, value in table.get("model", {}).items() if name != "preset"}
     other = read_table(table, {}, overrides, path)
@@ -111,8 +111,8 @@ def spec_from_table(
     problems: list[Problem] = []
     table = {**table, "model": _expand_preset(table.get("model", {}), presets, problems)}
     spec = read_section(RunSpec, table, problems) or RunSpec()
-    # Rules that span fields are applied even when single fields are wrong (their defaults stand in), and
-    # then only those are reported that do not concern a field already named.
+    # Rules for several fields are applied even if single fields are wrong (with their defaults). Only problems that
+    # do not involve a field already reported are added.
     named = {problem.path for problem in problems}
     problems += [problem for problem in check(spec) if not named & {problem.path, *problem.also}]
     return (None if problems else spec), problems
@@ -126,13 +126,13 @@ def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: li
         return _merge(to_table(presets[name]), model)
     if isinstance(name, str) and (file := Path(name) / RUN_FILE).is_file():
         try:
-            table = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
+            preset = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
         except (ValueError, OSError) as error:
             problems.append(
                 Problem("model.preset", f"{file} cannot be read: {error}", "give another run directory")
             )
             return {key: value for key, value in model.items() if key != "preset"}
-        return _merge(table, model)
+        return _merge(preset, model)
     problem = unknown_value("model.preset", name, presets)
     problems.append(Problem(problem.path, problem.found, f"{problem.remedy}; or the path of a run directory"))
     return {key: value for key, value in model.items() if key != "preset"}
@@ -173,9 +173,9 @@ def _apply_override(table: JsonObject, override: str) -> list[Problem]:
 
 
 def _forget_corpus_of_other_data(table: JsonObject, overrides: Sequence[str]) -> None:
-    """Drop ``data.corpus`` where only ``data.path`` is overridden: the file's text belongs to the file's own folder.
+    """Drop ``data.corpus`` if only ``data.path`` is overridden: the file's corpus belongs to the file's own folder.
 
-    Otherwise a folder that is misspelled, or not yet prepared, would be filled with unwanted text.
+    Otherwise a misspelled or unprepared folder would be filled with the wrong text.
     """
     overridden = {override.partition("=")[0].strip() for override in overrides}
     data = table.get("data")

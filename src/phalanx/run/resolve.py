@@ -1,7 +1,7 @@
-"""Values that a run file leaves to its surroundings: what "auto" stands for, folders of data, variables of processes.
+"""Resolve values that depend on the environment: "auto", folders of data, variables of processes.
 
-Trainer, planner and ``phalanx show`` share one rule for "auto". The caller knows whether there is a GPU: the trainer looks at its machine, the
-planner at the cluster that it plans for, ``show`` takes one for granted. ``phalanx.run.kinds.whole_model.resolve`` fills in dimensions of the model.
+Trainer, planner and ``phalanx show`` share one rule for "auto". The caller knows whether there is a GPU: the trainer checks its machine, the planner
+its cluster, and ``show`` assumes one. ``phalanx.run.kinds.whole_model.resolve`` resolves dimensions of the model.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Device = Literal["cpu", "cuda"]
 
 
 def device_of(runtime: RuntimeSpec, *, has_gpu: bool) -> Device:
-    """The kind of device that a run computes on: the chosen one, else a GPU where there is one."""
+    """Return the kind of device that a run computes on: the selected one, or else a GPU if there is one."""
     if runtime.device == "auto":
         return "cuda" if has_gpu and runtime.numerics != "portable" else "cpu"
     return runtime.device
 
 
 def compute_format(precision: PrecisionSpec, device: Device) -> Literal["fp32", "bf16"]:
-    """The format of weights and activations in forward and backward: the chosen one, else bf16 on a GPU."""
+    """Return the format of weights and activations in forward and backward: the selected one, or else bf16 on a GPU."""
     if precision.compute == "auto":
         return "bf16" if device == "cuda" else "fp32"
     return precision.compute
@@ -51,12 +51,12 @@ def field_of(name: str) -> str:
 
 
 def record_of(data: DataSpec) -> dict[str, object]:
-    """The fields of ``record.json`` with the places of a run's data."""
-    folders = {
+    """Return the fields of ``record.json`` with the locations of the run's data."""
+    locations = {
         name: address if "://" in address else str(Path(address).resolve())
         for name, address in addresses(data).items()
     }
-    return {"data_folder": folders[ONLY]} if ONLY in folders else {"data_folders": folders}
+    return {"data_folder": locations[ONLY]} if ONLY in locations else {"data_folders": locations}
 
 
 def found_again(data: DataSpec, record: JsonObject, *, same_end: bool = True) -> DataSpec:
@@ -64,10 +64,10 @@ def found_again(data: DataSpec, record: JsonObject, *, same_end: bool = True) ->
 
     ``same_end``: Only if that path ends as the one in the run file does, so that another folder is not taken for it.
     """
-    folders: Mapping[str, str] = record.get("data_folders") or {ONLY: record.get("data_folder", "")}
+    recorded_folders: Mapping[str, str] = record.get("data_folders") or {ONLY: record.get("data_folder", "")}
 
     def place(name: str, path: str) -> str:
-        recorded = folders.get(name, "")
+        recorded = recorded_folders.get(name, "")
         if not recorded or "://" in path or Path(path).exists():
             return path
         parts = Path(path).parts

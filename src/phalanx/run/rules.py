@@ -1,7 +1,7 @@
-"""Rules that span several fields of a run, with the remedy: the model, the batch, checkpoints, the fleet.
+"""Rules for combinations of a run's fields, with remedies: the model, the batch, checkpoints, the fleet.
 
-The rules of each kind of layer are in its file in ``phalanx.run.kinds``, those of layouts (which degrees fit which model,
-batch and number of ranks) in ``phalanx.run.layout``; both are checked from here.
+The rules of each kind of layer are in its file in ``phalanx.run.kinds``. The rules of layouts (which degrees fit the model, the batch and the number
+of ranks) are in ``phalanx.run.layout``. Both are checked from here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.run.spec import (
 
 
 def check(spec: RunSpec) -> list[Problem]:
-    """All combinations of fields in ``spec`` that are impossible, each with the fields concerned."""
+    """Return all impossible combinations of fields in ``spec``, each with the fields concerned."""
     model = _custom_model(spec) if spec.model.factory else _model(spec.model)
     fleet = _fleet(spec.fleet)
     return [
@@ -144,7 +144,7 @@ def _fleet(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _custom_model(spec: RunSpec) -> Iterator[Problem]:
-    """Refuse divisions of a user's own model: its blocks are known, but not how they could be divided."""
+    """Yield the settings that a user's own model does not support: Phalanx has its blocks, but not their division."""
     model, parallel = spec.model, spec.parallel
     if not is_factory_name(model.factory):
         yield Problem("model.factory", f"{model.factory!r} names no factory", 'write "package.module:name"')
@@ -167,8 +167,8 @@ def _custom_model(spec: RunSpec) -> Iterator[Problem]:
     if spec.precision.matmul != "compute":
         refused.append(("precision.matmul", 'set it to "compute"'))
     for path, remedy in refused:
-        finding = f"this describes Phalanx's transformer, and {model.factory} is a model of your own"
-        yield Problem(path, finding, remedy, ("model.factory",))
+        problem = f"this describes Phalanx's transformer, and {model.factory} is a model of your own"
+        yield Problem(path, problem, remedy, ("model.factory",))
 
 
 def _model(model: ModelSpec) -> Iterator[Problem]:
@@ -220,14 +220,14 @@ def _train(train: TrainSpec) -> Iterator[Problem]:
         )
 
 
-# Rules of ``runtime.numerics = "portable"``: what its kernels do not compute is refused by its field.
+# Rules of ``runtime.numerics = "portable"``: settings that its kernels do not support are refused.
 #
-# Ranks of such a run compute with kernels whose operations are stated (``phalanx.hardware.portable``), so that x86-64 processors with AVX2 and 64-bit
-# Arm processors get the same bits, with any number of threads and any release of PyTorch.
+# Ranks of such a run use kernels with defined operations (``phalanx.hardware.portable``). So x86-64 processors with AVX2 and 64-bit Arm processors
+# compute the same bits, with any number of threads and any release of PyTorch.
 
 
 ARITHMETIC = "portable 2"
-"""The definition of portable numerics. A change of any bit makes another one, and with it other runs."""
+"""Name of the definition of portable numerics. A change of any bit needs a new name, which changes the identity of runs."""
 _FACTORS = ("shampoo", "soap")
 
 
@@ -269,20 +269,20 @@ def not_portable(spec: RunSpec) -> Iterator[tuple[str, str]]:
             yield path, reason
 
 
-# Rules of ``precision.rows = "independent"``: what would make a row's bits depend on the rows beside it, refused by its field.
+# Rules of ``precision.rows = "independent"``: settings with which a row's bits would depend on other rows are refused.
 #
-# Element-wise functions such as ``silu`` are computed 32 elements at a time on a CPU, and what is left over in another way. With rows in
-# multiples of 4 that never happens if widths are multiples of 8; an expert has any number of rows, so its width is a multiple of 32.
+# On a CPU, element-wise functions such as ``silu`` are computed 32 elements at a time, and remainders with other instructions. With rows in
+# multiples of 4, there are no remainders if widths are multiples of 8. An expert has any number of rows, so its width must be a multiple of 32.
 
 
 _ROWS, _WIDTH, _EXPERT_WIDTH = 4, 8, 32
 
 
 def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
-    """The fields of ``spec`` with which rows cannot be independent."""
+    """Yield the fields of ``spec`` with which rows cannot be independent."""
     if spec.precision.rows != "independent":
         return
-    for path, finding in (
+    for path, problem in (
         ("runtime.compile", "the compiler chooses kernels by shape" if spec.runtime.compile else ""),
         ("parallel.context", _context(spec)),
         ("parallel.tensor", _divided(spec.parallel.tensor)),
@@ -295,10 +295,10 @@ def independent_rows_problems(spec: RunSpec) -> Iterator[Problem]:
         ),
         ("model.factory", "what a model of your own computes is not known" if spec.model.factory else ""),
     ):
-        if finding:
+        if problem:
             remedy = 'leave it at its default, or set precision.rows = "any"'
             yield Problem(
-                path, finding + ", which rows that are independent do not allow", remedy, ("precision.rows",)
+                path, problem + ", which rows that are independent do not allow", remedy, ("precision.rows",)
             )
     if not spec.model.factory:
         yield from _widths(spec)
@@ -373,8 +373,8 @@ def mixture_problems(data: DataSpec) -> Iterator[Problem]:
             "data.corpus", "text is prepared for data.path, not for data.sources", remedy, ("data.sources",)
         )
     if len(data.sources) > MOST_SOURCES:
-        finding = f"{len(data.sources)} sources are too many"
-        yield Problem("data.sources", finding, f"at most {MOST_SOURCES}; prepare some of them together")
+        problem = f"{len(data.sources)} sources are too many"
+        yield Problem("data.sources", problem, f"at most {MOST_SOURCES}; prepare some of them together")
         return
     stages = stages_of(data)
     if stages[0] != 0 or any(a >= b for a, b in itertools.pairwise(stages)):
@@ -384,13 +384,13 @@ def mixture_problems(data: DataSpec) -> Iterator[Problem]:
     for number, source in enumerate(data.sources):
         yield from _source(source, f"data.sources[{number}]", len(stages))
         if source.name in names[:number]:
-            finding = f"two sources are called {source.name!r}"
-            yield Problem(f"data.sources[{number}].name", finding, "give each a name of its own")
+            problem = f"two sources are called {source.name!r}"
+            yield Problem(f"data.sources[{number}].name", problem, "give each a name of its own")
     if all(len(source.weights) == len(stages) for source in data.sources):
         for number, step in enumerate(stages):
             if not any(source.weights[number] for source in data.sources):
-                finding = f"all weights of the stage that begins after step {step} are 0"
-                yield Problem("data.sources", finding, "give a source a weight there")
+                problem = f"all weights of the stage that begins after step {step} are 0"
+                yield Problem("data.sources", problem, "give a source a weight there")
 
 
 def _cache_problems(data: DataSpec) -> Iterator[Problem]:
@@ -399,29 +399,29 @@ def _cache_problems(data: DataSpec) -> Iterator[Problem]:
         return
     for name in ("cache", "cache_gib", "read_ahead_mib", "timeout_s"):
         if getattr(data, name) != getattr(DataSpec(), name):
-            finding = "is about datasets in object stores, and the run reads folders"
-            yield Problem(f"data.{name}", finding, "leave it out", ("data.path",))
+            problem = "is about datasets in object stores, and the run reads folders"
+            yield Problem(f"data.{name}", problem, "leave it out", ("data.path",))
 
 
-def _source(source: SourceSpec, where: str, stages: int) -> Iterator[Problem]:
+def _source(source: SourceSpec, path: str, stages: int) -> Iterator[Problem]:
     if not _NAME.fullmatch(source.name):
-        finding = f"{source.name[:100]!r} is no name of a source"
-        yield Problem(f"{where}.name", finding, 'letters, digits, "-" and "_", such as "web"')
+        problem = f"{source.name[:100]!r} is no name of a source"
+        yield Problem(f"{path}.name", problem, 'letters, digits, "-" and "_", such as "web"')
     if not source.path:
-        yield Problem(f"{where}.path", "is missing", "the folder of a prepared dataset")
+        yield Problem(f"{path}.path", "is missing", "the folder of a prepared dataset")
     if len(source.weights) != stages:
         has, are = _count(len(source.weights), "entry", "entries"), _count(stages, "stage", "stages")
-        finding = f"weights of {source.name!r} has {has}, and there {'is' if stages == 1 else 'are'} {are}"
-        yield Problem(f"{where}.weights", finding, "one for each step of data.stages", ("data.stages",))
+        problem = f"weights of {source.name!r} has {has}, and there {'is' if stages == 1 else 'are'} {are}"
+        yield Problem(f"{path}.weights", problem, "one for each step of data.stages", ("data.stages",))
     elif not all(math.isfinite(weight) and weight >= 0 for weight in source.weights):
-        yield Problem(f"{where}.weights", f"{list(source.weights)} are no weights", "numbers of at least 0")
+        yield Problem(f"{path}.weights", f"{list(source.weights)} are no weights", "numbers of at least 0")
     if len(source.use) != 2 or not 0 <= source.use[0] < source.use[1] <= 1:
-        finding = f"{list(source.use)} is no part of a dataset"
-        yield Problem(f"{where}.use", finding, "two fractions, such as [0.0, 0.95]")
+        problem = f"{list(source.use)} is no part of a dataset"
+        yield Problem(f"{path}.use", problem, "two fractions, such as [0.0, 0.95]")
 
 
-def _count(number: int, singular: str, several: str) -> str:
-    return f"{number} {singular if number == 1 else several}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"
 
 
 # The comparison of a finished run's weights with those that its run file expects (``[expect]``).
@@ -432,7 +432,7 @@ _ENTRY = re.compile(r"[0-9a-f]{8,64} [0-9a-f]{64}")
 
 
 def expected_weights_problems(spec: RunSpec) -> Iterator[Problem]:
-    """The entries that are no key and hash."""
+    """Yield the entries that are not a key and a hash."""
     for number, entry in enumerate(spec.expect.weights):
         if not _ENTRY.fullmatch(entry):
             yield Problem(

@@ -1,10 +1,10 @@
-"""The tensor or context degree with which a run goes on when its fleet has too few ranks left for that of its run file.
+"""Smaller tensor and context degrees with which a run continues when its fleet has too few ranks.
 
-A run in lanes has the same bits under every tensor degree (``phalanx.parallel.tensor.lanes``), one in context tiles under every
-context degree (``phalanx.parallel.context.fixed_tiles``), so a fleet that lost half of a node need not wait for a spare: ``fleet.least_tensor``
-and ``fleet.least_context`` are the lowest degrees, and ``fleet.halve_first`` is the one that falls first. Degrees are halved until the remaining ranks
-suffice, and are those of the run file again once there are enough ranks. Experts that are spread over the ranks of a slot go to fewer ranks in the same
-proportion. Every rank and the coordinator decide alike, from the run file and the number of ranks.
+A run in lanes has the same bits for every tensor degree (``phalanx.parallel.tensor.lanes``), and a run in context tiles for every context degree
+(``phalanx.parallel.context.fixed_tiles``). So a fleet that lost half of a node need not wait for a spare. ``fleet.least_tensor`` and
+``fleet.least_context`` are the minimum degrees, and ``fleet.halve_first`` is the degree that is reduced first. Degrees are halved until the remaining
+ranks suffice, and return to those of the run file when there are enough ranks. Experts are reassigned to fewer ranks in the same proportion. All
+ranks and the coordinator make the same decision from the run file and the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from phalanx.run.layout import layout_problems, replica_ranks
 from phalanx.run.spec import ParallelSpec, RunSpec
 
 Axis = Literal["tensor", "context"]
-"""A degree that may fall."""
+"""A degree that may be reduced."""
 
 
 def divisions(spec: RunSpec) -> Iterator[ParallelSpec]:
-    """Yields the ways in which the run may divide its model: that of the run file, then ever smaller degrees, one down to its least and then
-    the other; tensor first, unless ``fleet.halve_first`` names context."""
+    """Yield the ways to divide the model: that of the run file, then smaller degrees, first one down to its minimum and then the other.
+
+    Tensor is reduced first, unless ``fleet.halve_first`` names context.
+    """
     parallel = spec.parallel
     yield parallel
     axes: tuple[Axis, ...] = ("tensor", "context")
@@ -33,7 +35,7 @@ def divisions(spec: RunSpec) -> Iterator[ParallelSpec]:
 
 
 def _halved(spec: RunSpec, parallel: ParallelSpec, axis: Axis) -> ParallelSpec | None:
-    """``parallel`` with half of a degree, and of the experts' ranks; ``None`` if it may not fall so far."""
+    """Return ``parallel`` with half of a degree and of the experts' ranks; ``None`` if that is below the minimum."""
     tensor, context = (parallel.tensor // 2, 0) if axis == "tensor" else (0, parallel.context // 2)
     least = spec.fleet.least_tensor if axis == "tensor" else spec.fleet.least_context
     if not 0 < least <= tensor + context:
@@ -47,20 +49,20 @@ def _halved(spec: RunSpec, parallel: ParallelSpec, axis: Axis) -> ParallelSpec |
 
 
 def halves(spec: RunSpec) -> dict[Axis, ParallelSpec]:
-    """The run's division with half of each degree that may fall: half as many ranks, whichever it is."""
+    """Return the run's division with half of each degree that may be reduced. Each needs half as many ranks."""
     axes: tuple[Axis, ...] = ("tensor", "context")
-    by_axis = {axis: _halved(spec, spec.parallel, axis) for axis in axes}
-    return {axis: parallel for axis, parallel in by_axis.items() if parallel is not None}
+    candidates = {axis: _halved(spec, spec.parallel, axis) for axis in axes}
+    return {axis: parallel for axis, parallel in candidates.items() if parallel is not None}
 
 
 def legal_ranks(spec: RunSpec, parallel: ParallelSpec, most: int) -> tuple[int, ...]:
-    """The legal numbers of ranks up to ``most`` of a run that is divided by ``parallel``, ascending."""
+    """Return the legal numbers of ranks up to ``most`` for a run divided by ``parallel``, in increasing order."""
     divided, unit = replace(spec, parallel=parallel), replica_ranks(parallel)
     return tuple(ranks for ranks in range(unit, most + 1, unit) if not layout_problems(divided, ranks))
 
 
 def divided_over(spec: RunSpec, ranks: int) -> RunSpec:
-    """Return the run divided over ``ranks`` ranks: by its own degrees if they are legal, else by the largest legal ones."""
+    """Return the run divided over ``ranks`` ranks: as in its file if that is legal, or else with the largest legal degrees."""
     for parallel in divisions(spec):
         divided = replace(spec, parallel=parallel)
         if ranks % replica_ranks(parallel) == 0 and not layout_problems(divided, ranks):
@@ -69,13 +71,13 @@ def divided_over(spec: RunSpec, ranks: int) -> RunSpec:
 
 
 def problems_on(spec: RunSpec, ranks: int) -> list[Problem]:
-    """Everything that is impossible about starting the run on ``ranks`` ranks, which a fleet may divide by smaller degrees; 0: unknown yet."""
+    """Return all problems of starting the run on ``ranks`` ranks, which a fleet may divide by smaller degrees; 0 if unknown."""
     few = spec.fleet.nodes > 0 and 0 < ranks < replica_ranks(spec.parallel)
     return layout_problems(divided_over(spec, ranks) if few else spec, ranks)
 
 
 def smaller_degree_problems(spec: RunSpec) -> Iterator[Problem]:
-    """Yields what is wrong about ``fleet.least_tensor``, ``fleet.least_context`` and ``fleet.halve_first``."""
+    """Yield what is wrong about ``fleet.least_tensor``, ``fleet.least_context`` and ``fleet.halve_first``."""
     fleet, parallel, model = spec.fleet, spec.parallel, spec.model
     yield from _problems("tensor", fleet.least_tensor, parallel.tensor, "model.lanes", model.lanes)
     yield from _problems(
@@ -93,7 +95,7 @@ def smaller_degree_problems(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _never_reached(spec: RunSpec) -> Iterator[Problem]:
-    """Yields the least degree that a fleet never takes, because below ``fleet.min_nodes`` it waits."""
+    """Yield the least degree that a fleet never takes, because below ``fleet.min_nodes`` it waits."""
     fleet, ways = spec.fleet, list(divisions(spec))
     if not fleet.nodes or len(ways) == 1:
         return

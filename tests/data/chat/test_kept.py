@@ -13,7 +13,7 @@ from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
 from phalanx.checkpoint.interop.huggingface.folders import GENERATION_CONFIG, read_json, write_json
 from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.checkpoint.tiers.disk import DiskTier
-from phalanx.data.chat.encode import ChatLayout, kept_template, save_template, turn_ends
+from phalanx.data.chat.encode import ChatLayout, save_template, saved_template, turn_ends
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.renderer import Renderer
 from phalanx.data.chat.template import ChatTemplate, read_chat_template
@@ -45,9 +45,9 @@ def test_a_template_comes_back_with_its_special_tokens_and_is_written_once(
 ) -> None:
     template = read_chat_template(published)
     tokenizer_from_file(published).save(tmp_path)
-    assert kept_template(tmp_path) is None
+    assert saved_template(tmp_path) is None
     save_template(tmp_path, template)
-    assert kept_template(tmp_path) == template
+    assert saved_template(tmp_path) == template
     before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     save_template(tmp_path, template)
     assert {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()} == before
@@ -92,20 +92,20 @@ def test_training_keeps_the_template_of_its_conversations_and_so_does_a_run_that
         held_out_fraction=0.3,
     )
     copy_dataset(str(chats), str(tmp_path / "copy"))
-    assert kept_template(tmp_path / "copy") == template
+    assert saved_template(tmp_path / "copy") == template
 
     spec = tiny_run(text, tmp_path / "run")
     places = {"text": next(iter(open_places(spec.data).values()))}
     places["chats"] = next(iter(open_places(replace(spec.data, path=str(tmp_path / "copy"))).values()))
     first = open_run(spec, "data", text, template_folder=template_folder(places))
-    assert kept_template(first.directory.tokenizer) == template
+    assert saved_template(first.directory.tokenizer) == template
 
     start = first.directory.checkpoints / "step-00000002"
     later = replace(
         spec, run_dir=str(tmp_path / "later"), checkpoint=replace(spec.checkpoint, init_from=str(start))
     )
     second = open_run(later, "data", text)
-    assert kept_template(second.directory.tokenizer) == template
+    assert saved_template(second.directory.tokenizer) == template
 
 
 def test_chats_are_served_and_exported_in_the_template_that_was_trained_and_not_in_the_published_one(

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from data.chat.test_encode import CHATML, CHATS, TEMPLATES
 from phalanx.cli.data.data_command import command as data_command
-from phalanx.data.chat.encode import ChatLayout, document_end, kept_template, turn_ends
+from phalanx.data.chat.encode import ChatLayout, document_end, saved_template, turn_ends
 from phalanx.data.chat.messages import conversation_text
 from phalanx.data.chat.template import ChatTemplate, untrained_chat
 from phalanx.data.formats.document import Document
@@ -33,7 +33,7 @@ def test_a_tokenizer_is_trained_with_the_special_tokens_of_the_template_and_lear
 ) -> None:
     layout = ChatLayout(ChatTemplate(TEMPLATES[name], {}))
     prepare(DOCUMENTS, tmp_path / "out", vocab_size=400, packed_seq_len=128, chat=layout)
-    tokenizer, template = load_tokenizer(tmp_path / "out"), kept_template(tmp_path / "out")
+    tokenizer, template = load_tokenizer(tmp_path / "out"), saved_template(tmp_path / "out")
     assert isinstance(tokenizer, BpeTokenizer)
     assert template is not None
     (end,) = turn_ends(template, tokenizer)

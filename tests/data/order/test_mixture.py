@@ -12,22 +12,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.order.mixture import LONGEST_PATTERN, Located, Mixture, Source, fair_pattern, whole_weights
+from phalanx.data.order.mixture import (
+    LONGEST_PATTERN,
+    Located,
+    Mixture,
+    MixtureSource,
+    fair_pattern,
+    whole_weights,
+)
 from phalanx.data.order.permutation import key_of, permute
 
 SOURCES = (
-    Source("web", 5000, (0.82, 0.3, 0.0)),
-    Source("code", 700, (0.15, 0.3, 0.5)),
-    Source("books", 41, (0.03, 0.2, 0.25)),
-    Source("math", 1200, (0.0, 0.2, 0.25)),
-    Source("notes", 3, (0.0, 0.001, 0.0)),
+    MixtureSource("web", 5000, (0.82, 0.3, 0.0)),
+    MixtureSource("code", 700, (0.15, 0.3, 0.5)),
+    MixtureSource("books", 41, (0.03, 0.2, 0.25)),
+    MixtureSource("math", 1200, (0.0, 0.2, 0.25)),
+    MixtureSource("notes", 3, (0.0, 0.001, 0.0)),
 )
 STAGES = (0, 100, 300)
 BATCH = 32
 SAMPLES = 500 * BATCH
 
 
-def mixture(sources: tuple[Source, ...] = SOURCES, stages: tuple[int, ...] = STAGES) -> Mixture:
+def mixture(sources: tuple[MixtureSource, ...] = SOURCES, stages: tuple[int, ...] = STAGES) -> Mixture:
     return Mixture(sources, stages, seed=7, batch_size=BATCH)
 
 
@@ -42,7 +49,7 @@ def all_of(one: Mixture, samples: int = SAMPLES) -> list[tuple[int, int, int]]:
 small_mixtures = st.builds(
     lambda rows, stages, seed, batch: Mixture(
         [
-            Source(f"s{n}", records, tuple(float(w) for w in weights[: len(stages)]))
+            MixtureSource(f"s{n}", records, tuple(float(w) for w in weights[: len(stages)]))
             for n, (records, weights) in enumerate([(9, [1, 1, 1, 1]), *rows])
         ],
         stages,
@@ -89,7 +96,7 @@ def test_weights_that_say_nothing_are_refused(weights: list[float]) -> None:
 
 
 def plainly(
-    sources: tuple[Source, ...], stages: tuple[int, ...], seed: int, batch: int, samples: int
+    sources: tuple[MixtureSource, ...], stages: tuple[int, ...], seed: int, batch: int, samples: int
 ) -> list[tuple[int, int, int]]:
     """The places of the first samples by the definition: one after the other, with counters, in Python's whole numbers."""
     dealt: list[tuple[int, int, int]] = []
@@ -188,7 +195,7 @@ def test_a_stage_that_is_added_changes_nothing_before_it() -> None:
     assert all_of(mixture(longer, (*STAGES, 400)))[: 400 * BATCH] == all_of(mixture())[: 400 * BATCH]
 
 
-def draws_of(sources: tuple[Source, ...], name: str) -> list[int]:
+def draws_of(sources: tuple[MixtureSource, ...], name: str) -> list[int]:
     """The records of a source in the order of its draws: in batches of one, nothing is permuted within a batch."""
     one = Mixture(sources, [0], seed=7, batch_size=1)
     number = [source.name for source in sources].index(name)
@@ -220,7 +227,7 @@ def test_the_steps_of_a_record_are_those_that_draw_it(one: Mixture, until: int) 
 
 
 def test_a_draw_that_never_comes_has_no_step() -> None:
-    one = mixture((Source("a", 10, (1.0, 0.0)), Source("b", 10, (0.0, 1.0))), (0, 2))
+    one = mixture((MixtureSource("a", 10, (1.0, 0.0)), MixtureSource("b", 10, (0.0, 1.0))), (0, 2))
     assert one.step_of_draw(0, 2 * BATCH - 1) == 2
     assert one.step_of_draw(0, 2 * BATCH) is None
     assert one.step_of_draw(1, 0) == 3
@@ -242,15 +249,15 @@ def test_samples_far_beyond_any_run_are_located_exactly() -> None:
     ("sources", "stages", "message"),
     [
         ((), (0,), "sources"),
-        ((Source("a", 1, (1.0,)), Source("a", 1, (1.0,))), (0,), "names"),
-        ((Source("a", 1, (1.0, 1.0)),), (0,), "weights"),
-        ((Source("a", 1, (1.0,)),), (5,), "begin with 0"),
-        ((Source("a", 1, (1.0, 1.0, 1.0)),), (0, 9, 9), "increase"),
-        ((Source("a", 0, (1.0,)),), (0,), "0 records"),
+        ((MixtureSource("a", 1, (1.0,)), MixtureSource("a", 1, (1.0,))), (0,), "names"),
+        ((MixtureSource("a", 1, (1.0, 1.0)),), (0,), "weights"),
+        ((MixtureSource("a", 1, (1.0,)),), (5,), "begin with 0"),
+        ((MixtureSource("a", 1, (1.0, 1.0, 1.0)),), (0, 9, 9), "increase"),
+        ((MixtureSource("a", 0, (1.0,)),), (0,), "0 records"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused(
-    sources: tuple[Source, ...], stages: tuple[int, ...], message: str
+    sources: tuple[MixtureSource, ...], stages: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         mixture(sources, stages)

@@ -156,13 +156,13 @@ def _lines_of_overlap(dataset: PreparedDataset, *, by_recipe: bool) -> Iterator[
 
 def _lines_of_turns(out: str, index: DatasetIndex) -> Iterator[str]:
     """A warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and for datasets in stores."""
-    from phalanx.data.chat.encode import kept_template, turn_ends
+    from phalanx.data.chat.encode import saved_template, turn_ends
     from phalanx.data.tokenizers.tokenizer import load_tokenizer
 
     folder = Path(out)
     if index.recipe.chat is None or not folder.is_dir():
         return
-    template = kept_template(folder)
+    template = saved_template(folder)
     if template is not None and not turn_ends(template, load_tokenizer(folder)):
         yield (
             "warning: no special token of the tokenizer ends an answer in this template, so a model that learns from it may never end its turn; add the "

@@ -1,13 +1,13 @@
-"""Encode conversations: token ids in the model's chat template, and which of them the assistant wrote; keep the template with them.
+"""Encode conversations into token ids and a loss mask, with the model's chat template.
 
-There is a loss on these alone, and on the token that ends the assistant's turn. What the assistant wrote is told by the template, if it
-marks it with ``{% generation %}``; else by rendering one message more and more: an answer is what follows the frame that the template puts before
-it (``add_generation_prompt``). That takes a template that writes messages the same whatever follows them; one that does not, as those that
-drop earlier thoughts, is refused by the message at which it differs.
+The loss is on the tokens that the assistant wrote and on the token that ends its turn. A template may mark the assistant's text with
+``{% generation %}``. Without marks, the conversation is rendered one message at a time, and an answer is the text after the template's prompt
+for an answer (``add_generation_prompt``). This works only if later messages do not change how earlier ones are written. A template that, for
+example, drops earlier thoughts is refused, and the error names the message that differs.
 
-Text that spells a special token would become that token, as it does in ``transformers``: whoever writes a message could end a turn
-with it. Conversations with such text are refused. One token that no template yields ends a conversation, since the tokenizer's own end token often
-ends turns, and fills records up.
+Text that spells a special token would become that token, as in ``transformers``, so a message could end a turn. Conversations with such text
+are refused. A conversation ends with a token that the template never writes, because the tokenizer's own end token often ends turns. The
+same token pads records.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ TooLong = Literal["drop", "cut"]
 
 @dataclass(frozen=True)
 class ChatLayout:
-    """How conversations become records."""
+    """Options for turning conversations into records."""
 
     template: ChatTemplate
     too_long: TooLong = "drop"
-    """Leave out a conversation that a record does not hold, or cut it after an answer."""
+    """Leave out a conversation that is too long for a record, or cut it after an answer."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """End the preparation at a conversation that cannot be trained on, or leave it out."""
+    """Stop the preparation at an unusable conversation, or leave it out."""
 
 
 @dataclass(frozen=True)
 class Framed:
-    """A conversation as the template writes it."""
+    """A conversation as rendered by the template."""
 
     text: str
     answers: list[range]
@@ -57,43 +57,43 @@ class Framed:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a conversation, its end included."""
+    """Token ids of a conversation, including its end token."""
 
     ids: NDArray[np.uint32]
     """``(tokens,)``"""
     learned: NDArray[np.bool_]
-    """``(tokens,)``: True for those with a loss."""
+    """``(tokens,)``: True for tokens with a loss."""
 
 
 class BadConversationError(ValueError):
-    """A conversation that cannot be trained on; the message says why."""
+    """A conversation cannot be trained on; the message gives the reason."""
 
 
 def framed(template: ChatTemplate, conversation: Conversation, specials: Sequence[str] = ()) -> Framed:
-    """The conversation in the template. ``specials``: how special tokens are spelled. Raises ``BadConversationError``."""
+    """Return the conversation rendered by the template. ``specials`` are the texts of special tokens. Raises ``BadConversationError``."""
     messages, tools = conversation.messages, conversation.tools
     try:
         if template.marks_answers:
             text, spans = template.render_marked(messages, tools)
             return Framed(text, [span for span in spans if span])
         text = template.render(messages, answer=False, tools=tools, today=False)
-        spans, place = [], 0
+        spans, answer_end = [], 0
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
             if number == 0:
                 raise BadConversationError(
-                    f"begins with the {ASSISTANT}, and the template has no {{% generation %}} to tell an answer from its frame"
+                    f"begins with the {ASSISTANT}, and the template has no {{% generation %}} to separate an answer from its frame"
                 )
-            before = template.render(messages[:number], answer=True, tools=tools, today=False)
-            until = template.render(messages[: number + 1], answer=False, tools=tools, today=False)
-            if not text.startswith(until) or not until.startswith(before) or len(before) < place:
+            prompt = template.render(messages[:number], answer=True, tools=tools, today=False)
+            prefix = template.render(messages[: number + 1], answer=False, tools=tools, today=False)
+            if not text.startswith(prefix) or not prefix.startswith(prompt) or len(prompt) < answer_end:
                 raise BadConversationError(
                     f"message {number + 1} is written differently once more messages follow it, or than an answer would begin: "
-                    f"{_difference(before, until) or _difference(until, text)}; a template that marks answers by {{% generation %}} could be used"
+                    f"{_difference(prompt, prefix) or _difference(prefix, text)}; a template that marks answers by {{% generation %}} could be used"
                 )
-            spans.append(range(len(before), _without_line_end(until, len(before), specials)))
-            place = len(until)
+            spans.append(range(len(prompt), _without_line_end(prefix, len(prompt), specials)))
+            answer_end = len(prefix)
         return Framed(text, spans)
     except ChatTemplateError as error:
         raise BadConversationError(str(error)) from error
@@ -103,7 +103,7 @@ class ChatEncoder:
     """Encodes conversations for records of ``seq_len`` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, layout: ChatLayout, seq_len: int) -> None:
-        """Raises ``TokenizerError`` for a tokenizer that no chat template can be used with."""
+        """Raises ``TokenizerError`` for a tokenizer that does not support chat templates."""
         if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
             raise TokenizerError(
                 "chats need the tokenizer that their template was made for: give its tokenizer.json, or the folder of its model"
@@ -113,9 +113,9 @@ class ChatEncoder:
         self._hf.no_truncation()
         self._hf.no_padding()
         self._hf.encode_special_tokens = False
-        # Those of most tokenizers leave spaces out of the places that they tell.
+        # The default post-processors of most tokenizers trim spaces from the offsets.
         self._hf.post_processor = processors.ByteLevel(trim_offsets=False)
-        # A token that takes the white space beside it along changes a message just as a special one does.
+        # A token that absorbs adjacent white space changes a message as a special token does.
         self._specials = tuple(
             added.content
             for added in self._hf.get_added_tokens_decoder().values()
@@ -125,7 +125,7 @@ class ChatEncoder:
         """The token that ends a conversation."""
 
     def encode(self, text: str) -> Encoded | None:
-        """The ids of a conversation (a line of ``conversation_text``); ``None`` if it is too long.
+        """Return the encoded conversation (a line of ``conversation_text``), or ``None`` if it is too long.
 
         Raises ``BadConversationError``.
         """
@@ -133,8 +133,8 @@ class ChatEncoder:
         self._require_no_special_tokens(conversation)
         messages = conversation.messages
         stops = [number + 1 for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        wholes = [len(messages)] if self.layout.too_long == "drop" else [len(messages), *reversed(stops)]
-        for stop in wholes:
+        lengths = [len(messages)] if self.layout.too_long == "drop" else [len(messages), *reversed(stops)]
+        for stop in lengths:
             encoded = self._encoded(
                 framed(
                     self.layout.template, Conversation(messages[:stop], conversation.tools), self._specials
@@ -146,35 +146,38 @@ class ChatEncoder:
                 return encoded
         return None
 
-    def _encoded(self, found: Framed) -> Encoded:
-        encoding = self._hf.encode(found.text, add_special_tokens=False)
+    def _encoded(self, rendered: Framed) -> Encoded:
+        encoding = self._hf.encode(rendered.text, add_special_tokens=False)
         ids = np.array([*encoding.ids, self.end], dtype=np.uint32)
         if (ids[:-1] == self.end).any():
             raise BadConversationError("the template yields the token that would end the conversation")
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         learned = np.zeros(len(ids), dtype=np.bool_)
-        for span in found.answers:
+        for span in rendered.answers:
             learned[:-1] |= (ends > span.start) & (begins < span.stop)
         return Encoded(ids, learned)
 
     def _require_no_special_tokens(self, conversation: Conversation) -> None:
-        named = [(f"message {number}", message) for number, message in enumerate(conversation.messages, 1)]
-        for what, value in (*named, ("one of its tools", conversation.tools)):
+        labelled = [(f"message {number}", message) for number, message in enumerate(conversation.messages, 1)]
+        for label, value in (*labelled, ("one of its tools", conversation.tools)):
             for text in strings_in(value):
-                found = next((token for token in (*self._specials, *MARKS) if token in text), None)
-                if found is not None:
-                    raise BadConversationError(f"{what} spells the special token {found!r}")
+                special = next((token for token in (*self._specials, *MARKS) if token in text), None)
+                if special is not None:
+                    raise BadConversationError(f"{label} spells the special token {special!r}")
 
 
 def document_end(tokenizer: BpeTokenizer | FallbackTokenizer, template: ChatTemplate) -> int:
-    """A token that ``template`` does not yield: the tokenizer's end of document if that is one. Raises ``TokenizerError`` if there is none."""
+    """Return a token that ``template`` does not write, preferably the tokenizer's end of document.
+
+    Raises ``TokenizerError`` if there is none.
+    """
     hf = HfTokenizer.from_str(tokenizer.serialized)
     content_of = {
         number: added.content for number, added in hf.get_added_tokens_decoder().items() if added.special
     }
-    named = template.special_tokens.get("pad_token")
+    pad_token = template.special_tokens.get("pad_token")
     content_of.setdefault(tokenizer.end_of_document, tokenizer.end_token)
-    preferred = [tokenizer.end_token, named, *COMMON_END_TOKENS]
+    preferred = [tokenizer.end_token, pad_token, *COMMON_END_TOKENS]
     ordered = sorted(
         content_of,
         key=lambda number: (
@@ -199,7 +202,7 @@ def document_end(tokenizer: BpeTokenizer | FallbackTokenizer, template: ChatTemp
 
 
 def _probed(template: ChatTemplate) -> str:
-    """What the template makes of a few messages; nothing of those that it refuses."""
+    """Return the template's output for a few sample messages, without those that it refuses."""
     turn: list[Message] = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}]
     system: Message = {"role": "system", "content": "c"}
     text = ""
@@ -210,7 +213,7 @@ def _probed(template: ChatTemplate) -> str:
 
 
 def _without_line_end(text: str, start: int, specials: Sequence[str]) -> int:
-    """The end of the answer from ``start`` on: behind the special token that ends the turn, without the line break that may follow it."""
+    """Return the end of the answer that begins at ``start``: after the special token that ends the turn, without a line break after it."""
     stripped = text.rstrip()
     return (
         len(stripped)
@@ -219,48 +222,47 @@ def _without_line_end(text: str, start: int, specials: Sequence[str]) -> int:
     )
 
 
-def _difference(wanted: str, found: str) -> str:
-    """Where ``found`` does not begin with ``wanted``, in words; empty if it does."""
-    if found.startswith(wanted):
+def _difference(prefix: str, text: str) -> str:
+    """Return a text that shows where ``text`` stops beginning with ``prefix``; empty if it begins with it."""
+    if text.startswith(prefix):
         return ""
     at = next(
-        (n for n, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b),
-        min(len(wanted), len(found)),
+        (n for n, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b),
+        min(len(prefix), len(text)),
     )
-    return f"{wanted[max(0, at - 20) : at + 20]!r} became {found[max(0, at - 20) : at + 20]!r}"
+    return f"{prefix[max(0, at - 20) : at + 20]!r} became {text[max(0, at - 20) : at + 20]!r}"
 
 
-# The chat template beside a tokenizer: it goes with the dataset, with the run that learned from it, and with the run's export.
+# The chat template is stored beside the tokenizer, in the dataset, in the run that trains on it and in the run's export.
 #
-# A model that was trained on conversations answers only where they are framed as it has learned. So its template must not be lost on the way
-# from the data to whoever asks the model. The files are those that ``transformers`` reads: ``chat_template.jinja``, and the special tokens that it may name in
-# ``tokenizer_config.json``.
+# A model that was trained on conversations needs the same template when it is used. The files are those that ``transformers`` reads:
+# ``chat_template.jinja``, and ``tokenizer_config.json`` for the special tokens that the template names.
 
 
 _ANSWER = "answer"
 
 
 def save_template(folder: Path, template: ChatTemplate) -> None:
-    """Puts the template beside the tokenizer in ``folder``; files that say it already are left as they are. Raises ``OSError``."""
+    """Store the template beside the tokenizer in ``folder``, unless it is there already. Raises ``OSError``."""
     with suppress(ChatTemplateError):
         if read_chat_template(folder) == template:
             return
     (folder / TEMPLATE_FILE).write_bytes(template.source.encode())
     config = read_config(folder)
-    lacking = {name: token for name, token in template.special_tokens.items() if config.get(name) is None}
-    if lacking:
-        (folder / CONFIG_FILE).write_bytes((json.dumps(config | lacking, indent=2) + "\n").encode())
+    missing = {name: token for name, token in template.special_tokens.items() if config.get(name) is None}
+    if missing:
+        (folder / CONFIG_FILE).write_bytes((json.dumps(config | missing, indent=2) + "\n").encode())
 
 
-def kept_template(folder: Path) -> ChatTemplate | None:
-    """The template that was saved in ``folder``; ``None`` if none was."""
+def saved_template(folder: Path) -> ChatTemplate | None:
+    """Return the template that was saved in ``folder``; ``None`` if none was."""
     return read_chat_template(folder) if (folder / TEMPLATE_FILE).exists() else None
 
 
 def take_over_template(source: Path, folder: Path) -> None:
-    """Saves the template of the tokenizer in ``source`` beside the one in ``folder``, where that has none and both are the same tokenizer."""
+    """Copy the template beside the tokenizer in ``source`` to ``folder``, if ``folder`` has none and both tokenizers are the same."""
     with suppress(ChatTemplateError, TokenizerError):
-        template = kept_template(source)
+        template = saved_template(source)
         if template is None or (folder / TEMPLATE_FILE).exists():
             return
         if same_tokens(load_tokenizer(source), load_tokenizer(folder)):
@@ -268,21 +270,25 @@ def take_over_template(source: Path, folder: Path) -> None:
 
 
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[int]:
-    """The special token that the template writes after an answer: what a model that was trained on it ends its turn with.
+    """Return the special token that the template writes after an answer: a model trained on it ends its turn with this token.
 
-    Empty if the template writes none, or frames answers in a way that cannot be told.
+    Empty if the template writes none, or if answers cannot be separated from their frame.
     """
     if not isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
         return frozenset()
-    asked: list[Message] = [{"role": "user", "content": "question"}]
+    question: list[Message] = [{"role": "user", "content": "question"}]
     try:
-        before = template.render(asked, answer=True, today=False)
-        answered: list[Message] = [*asked, {"role": ASSISTANT, "content": _ANSWER}]
-        whole = template.render(answered, answer=False, today=False)
+        prompt = template.render(question, answer=True, today=False)
+        dialog: list[Message] = [*question, {"role": ASSISTANT, "content": _ANSWER}]
+        full_text = template.render(dialog, answer=False, today=False)
     except ChatTemplateError:
         return frozenset()
-    begun = before + _ANSWER
-    if not whole.startswith(begun):
+    answer_prefix = prompt + _ANSWER
+    if not full_text.startswith(answer_prefix):
         return frozenset()
-    after = tokenizer.encode_template(whole.removeprefix(begun))
-    return frozenset(after[:1]) if after and tokenizer.byte_lengths[after[0]] == 0 else frozenset()
+    end_tokens = tokenizer.encode_template(full_text.removeprefix(answer_prefix))
+    return (
+        frozenset(end_tokens[:1])
+        if end_tokens and tokenizer.byte_lengths[end_tokens[0]] == 0
+        else frozenset()
+    )

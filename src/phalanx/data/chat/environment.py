@@ -1,6 +1,6 @@
-"""The environment of chat templates: the one that ``transformers`` gives them (its ``chat_template_utils.py``).
+"""The Jinja environment of chat templates, the same as in ``transformers`` (its ``chat_template_utils.py``).
 
-A sandbox, since a template is a stranger's program; blocks without the line breaks around them; ``raise_exception`` and ``strftime_now``.
+Templates are untrusted programs, so it is a sandbox. It trims line breaks around blocks, and provides ``raise_exception`` and ``strftime_now``.
 ``{% generation %}`` marks what the assistant wrote.
 """
 
@@ -21,23 +21,23 @@ import jinja2.utils
 from phalanx.data.chat.renderer import MARKS
 
 CHARACTERS = 32 << 20
-"""The most that a template may write of a conversation."""
+"""Maximum length of a rendered conversation."""
 
 
 def joined(pieces: Iterable[str]) -> str:
-    """Return the pieces as one text. Raises SecurityError once they are more than ``CHARACTERS``."""
-    kept, size = [], 0
+    """Return the pieces as one text. Raises SecurityError for more than ``CHARACTERS`` characters."""
+    parts, size = [], 0
     for piece in pieces:
-        kept.append(piece)
+        parts.append(piece)
         size += len(piece)
         if size > CHARACTERS:
             raise jinja2.exceptions.SecurityError(f"it writes more than {CHARACTERS} characters")
-    return "".join(kept)
+    return "".join(parts)
 
 
 @functools.lru_cache(maxsize=8)
 def compiled(source: str, today: bool) -> jinja2.Template:
-    """Return the compiled template; ``today`` lets it have the date."""
+    """Return the compiled template; with ``today``, it can read the date."""
     environment = _environment()
     if not today:
         del environment.globals["strftime_now"]
@@ -45,7 +45,7 @@ def compiled(source: str, today: bool) -> jinja2.Template:
 
 
 def syntax_error(source: str) -> str:
-    """Return what is wrong with the template's syntax, with its line; empty if nothing is."""
+    """Return the template's syntax error with its line number; empty if there is none."""
     try:
         _environment().parse(source)
     except jinja2.TemplateSyntaxError as error:
@@ -66,7 +66,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` puts marks around its content."""
+    """The ``{% generation %}`` block: puts marks around its content."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
 
@@ -80,7 +80,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's ``namespace`` without the attributes through which a template could reach Python's internals."""
+    """Jinja's ``namespace`` without attributes that give a template access to Python's internals."""
 
     def __setitem__(self, name: str, value: object) -> None:
         if name.startswith("_"):
@@ -95,7 +95,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own escapes what HTML would read.
+    # Jinja's own filter escapes HTML characters.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

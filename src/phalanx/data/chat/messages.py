@@ -1,7 +1,7 @@
-"""Conversations in rows of data: checked, and written as one line of JSON, which is the text of a document.
+"""Conversations in rows of data: validated and stored as one line of JSON, which is the text of a document.
 
-A row has a list of messages, each with a ``role`` and a ``content``; whatever else a message has (``tool_calls``, ``name``) is the template's
-business and goes with it, as does the row's list of ``tools``. The older form of ShareGPT, ``from`` and ``value``, is read as well.
+A row has a list of messages, each with a ``role`` and a ``content``. Other fields of a message (``tool_calls``, ``name``) and the row's list
+of ``tools`` are passed to the template. The older ShareGPT form with ``from`` and ``value`` is supported too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 ASSISTANT = "assistant"
 TOOLS = "tools"
-"""The field of a row that lists the tools that the assistant was offered."""
+"""The field of a row that lists the tools the assistant could use."""
 _SHAREGPT_ROLES = {
     "human": "user",
     "gpt": ASSISTANT,
@@ -28,23 +28,21 @@ Message = dict[str, object]
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in order, and the tools that the assistant was offered."""
+    """Messages in order, and the tools the assistant could use."""
 
     messages: list[Message]
     tools: list[object] | None = None
 
 
 def conversation_text(row: Mapping[str, object], field: str) -> str:
-    """The conversation in a row, whose messages are in ``field``, as one line of JSON. Raises ``ValueError`` with what is wrong with it."""
+    """Return the conversation in a row as one line of JSON. Its messages are in ``field``. Raises ``ValueError`` with the reason."""
     if field not in row:
         raise ValueError(f"has no field {field!r}")
     messages = [_message(number, message) for number, message in enumerate(_list(row[field], field), 1)]
     if all(message["role"] != ASSISTANT for message in messages):
-        raise ValueError(
-            f"has no message of the {ASSISTANT} in {field!r}, of which there would be something to learn"
-        )
+        raise ValueError(f"has no message of the {ASSISTANT} in {field!r} to train on")
     tools = row.get(TOOLS)
-    if isinstance(tools, str):  # tables keep what has no fixed form as JSON
+    if isinstance(tools, str):  # tables store values without a fixed schema as JSON
         tools = json.loads(tools) if tools.strip() else None
     content = {"messages": messages, **({TOOLS: _list(tools, TOOLS)} if tools else {})}
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
@@ -54,13 +52,13 @@ def conversation_text(row: Mapping[str, object], field: str) -> str:
 
 
 def read_conversation(text: str) -> Conversation:
-    """What ``conversation_text`` wrote."""
+    """Parse a line that ``conversation_text`` wrote."""
     content = json.loads(text)
     return Conversation(content["messages"], content.get(TOOLS))
 
 
 def strings_in(value: object) -> Iterator[str]:
-    """All texts in a value of JSON, names of fields included."""
+    """Yield all strings in a JSON value, including field names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,9 +1,9 @@
-"""Renders chat templates in a process of their own, whose processor time and memory are limited.
+"""Renders chat templates in a separate process whose processor time and memory are limited.
 
-A chat template is a stranger's program. Jinja's sandbox keeps it from Python's internals, but not from loops that run for a day and texts that
-double until memory ends, and much of that is one call that nothing in its own process can interrupt. The operating system can: a process
-that takes more than ``CPU_S`` for a conversation is killed, and one that takes more than ``MEMORY_BYTES`` gets no more. The next
-conversation has a new process.
+A chat template is an untrusted program. Jinja's sandbox protects Python's internals, but does not stop endless loops or texts that double
+until memory runs out. Much of this happens in one call that cannot be interrupted in its own process. The operating system enforces limits
+instead: a process is killed if it takes more than ``CPU_S`` for a conversation, and cannot allocate more than ``MEMORY_BYTES``. The next
+conversation gets a new process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from phalanx.process.child import LineChild, describe_exit
 
 MARKS = ("\U0010f0aa\U0010f0bb", "\U0010f0bb\U0010f0aa")
-"""Characters for private use, around what ``{% generation %}`` encloses."""
+"""Private-use characters around the content of ``{% generation %}``."""
 CPU_S = 3
-"""Seconds of processor time for a conversation, which takes some milliseconds."""
+"""Limit of processor time for a conversation, in seconds. It normally takes some milliseconds."""
 MEMORY_BYTES = 1 << 30
-"""Address space of the process; it begins with some tens of MiB."""
+"""Limit of the process's address space. It uses some tens of MiB at its start."""
 _COMMAND = (
     sys.executable,
     "-P",
@@ -32,25 +32,25 @@ _COMMAND = (
 
 
 class RenderingError(Exception):
-    """A template has written nothing; the message is the reason."""
+    """A template failed to render; the message is the reason."""
 
 
 class Renderer:
-    """The process; it is started when it is needed, and ends with this one. Thread-safe: one conversation is rendered at a time."""
+    """The rendering process. It starts when needed, and ends with this process. Thread-safe: it renders one conversation at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: LineChild | None = None
 
     def render(self, source: str, variables: Mapping[str, object], *, today: bool) -> str:
-        """Return what the template writes; ``today`` lets it have the date. Raises RenderingError."""
+        """Return the template's output; with ``today``, the template can read the date. Raises RenderingError."""
         request = {"source": source, "variables": variables, "today": today}
         with self._lock:
             try:
                 reply = self._exchange(request)
             except (
                 BaseException
-            ):  # an interrupt too: the reply to this request must not be taken for that to the next one
+            ):  # includes interrupts: this request's reply must not be read as the next one's
                 self._end()
                 raise
             if "text" not in reply:
@@ -77,7 +77,7 @@ class Renderer:
 
 
 def renderer() -> Renderer:
-    """Return this process's renderer: one that was forked from another has its own."""
+    """Return this process's renderer; a forked process has its own."""
     return _renderer_of(os.getpid())
 
 

@@ -1,4 +1,4 @@
-"""The process of ``phalanx.data.chat.renderer``: a conversation is a line of JSON, and so is what the template makes of it."""
+"""Entry point of the process that ``phalanx.data.chat.renderer`` starts: reads requests and writes replies as lines of JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_REASON = 2_000
 
 
 def main() -> None:
-    """Render until standard input ends, or a template has run out of memory."""
+    """Render conversations until standard input ends or a template runs out of memory."""
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
     for line in sys.stdin.buffer:
@@ -39,7 +39,7 @@ def _reply(line: bytes) -> dict[str, object]:
         return {"text": joined(pieces)}
     except MemoryError:
         return {"error": f"it takes more than {MEMORY_BYTES:,} bytes of memory", "is_last": True}
-    except Exception as error:  # a stranger's program may raise anything
+    except Exception as error:  # an untrusted program may raise any exception
         return {"error": str(error)[:_MOST_REASON], "is_last": False}
 
 

@@ -1,6 +1,6 @@
-"""A model's chat template: the Jinja program, published with it or made for a new tokenizer, that frames messages by special tokens.
+"""A model's chat template: the Jinja program that frames messages with special tokens.
 
-It is rendered in a process of its own (``phalanx.data.chat.renderer``), since it is a stranger's program.
+It is untrusted, so it is rendered in a separate process (``phalanx.data.chat.renderer``).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class ChatTemplateError(Exception):
-    """There is no chat template, or it cannot be used; the message says which file and why."""
+    """There is no chat template, or it cannot be used; the message names the file and the reason."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template with the special tokens that it may name."""
+    """A template with the special tokens that it may use by name."""
 
     source: str
     special_tokens: Mapping[str, str]
-    """Such as ``eos_token`` -> "</s>"."""
+    """Name to token, for example ``eos_token`` -> "</s>"."""
 
     @property
     def sha256(self) -> str:
@@ -49,7 +49,7 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """True if the template itself says what the assistant wrote, by ``{% generation %}``."""
+        """True if the template marks the assistant's text with ``{% generation %}``."""
         return _GENERATION.search(self.source) is not None
 
     def render(
@@ -61,9 +61,9 @@ class ChatTemplate:
         today: bool = True,
         variables: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
-        """The text of ``messages``; if ``answer``, up to where the assistant's answer to them begins.
+        """Return the rendered ``messages``; with ``answer``, also the prompt for the assistant's answer.
 
-        ``today``: The template may ask for the date. ``variables`` are further ones that it reads. Raises ChatTemplateError.
+        With ``today``, the template can read the date. ``variables`` are further variables. Raises ChatTemplateError.
         """
         text = self._rendered(messages, answer, tools, today, variables)
         return text.replace(_BEGIN, "").replace(_END, "")
@@ -71,24 +71,24 @@ class ChatTemplate:
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[object] | None = None
     ) -> tuple[str, list[range]]:
-        """The text of ``messages``, and which of its characters the template marks as the assistant's. Raises ChatTemplateError."""
+        """Return the rendered ``messages``, and the characters that the template marks as the assistant's. Raises ChatTemplateError."""
         text, spans = "", []
         for piece in _MARKED.split(self._rendered(messages, False, tools, False)):
             if piece == _BEGIN:
-                begun = len(text)
+                start = len(text)
             elif piece == _END:
-                spans.append(range(begun, len(text)))
+                spans.append(range(start, len(text)))
             else:
                 text += piece
         return text, spans
 
     @property
     def own_variables(self) -> frozenset[str]:
-        """The names of the variables that every conversation has."""
+        """Names of the variables that every conversation has."""
         return frozenset(("messages", "tools", "documents", "add_generation_prompt", *self.special_tokens))
 
     def names(self, word: str) -> bool:
-        """Return True if the word is in the template: what is not there it cannot read."""
+        """Return True if the word occurs in the template: a template cannot read a variable it does not name."""
         return re.search(rf"\b{re.escape(word)}\b", self.source) is not None
 
     def _rendered(
@@ -116,14 +116,14 @@ class ChatTemplate:
 
 
 def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
-    """The template in a publisher's ``folder``: its own file, or an entry of the tokenizer's configuration; or the one in ``file``.
+    """Return the template in ``file``, or else that of a publisher's ``folder``: its own file, or an entry of the tokenizer's configuration.
 
-    Special tokens are those of the folder's tokenizer. Raises ChatTemplateError if there is no template.
+    Special tokens are from the folder's tokenizer. Raises ChatTemplateError if there is no template.
     """
     try:
         config = read_config(folder)
         tokens = dict(config)
-        # Older folders keep the special tokens' names apart.
+        # Older folders store the names of special tokens in another file.
         if "added_tokens_decoder" not in config and (folder / SPECIAL_TOKENS_FILE).exists():
             tokens |= read_config(folder, SPECIAL_TOKENS_FILE)
         if file is not None or (folder / TEMPLATE_FILE).exists():
@@ -135,9 +135,9 @@ def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
         raise ChatTemplateError(
             f"the chat template {file or f'in {folder}'} cannot be read: {error}"
         ) from error
-    if isinstance(source, list):  # several, each with a name
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+    if isinstance(source, list):  # several named templates
+        templates = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = templates.get("default")
     if not isinstance(source, str):
         raise ChatTemplateError(
             f"the model was published without a chat template (neither {TEMPLATE_FILE} nor chat_template in {CONFIG_FILE} of {folder})"
@@ -147,7 +147,7 @@ def read_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
 
 
 def template_beside(tokenizer: Path, file: Path | None = None) -> ChatTemplate:
-    """The template beside a tokenizer, a file or its folder; or the one in ``file``. Raises ``TokenizerError`` if there is none."""
+    """Return the template in ``file``, or else that beside a tokenizer (a file or its folder). Raises ``TokenizerError`` if there is none."""
     try:
         return read_chat_template(tokenizer if tokenizer.is_dir() else tokenizer.parent, file)
     except ChatTemplateError as error:
@@ -161,34 +161,34 @@ def _content(token: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
-# A chat template for a tokenizer that is still to be trained on the conversations: its special tokens are those that the template spells.
+# A chat template for a tokenizer that will be trained on the conversations. Its special tokens are those that the template spells.
 #
-# A turn must end with a special token: text that spells it is several tokens, which a model may write half of, and a server cannot stop at.
+# A turn must end with one special token: as ordinary text it would be several tokens, and a server could not stop at it.
 
 
 _PAD = "<|pad|>"
 _NAMES = {"bos_token": "<|begin_of_text|>", "eos_token": END_OF_DOCUMENT, "unk_token": "<|unk|>"}
-"""The token for each name that a template may use."""
+"""Token for each name that a template may use."""
 _SPELLED = re.compile(r"<\|[^|<>\s{}]{1,40}\|>|</?[A-Za-z_]\w{0,39}>|\[/?[A-Z_]{2,20}\]")
 """Special tokens as published templates spell them: ``<|im_start|>``, ``<start_of_turn>``, ``[INST]``."""
 
 
 @dataclass(frozen=True)
 class UntrainedChat:
-    """A template, and the special tokens that a tokenizer for it has."""
+    """A template, and the special tokens of a tokenizer for it."""
 
     template: ChatTemplate
     special_tokens: tuple[str, ...]
-    """In the order of their ids, after that of ``END_OF_DOCUMENT``, which is 0."""
+    """Special tokens by id, from 1 on; 0 is ``END_OF_DOCUMENT``."""
 
     @property
     def end(self) -> int:
-        """The id of the token that ends a conversation, which the template does not yield."""
+        """The id of the token that ends a conversation; the template does not write it."""
         return self.special_tokens.index(_PAD) + 1 if _PAD in self.special_tokens else 0
 
 
 def untrained_chat(template: ChatTemplate) -> UntrainedChat:
-    """The special tokens for ``template``: those that its source names or spells."""
+    """Return the template with the special tokens that its source names or spells."""
     source = template.source
     named = {name: token for name, token in _NAMES.items() if name in source}
     spelled = dict.fromkeys(_SPELLED.findall(source))
@@ -201,7 +201,7 @@ def untrained_chat(template: ChatTemplate) -> UntrainedChat:
 
 
 def read_bare_template(file: Path) -> ChatTemplate:
-    """The template in a file, without names of special tokens. Raises ``TokenizerError``."""
+    """Return the template in a file, without names of special tokens. Raises ``TokenizerError``."""
     try:
         return ChatTemplate(file.read_text(encoding="utf-8"), {})
     except (OSError, UnicodeDecodeError) as error:
@@ -209,7 +209,7 @@ def read_bare_template(file: Path) -> ChatTemplate:
 
 
 def texts_of(conversation: str) -> Iterator[str]:
-    """The texts in a conversation (a line of ``conversation_text``), for a tokenizer to learn from."""
+    """Yield the texts in a conversation (a line of ``conversation_text``) for training a tokenizer."""
     parts = read_conversation(conversation)
     for value in (*parts.messages, parts.tools):
         yield from strings_in(value)

@@ -1,1 +1,1 @@
-"""Files of text in the usual formats: what a file is, the spans into which it can be cut, and the documents of a span."""
+"""Files of text in common formats: their detection, their spans, and the documents of a span."""

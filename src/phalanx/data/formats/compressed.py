@@ -1,7 +1,7 @@
-"""Compressed files as streams of bytes, which notice where a file ends early or is damaged.
+"""Read compressed files as streams of bytes, and detect files that are truncated or damaged.
 
-gzip, bzip2 and xz are Python's own. zstd is ``zstandard``'s, whose stream reader takes a frame that ends early for the end of
-the file: frames are therefore counted here.
+gzip, bzip2 and xz are read by Python's standard library, zstd by ``zstandard``. The stream reader of ``zstandard`` treats a truncated frame as
+the end of the file, so frames are read one by one here.
 """
 
 import bz2
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 1 << 18
 _LARGEST_ZSTD_WINDOW = 1 << 31
-"""Bytes; what `zstd --long=31` writes at most."""
+"""Maximum window of `zstd --long=31`, in bytes."""
 
 
 class Compression(Enum):
-    """How a file is compressed; the value is the usual ending of its name."""
+    """Compression of a file; the value is the usual suffix of its name."""
 
     NONE = ""
     GZIP = "gz"
@@ -40,16 +40,16 @@ class Compression(Enum):
 
 
 class DamagedError(Exception):
-    """Compressed bytes that end early, or that are not what was written."""
+    """Compressed bytes are truncated or corrupt."""
 
 
 @contextmanager
 def open_stream(
     path: Path, compression: Compression, on_bytes: OnBytes | None = None
 ) -> Iterator[io.BufferedReader]:
-    """The uncompressed bytes of a file; ``on_bytes`` is given how many of the file's own bytes have been read.
+    """Yield the uncompressed bytes of a file. ``on_bytes`` receives the number of bytes read from the file.
 
-    Within the block, whatever shows damage becomes ``DamagedError``. Raises ``MissingPackageError`` without ``zstandard``.
+    Errors that show damage become ``DamagedError`` within the block. Raises ``MissingPackageError`` without ``zstandard``.
     """
     with path.open("rb", buffering=0) as raw:
         counted = _Counted(raw, on_bytes)
@@ -62,12 +62,12 @@ def open_stream(
         except OSError as error:
             if error.errno is not None:
                 raise
-            # bz2 says no more than this of invalid data.
+            # bz2 raises OSError without an errno for invalid data.
             raise DamagedError(f"its compressed data are not what was written ({error})") from error
 
 
 def read_head(path: Path, compression: Compression, nbytes: int) -> bytes:
-    """The first uncompressed bytes of a file, fewer if damage follows them. Raises as ``open_stream``, for damage at its beginning."""
+    """Return the first uncompressed bytes of a file, fewer if damage follows them. Raises as ``open_stream`` for damage at its beginning."""
     head = b""
     try:
         with open_stream(path, compression) as stream:
@@ -94,7 +94,7 @@ def _uncompressed(file: "_Counted", compression: Compression) -> io.RawIOBase:
 
 
 class _AsSoonAsRead(io.RawIOBase):
-    """The bytes of a decompressor, in reads that it fills in part: a damage takes none of those before it along."""
+    """A decompressor's bytes in partial reads, so that the bytes before damage are still returned."""
 
     def __init__(self, stream: gzip.GzipFile | lzma.LZMAFile | bz2.BZ2File) -> None:
         self._stream = stream
@@ -110,12 +110,12 @@ class _AsSoonAsRead(io.RawIOBase):
 
 
 class _Counted(io.RawIOBase):
-    """A file that tells how many bytes have been read of it."""
+    """A file that reports how many bytes have been read from it."""
 
     def __init__(self, raw: BinaryIO, on_bytes: OnBytes | None) -> None:
         self._raw = raw
         self._on_bytes = on_bytes
-        self._done = 0
+        self._bytes_read = 0
 
     def readable(self) -> bool:
         return True
@@ -131,14 +131,14 @@ class _Counted(io.RawIOBase):
 
     def readinto(self, buffer: "Buffer") -> int:
         count: int = self._raw.readinto(buffer)  # type: ignore[attr-defined]
-        self._done += count
+        self._bytes_read += count
         if self._on_bytes is not None:
-            self._on_bytes(self._done)
+            self._on_bytes(self._bytes_read)
         return count
 
 
 class _ZstdFrames(io.RawIOBase):
-    """All frames of a zstd file, one after another; a last one without its end is an ``EOFError``."""
+    """All frames of a zstd file, in order; raises ``EOFError`` if the last one is truncated."""
 
     def __init__(self, file: io.RawIOBase) -> None:
         self._zstandard = _zstandard()
@@ -152,7 +152,7 @@ class _ZstdFrames(io.RawIOBase):
         return True
 
     def _dictionary(self) -> int:
-        """The number of the dictionary of the frame that begins here; 0 if it has none."""
+        """Return the number of the dictionary of the frame that begins here; 0 if it has none."""
         try:
             number: int = self._zstandard.get_frame_parameters(self._packed).dict_id
         except self._zstandard.ZstdError:

@@ -1,4 +1,4 @@
-"""Documents: what reading returns, spans and options that select what to read, and plain text."""
+"""Documents, the spans and options that select what to read, and plain text files."""
 
 import io
 from collections.abc import Callable, Iterator
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 DOCUMENT_BYTES = 1 << 20
-"""Bytes above which a text file becomes several documents."""
+"""Maximum size of a document; a larger text file becomes several documents."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document: a text that is trained on as a whole."""
+    """One document: a text that is trained on without a break."""
 
     name: str
     text: str
@@ -20,11 +20,11 @@ class Document:
 
 @dataclass(frozen=True)
 class BadDocument:
-    """A line, a row or a piece of a file that holds no text that can be trained on, and why."""
+    """A line, row or piece of a file without usable text, and the reason."""
 
     path: Path
     place: str
-    """Such as "line 17" or "row 17", both counted from 1; empty for the whole file."""
+    """For example "line 17" or "row 17", counted from 1; empty for the file."""
     reason: str
 
     def __str__(self) -> str:
@@ -33,10 +33,10 @@ class BadDocument:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a file that can be read by itself, from ``start`` up to ``stop``.
+    """A part of a file that can be read on its own, from ``start`` to ``stop``.
 
-    Both are bytes of plain text and JSON lines (a line belongs to the span in which it starts), row groups of Parquet, and
-    record batches of Arrow. A compressed file is one span of all its bytes.
+    The unit is bytes for plain text and JSON lines (a line belongs to the span in which it starts), row groups for Parquet, and record batches
+    for Arrow. A compressed file is one span.
     """
 
     start: int
@@ -44,23 +44,23 @@ class Span:
     first: int = 0
     """Number, from 0, of its first document (text) or row (tables) in the file; 0 for JSON lines, which are named by offset."""
     file_bytes: int = 0
-    """Bytes of the file that are read for it, as stored; for progress and for dividing work."""
+    """Stored bytes that are read for the span; used for progress and to divide work."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How documents are taken from files."""
+    """Options for reading documents from files."""
 
     text_field: str | None = None
-    """Field of JSON lines or column of tables that holds the text; None for "text", of conversations "messages"."""
+    """Field of JSON lines or column of tables with the text. None means "text", or "messages" for conversations."""
     chat: bool = False
-    """Rows are conversations: the text of each is what ``conversation_text`` makes of it."""
+    """True if rows are conversations, whose text is the result of ``conversation_text``."""
     document_bytes: int = DOCUMENT_BYTES
-    """A text file of more bytes becomes several documents, cut after a line."""
+    """A larger text file becomes several documents, cut after a line."""
     row_bytes: int = 4 << 20
-    """A line's or row's text of more bytes becomes several documents, likewise, which keeps memory bounded."""
+    """A larger text of a line or row becomes several documents in the same way, which bounds memory."""
     line_bytes: int = 1 << 28
-    """A longer line of JSON is bad: it would have to be in memory whole."""
+    """A longer line of JSON is a bad document, because it would have to fit in memory."""
 
     @property
     def field(self) -> str:
@@ -69,39 +69,42 @@ class ReadOptions:
 
 
 OnBytes = Callable[[int], None]
-"""Called now and then with the bytes of the file, as stored, that have been read of a span so far."""
+"""Called from time to time with the number of a span's stored bytes that have been read."""
 
 
-# Plain text: a file is one document, or, above a length, several that are cut after a line.
+# Plain text: a file is one document, or several that are cut after a line if it is large.
 #
-# Where a file is cut follows from the file alone, so that spans end where documents do.
+# Cuts depend only on the file, so spans end at document boundaries.
 
 
 _TAIL_BYTES = 1 << 12
 
 
 def text_spans(path: Path, size: int, span_bytes: int, options: ReadOptions) -> list[Span]:
-    """Spans of ``span_bytes`` or a little more, each of whole documents; only the bytes around the cuts are read."""
+    """Return spans of ``span_bytes`` or slightly more, each of complete documents. Reads only the bytes around the cuts."""
     if size <= options.document_bytes:
         return [Span(0, size, 0, size)] if size else []
     spans: list[Span] = []
-    start = at = first = number = 0
+    start = position = first = number = 0
     with path.open("rb") as file:
-        while at < size:
-            at = _piece_end(file, at, size, options.document_bytes)
+        while position < size:
+            position = _piece_end(file, position, size, options.document_bytes)
             number += 1
-            if at - start >= span_bytes or at == size:
-                spans.append(Span(start, at, first, at - start))
-                start, first = at, number
+            if position - start >= span_bytes or position == size:
+                spans.append(Span(start, position, first, position - start))
+                start, first = position, number
     return spans
 
 
 def read_text(
-    path: Path, name: str, stream: io.BufferedReader, span: Span, options: ReadOptions, *, whole: bool
+    path: Path, name: str, stream: io.BufferedReader, span: Span, options: ReadOptions, *, to_end: bool
 ) -> Iterator[Document | BadDocument]:
-    """The documents of ``stream``, which stands at the span's start. ``whole``: the stream is the file to its end, read whatever its length."""
+    """Yield the documents of ``stream``, which is positioned at the span's start.
+
+    With ``to_end``, the stream is a file that is read to its end, whatever its length.
+    """
     head = b""
-    if whole:
+    if to_end:
         while len(head) <= options.document_bytes and (
             block := stream.read(options.document_bytes + 1 - len(head))
         ):
@@ -109,29 +112,29 @@ def read_text(
         if len(head) <= options.document_bytes:
             yield _decoded(path, name, head, "")
             return
-    left = span.stop - span.start
+    remaining = span.stop - span.start
     for number, piece in enumerate(pieces(_Rejoined(head, stream), options.document_bytes), span.first):
         yield _decoded(path, f"{name}#{number}", piece, f"piece {number + 1:,}")
-        left -= len(piece)
-        # A window that reaches beyond the span is cut as it would be in the whole file.
-        if not whole and left <= 0:
+        remaining -= len(piece)
+        # A window that extends past the span is cut as in the full file.
+        if not to_end and remaining <= 0:
             return
 
 
 def pieces(file: "BinaryIO | _Rejoined", piece_bytes: int) -> Iterator[bytes]:
-    """The file in pieces of at most ``piece_bytes``, each ending after a line where it holds a line's end at all."""
-    rest = b""
-    while block := file.read(piece_bytes - len(rest)):
-        block = rest + block
+    """Yield the file in pieces of at most ``piece_bytes``, each cut after a line if it contains a line end."""
+    remainder = b""
+    while block := file.read(piece_bytes - len(remainder)):
+        block = remainder + block
         cut = len(block) if len(block) < piece_bytes else block.rfind(b"\n") + 1 or _character_end(block)
         yield block[:cut]
-        rest = block[cut:]
-    if rest:
-        yield rest
+        remainder = block[cut:]
+    if remainder:
+        yield remainder
 
 
 class _Rejoined:
-    """A stream whose first bytes were read already."""
+    """A stream whose first bytes were already read."""
 
     def __init__(self, head: bytes, stream: io.BufferedReader) -> None:
         self._head = head
@@ -150,7 +153,7 @@ def _decoded(path: Path, name: str, piece: bytes, place: str) -> Document | BadD
 
 
 def _piece_end(file: BinaryIO, start: int, size: int, piece_bytes: int) -> int:
-    """Where the piece that begins at ``start`` ends, as ``pieces`` cuts: looks for a line's end backward from the limit."""
+    """Return the end of the piece that begins at ``start``, with the same cuts as ``pieces``: searches backward from the limit for a line end."""
     limit = start + piece_bytes
     if limit > size:
         return size
@@ -159,13 +162,13 @@ def _piece_end(file: BinaryIO, start: int, size: int, piece_bytes: int) -> int:
         length = min(length, piece_bytes)
         file.seek(limit - length)
         tail = file.read(length)
-        if found := tail.rfind(b"\n") + 1:
-            return limit - length + found
+        if after_line := tail.rfind(b"\n") + 1:
+            return limit - length + after_line
         length *= 4
     return start + _character_end(tail)
 
 
 def _character_end(block: bytes) -> int:
-    """The offset at which the last, perhaps incomplete, UTF-8 character begins: its first byte is no continuation byte."""
+    """Return the offset of the last, possibly incomplete, UTF-8 character: its first byte is not a continuation byte."""
     starts = (i for i in range(len(block) - 1, max(len(block) - 5, 0), -1) if block[i] & 0xC0 != 0x80)
     return next(starts, len(block))

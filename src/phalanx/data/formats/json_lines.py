@@ -1,8 +1,7 @@
-"""JSON lines: one object on each line, of which one field is the text.
+"""Read JSON lines: one object per line, with the text in one of its fields.
 
-``msgspec`` takes the one field out of a line without building the rest. What it refuses is looked at again by Python's own
-parser, which is slower, takes ``NaN`` as Python writes it, and tells what is wrong. A document is named by the offset of its
-line in the file, uncompressed, so that any span can be read without counting the lines before it.
+``msgspec`` decodes only that field. A line that it refuses is parsed again by Python's slower parser, which accepts ``NaN`` and gives a better
+reason for errors. A document is named by the uncompressed offset of its line, so a span can be read without counting the lines before it.
 """
 
 import io
@@ -24,7 +23,7 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def parse_object(line: bytes) -> object:
-    """What the line holds if it is JSON, ``NaN`` and ``Infinity`` included; a ``ValueError``, returned, if it is not."""
+    """Return the value on the line, with ``NaN`` and ``Infinity`` allowed; return a ``ValueError`` if it is not JSON."""
     try:
         return json.loads(line)
     except ValueError as error:
@@ -41,9 +40,9 @@ def read_lines(
     stop: int | None,
     options: ReadOptions,
 ) -> Iterator[Document | BadDocument]:
-    """The documents of the lines that start at offsets from ``start`` up to ``stop`` (None: the end).
+    """Yield the documents of lines that start at offsets from ``start`` to ``stop`` (None: the end).
 
-    ``stream`` is at ``start`` - 1, or at 0 if that is 0.
+    ``stream`` is at ``start`` - 1, or at 0 if ``start`` is 0.
     """
     offset = start
     if start > 0:
@@ -54,7 +53,7 @@ def read_lines(
         line = stream.readline(options.line_bytes)
         if not line:
             return
-        place = offset
+        line_start = offset
         offset += len(line)
         if len(line) == options.line_bytes and not line.endswith(b"\n"):
             offset += _skip_line(stream, options.line_bytes)
@@ -64,43 +63,43 @@ def read_lines(
             )
             continue
         count.passed(1)
-        line = (line.removeprefix(BOM) if place == 0 else line).strip()
+        line = (line.removeprefix(BOM) if line_start == 0 else line).strip()
         if not line:
             continue
         text = text_of(line)
         if isinstance(text, str):
-            yield from in_pieces(f"{name}@{place}", text, options)
+            yield from in_pieces(f"{name}@{line_start}", text, options)
         else:
             yield BadDocument(path, f"line {count.lines:,}", text.reason)
 
 
 def fields_of(stream: io.BufferedReader, lines: int, options: ReadOptions) -> list[str] | None:
-    """The fields of the first ``lines`` objects, in order of appearance; None if one of them has the text field, or none is an object."""
+    """Return the fields of the first ``lines`` objects in order of appearance; None if an object has the text field, or if there is no object."""
     fields: dict[str, None] = {}
     at_start = True
-    seen = 0
-    while seen < lines and (line := stream.readline(options.line_bytes)):
+    line_count = 0
+    while line_count < lines and (line := stream.readline(options.line_bytes)):
         line = (line.removeprefix(BOM) if at_start else line).strip()
         at_start = False
         if not line:
             continue
-        seen += 1
-        found = parse_object(line)
-        if isinstance(found, dict):
-            if options.field in found:
+        line_count += 1
+        value = parse_object(line)
+        if isinstance(value, dict):
+            if options.field in value:
                 return None
-            fields |= dict.fromkeys(found)
+            fields |= dict.fromkeys(value)
     return list(fields) or None
 
 
 def fields_in_words(fields: list[str]) -> str:
-    """Names of fields for a message, with an end to their number."""
+    """Return a limited number of field names for a message."""
     more = len(fields) - _MOST_FIELDS_NAMED
     return ", ".join(fields[:_MOST_FIELDS_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def in_pieces(name: str, text: str, options: ReadOptions) -> Iterator[Document]:
-    """The text as one document, or as several of ``row_bytes`` at most, cut after lines: ``name.0``, ``name.1``, ..."""
+    """Yield the text as one document, or as several of at most ``row_bytes``, cut after lines and named ``name.0``, ``name.1``, ..."""
     if options.chat or len(text) <= options.row_bytes // 4 or len(utf8 := text.encode()) <= options.row_bytes:
         yield Document(name, text)
         return
@@ -127,11 +126,11 @@ def _text_reader(field: str) -> Callable[[bytes], str | _Bad]:
 
 def _conversation_reader(field: str) -> Callable[[bytes], str | _Bad]:
     def text_of(line: bytes) -> str | _Bad:
-        found = _object_or_reason(line, field)
-        if isinstance(found, _Bad):
-            return found
+        row = _object_or_reason(line, field)
+        if isinstance(row, _Bad):
+            return row
         try:
-            return conversation_text(found, field)
+            return conversation_text(row, field)
         except ValueError as error:
             return _Bad(str(error))
 
@@ -139,24 +138,24 @@ def _conversation_reader(field: str) -> Callable[[bytes], str | _Bad]:
 
 
 def _object_or_reason(line: bytes, field: str) -> dict[str, object] | _Bad:
-    """The object on the line, if it has the field."""
-    found = parse_object(line)
-    if isinstance(found, UnicodeDecodeError):
-        return _Bad(f"is not UTF-8 text (byte {found.object[found.start]:#04x}: {found.reason})")
-    if isinstance(found, ValueError):
-        return _Bad(f"is not JSON ({found})")
-    if not isinstance(found, dict):
-        return _Bad(f"is no JSON object, but {_json_type(found)}")
-    if field not in found:
-        return _Bad(f"has no field {field!r}; it has: {fields_in_words(list(found))}")
-    return found
+    """Return the object on the line, if it has the field."""
+    value = parse_object(line)
+    if isinstance(value, UnicodeDecodeError):
+        return _Bad(f"is not UTF-8 text (byte {value.object[value.start]:#04x}: {value.reason})")
+    if isinstance(value, ValueError):
+        return _Bad(f"is not JSON ({value})")
+    if not isinstance(value, dict):
+        return _Bad(f"is no JSON object, but {_json_type(value)}")
+    if field not in value:
+        return _Bad(f"has no field {field!r}; it has: {fields_in_words(list(value))}")
+    return value
 
 
 def _text_or_reason(line: bytes, field: str) -> str | _Bad:
-    found = _object_or_reason(line, field)
-    if isinstance(found, _Bad):
-        return found
-    text = found[field]
+    row = _object_or_reason(line, field)
+    if isinstance(row, _Bad):
+        return row
+    text = row[field]
     if not isinstance(text, str):
         return _Bad(f"its {field!r} is {_json_type(text)}, not text")
     if half := _HALF_PAIR.search(text):
@@ -174,7 +173,7 @@ def _json_type(value: object) -> str:
 
 
 def _skip_line(stream: io.BufferedReader, block: int) -> int:
-    """Read up to and with the next end of a line; the bytes that were read."""
+    """Skip to the start of the next line. Returns the number of bytes skipped."""
     count = 0
     while piece := stream.readline(block):
         count += len(piece)
@@ -184,29 +183,29 @@ def _skip_line(stream: io.BufferedReader, block: int) -> int:
 
 
 class _LineCounter:
-    """The number of the current line in the file, from 1; those before the span are counted only when it is asked for."""
+    """Counts lines to give the current line's number in the file, from 1. Lines before the span are counted only if the number is needed."""
 
     def __init__(self, path: Path, start: int) -> None:
         self._path = path
         self._start = start
         self._before: int | None = None if start else 0
-        self._here = 0
+        self._span_lines = 0
 
     def passed(self, lines: int) -> None:
-        self._here += lines
+        self._span_lines += lines
 
     @property
     def lines(self) -> int:
         if self._before is None:
             self._before = _lines_started_before(self._path, self._start)
-        return self._before + self._here
+        return self._before + self._span_lines
 
 
 def _lines_started_before(path: Path, offset: int) -> int:
-    count, left, last = 0, offset, b"\n"
+    count, remaining, last_byte = 0, offset, b"\n"
     with path.open("rb") as file:
-        while left and (block := file.read(min(left, _COUNT_BYTES))):
+        while remaining and (block := file.read(min(remaining, _COUNT_BYTES))):
             count += block.count(b"\n")
-            left -= len(block)
-            last = block[-1:]
-    return count + (last != b"\n")
+            remaining -= len(block)
+            last_byte = block[-1:]
+    return count + (last_byte != b"\n")

@@ -1,7 +1,7 @@
-"""Recognize a file by its first bytes, and read it whatever its format: its spans, and the documents of a span.
+"""Detect a file's format from its first bytes, and read its spans and documents.
 
-The documents of all spans, in order, are those of the whole file, for any ``span_bytes``; so spans may be read by different
-processes, in any order, and again.
+For any ``span_bytes``, the documents of all spans in order are those of the file. So different processes can read spans in any order and more
+than once.
 """
 
 import codecs
@@ -28,11 +28,11 @@ from phalanx.data.formats.document import (
 )
 from phalanx.data.formats.json_lines import BOM, fields_of, parse_object, read_lines
 
-# The format of a file by its first bytes: text, JSON lines, Parquet or Arrow, the first two also compressed.
+# Format of a file by its first bytes: text, JSON lines, Parquet or Arrow. Text and JSON lines may be compressed.
 #
-# Names count only where content leaves it open: a single line with a JSON object is JSON lines if the name says so, and a
-# file called ``.jsonl`` is JSON lines even if its first line is broken, so that the line is named and not trained on as text.
-# What is known and cannot be read, a picture or an archive, is refused by its name, with what to do about it.
+# File names matter only if the content is ambiguous. A single line with a JSON object is JSON lines only in a file named so. A file named
+# ``.jsonl`` is JSON lines even if its first line is broken, so that the line is reported instead of trained on as text. Known formats that cannot
+# be read, such as pictures and archives, are refused with a remedy.
 
 _HEAD_BYTES = 1 << 16
 _LONGEST_FIRST_LINE = 1 << 24
@@ -87,7 +87,7 @@ _BEGINS_OBJECT = re.compile(rb'\s*\{\s*"')
 
 
 class Kind(Enum):
-    """What the content of a file is, once it is uncompressed."""
+    """Type of a file's uncompressed content."""
 
     TEXT = "text"
     JSONL = "jsonl"
@@ -97,7 +97,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Format:
-    """What a file is."""
+    """Content type and compression of a file."""
 
     kind: Kind
     compression: Compression = Compression.NONE
@@ -107,9 +107,9 @@ class Format:
 
 
 def recognize(path: Path, *, may_be_damaged: bool = False) -> Format:
-    """The format of the file at ``path``, by its content. An empty file is text. JSON lines ``may_be_damaged`` behind the first two.
+    """Return the format of the file at ``path`` from its content. An empty file is text. With ``may_be_damaged``, JSON lines are accepted if only later lines are damaged.
 
-    Raises ``FormatError`` for what cannot be read, and ``MissingPackageError`` if it takes a package that is not installed.
+    Raises ``FormatError`` for unsupported files, and ``MissingPackageError`` if a required package is not installed.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -160,10 +160,10 @@ def _recognize_compressed(path: Path, compression: Compression, may_be_damaged: 
 
 
 def _kind_of_text(path: Path, head: bytes, file: io.BufferedIOBase) -> Kind:
-    """Whether ``file``, which begins with ``head``, holds JSON lines or text. Raises ``FormatError`` if neither."""
-    for offset, magic, what, remedy in _REFUSED:
+    """Return JSON lines or text for ``file``, which begins with ``head``. Raises ``FormatError`` if it is neither."""
+    for offset, magic, description, remedy in _REFUSED:
         if head[offset : offset + len(magic)] == magic:
-            raise FormatError(path, f"is {what}", remedy)
+            raise FormatError(path, f"is {description}", remedy)
     if _named_json_lines(path):
         return Kind.JSONL
     _require_utf8(path, head)
@@ -178,8 +178,8 @@ def _kind_of_text(path: Path, head: bytes, file: io.BufferedIOBase) -> Kind:
         at_start = False
         if stripped:
             lines.append(stripped)
-    both = len(lines) == 2 and all(isinstance(parse_object(line), dict) for line in lines)
-    return Kind.JSONL if both else Kind.TEXT
+    two_objects = len(lines) == 2 and all(isinstance(parse_object(line), dict) for line in lines)
+    return Kind.JSONL if two_objects else Kind.TEXT
 
 
 def _require_utf8(path: Path, head: bytes) -> None:
@@ -201,7 +201,7 @@ def _named_json_lines(path: Path) -> bool:
 
 
 def _begins_arrow_stream(head: bytes, size: int) -> bool:
-    """True for an Arrow stream: a continuation mark, then the length of a first message, which is padded to 8 bytes."""
+    """Return True for an Arrow stream: a continuation mark, then the length of the first message, padded to 8 bytes."""
     length = int.from_bytes(head[4:8], "little")
     return head.startswith(b"\xff\xff\xff\xff") and 0 < length <= size - 8 and length % 8 == 0
 
@@ -211,10 +211,10 @@ _LINES_LOOKED_AT = 20
 
 
 def spans(path: Path, file_format: Format, span_bytes: int, options: ReadOptions = DEFAULTS) -> list[Span]:
-    """The spans of a file, of ``span_bytes`` or a little more as stored, in order; none of an empty file.
+    """Return the spans of a file in order, each of ``span_bytes`` or slightly more as stored; none for an empty file.
 
-    Plain text is cut where its documents are, with the same ``options.document_bytes`` as they are read with. Raises
-    ``CorpusError`` if the file cannot be read or is damaged, or a package is missing.
+    Plain text is cut at document boundaries, so ``options.document_bytes`` must be the same as for reading. Raises ``CorpusError`` if the file
+    cannot be read or is damaged, or if a package is missing.
     """
     if span_bytes < 1:
         raise ValueError(f"span_bytes = {span_bytes} is not positive")
@@ -245,11 +245,10 @@ def documents(
     options: ReadOptions = DEFAULTS,
     on_bytes: OnBytes | None = None,
 ) -> Iterator[Document | BadDocument]:
-    """The documents of a span of the file, called ``name`` among its corpus, in order and in bounded memory.
+    """Yield the documents of a span in order and with bounded memory. ``name`` is the file's name in its corpus.
 
-    They are called ``name@OFFSET`` after the line of JSON, ``name#ROW`` (from 0) after the row of a table, and ``name`` or
-    ``name#PIECE`` after a text file. What holds no text is a ``BadDocument`` in its place; documents may be empty. A file
-    that is damaged is one where the damage shows, with nothing after it in the span.
+    Documents are named ``name@OFFSET`` for a line of JSON, ``name#ROW`` (from 0) for a row of a table, and ``name`` or ``name#PIECE`` for a text file.
+    A ``BadDocument`` replaces content without text. Documents may be empty. A damaged file yields a ``BadDocument`` at the damage, and nothing after it.
 
     Raises ``CorpusError`` if the file cannot be read, or a package is missing.
     """
@@ -269,9 +268,9 @@ def documents(
 
 
 def require_text(path: Path, file_format: Format, options: ReadOptions = DEFAULTS) -> None:
-    """Raises ``FormatError`` if the file is one of fields, and none of its first rows has the one that the options name.
+    """Raises ``FormatError`` if none of the first rows has the field that the options name.
 
-    The message names the fields that it has.
+    The message lists the existing fields. Plain text has no fields and is accepted.
     """
     with _named(path):
         match file_format.kind:
@@ -280,9 +279,9 @@ def require_text(path: Path, file_format: Format, options: ReadOptions = DEFAULT
                 tables.require_column(path, options, parquet=file_format.kind is Kind.PARQUET)
             case Kind.JSONL:
                 with open_stream(path, file_format.compression) as stream:
-                    there = fields_of(stream, _LINES_LOOKED_AT, options)
-                if there is not None:
-                    raise tables.missing_field(path, options.field, there)
+                    fields = fields_of(stream, _LINES_LOOKED_AT, options)
+                if fields is not None:
+                    raise tables.missing_field(path, options.field, fields)
             case Kind.TEXT if options.chat:
                 raise FormatError(
                     path, "is text, not rows of conversations", "give JSON lines, Parquet or Arrow"
@@ -308,8 +307,8 @@ def _stream_documents(
         else:
             if span.start:
                 stream.seek(span.start)
-            whole = compressed or (span.start == 0 and span.stop >= path.stat().st_size)
-            yield from read_text(path, name, stream, span, options, whole=whole)
+            to_end = compressed or (span.start == 0 and span.stop >= path.stat().st_size)
+            yield from read_text(path, name, stream, span, options, to_end=to_end)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""Tables, of whose columns one is the text: Parquet by row groups, Arrow files and streams by record batches.
+"""Read tables with a text column: Parquet by row groups, Arrow files and streams by record batches.
 
-Read by ``pyarrow``, the reference, a few megabytes at a time. Rows are numbered through the file, so that a document has the
-same name whichever span it is read in.
+``pyarrow`` reads a few megabytes at a time. Rows are numbered through the file, so a document has the same name in any span.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def require_packages() -> None:
-    """Raises ``MissingPackageError`` with the command that installs what tables are read by."""
+    """Raises ``MissingPackageError`` with the command that installs the packages for tables."""
     try:
         importlib.import_module("pyarrow.parquet")
     except ImportError as error:
@@ -39,7 +38,7 @@ def require_packages() -> None:
 
 
 def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
-    """Spans of whole row groups, each of ``span_bytes`` as stored or a little more."""
+    """Return spans of complete row groups, each of ``span_bytes`` or slightly more as stored."""
     import pyarrow.parquet as pq
 
     spans: list[Span] = []
@@ -47,7 +46,7 @@ def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
     start = first = rows = stored = before = 0
     with _damage_named(), pq.ParquetFile(path, page_checksum_verification=True) as file:
         groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-        # Of the columns' sizes as stored, pyarrow tells at the price of aborting the process where the footer is damaged.
+        # pyarrow also has the columns' stored sizes, but aborts the process if the footer is damaged.
         ends = list(itertools.accumulate(max(0, group.total_byte_size) for group in groups))
         for number, group in enumerate(groups):
             rows += group.num_rows
@@ -59,7 +58,7 @@ def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
 
 
 def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
-    """Spans of whole record batches; the file is mapped, and of each batch little more than its header is read."""
+    """Return spans of complete record batches. The file is mapped, and little more than the headers of batches is read."""
     spans: list[Span] = []
     start = first = rows = stored = number = 0
     with _damage_named(), _batches(path) as (_, batches):
@@ -67,7 +66,7 @@ def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
             rows += batch.num_rows
             stored += (
                 batch.get_total_buffer_size()
-            )  # `nbytes` follows offsets, out of the file if they are damaged
+            )  # `nbytes` reads through offsets, which may be damaged and point outside the file
             if stored >= span_bytes:
                 spans.append(Span(start, number, first, stored))
                 start, first, stored = number, rows, 0
@@ -77,7 +76,7 @@ def arrow_spans(path: Path, span_bytes: int) -> list[Span]:
 
 
 def require_column(path: Path, options: ReadOptions, *, parquet: bool) -> None:
-    """Raises ``FormatError`` if the table has no column of text that is called as the options say."""
+    """Raises ``FormatError`` if the table has no text column with the name in the options."""
     import pyarrow.parquet as pq
 
     with _damage_named():
@@ -104,18 +103,18 @@ def require_column(path: Path, options: ReadOptions, *, parquet: bool) -> None:
         )
 
 
-def missing_field(path: Path, wanted: str, there: list[str]) -> FormatError:
-    """The error for a file without the field that holds the text."""
-    remedy, outer = "name it with --text-field", wanted.partition(".")[0]
-    if outer != wanted and outer in there:
-        remedy = f"a field within {outer!r} is not read: write it as one of its own, in JSON lines with jq -c '{{text: .{wanted}}}'"
-    return FormatError(path, f"has no field {wanted!r}; it has: {fields_in_words(there)}", remedy)
+def missing_field(path: Path, field: str, available: list[str]) -> FormatError:
+    """Return the error for a file without the text field."""
+    remedy, outer = "name it with --text-field", field.partition(".")[0]
+    if outer != field and outer in available:
+        remedy = f"a field within {outer!r} is not read: write it as one of its own, in JSON lines with jq -c '{{text: .{field}}}'"
+    return FormatError(path, f"has no field {field!r}; it has: {fields_in_words(available)}", remedy)
 
 
 def read_parquet(
     path: Path, name: str, span: Span, options: ReadOptions, on_bytes: OnBytes | None
 ) -> Iterator[Document | BadDocument]:
-    """The rows of the span's row groups."""
+    """Yield the documents of the span's row groups."""
     import pyarrow.parquet as pq
 
     with (
@@ -141,7 +140,7 @@ def read_parquet(
 def read_arrow(
     path: Path, name: str, span: Span, options: ReadOptions, on_bytes: OnBytes | None
 ) -> Iterator[Document | BadDocument]:
-    """The rows of the span's record batches."""
+    """Yield the documents of the span's record batches."""
     with _damage_named(), _batches(path) as (_, batches):
         chosen = list(itertools.islice(batches, span.start, span.stop))
         rows = sum(batch.num_rows for batch in chosen)
@@ -180,13 +179,13 @@ def _read_batches(
                 on_bytes(span.file_bytes * (row - span.first) // max(1, rows))
 
 
-def columns_read(options: ReadOptions, there: Sequence[str]) -> list[str]:
-    """The columns that documents are made of: the text, or the messages and, where there are such, the tools."""
-    return [options.field, *([TOOLS] if options.chat and TOOLS in there else [])]
+def columns_read(options: ReadOptions, available: Sequence[str]) -> list[str]:
+    """Return the columns to read: the text, or the messages and, if present, the tools."""
+    return [options.field, *([TOOLS] if options.chat and TOOLS in available else [])]
 
 
 def _conversations(rows: pyarrow.RecordBatch, options: ReadOptions) -> Iterator[str | ValueError]:
-    """The conversation of each row."""
+    """Yield the conversation of each row."""
     chosen = rows.select(columns_read(options, rows.schema.names))
     chosen.validate(full=True)
     for row in chosen.to_pylist():
@@ -197,9 +196,9 @@ def _conversations(rows: pyarrow.RecordBatch, options: ReadOptions) -> Iterator[
 
 
 def _values(column: pyarrow.Array) -> Iterator[str | UnicodeDecodeError | None]:
-    """Each value of a column of text or bytes; what is not UTF-8 as the error that says so.
+    """Yield each value of a column of text or bytes; an error in place of a value that is not UTF-8.
 
-    Raises ``ArrowInvalid`` where the column is damaged: pyarrow follows wrong offsets out of a mapped file until the process dies.
+    Raises ``ArrowInvalid`` for a damaged column: pyarrow would follow wrong offsets out of a mapped file and crash the process.
     """
     import pyarrow as pa
 
@@ -249,7 +248,7 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 
 @contextmanager
 def _batches(path: Path) -> Iterator[tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]]:
-    """Schema and record batches of an Arrow file or stream, mapped into memory."""
+    """Yield the schema and record batches of an Arrow file or stream, mapped into memory."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as mapped:
@@ -264,7 +263,7 @@ def _batches(path: Path) -> Iterator[tuple[pyarrow.Schema, Iterator[pyarrow.Reco
 
 @contextmanager
 def _damage_named() -> Iterator[None]:
-    """What pyarrow raises of broken files, as ``DamagedError``."""
+    """Convert pyarrow's errors for broken files to ``DamagedError``."""
     import pyarrow as pa
 
     try:

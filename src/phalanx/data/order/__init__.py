@@ -1,1 +1,1 @@
-"""The order of a run: permutations and fair mixtures, in integers alone."""
+"""The order of a run: permutations and fair mixtures, with integers only."""

@@ -1,18 +1,16 @@
-"""In which order a run sees the samples of its dataset: computed for any position, stored nowhere.
+"""Compute the order in which a run sees the samples of its dataset; nothing is stored.
 
-Shuffling by a stored list costs seconds and gigabytes to resume in the middle of, and ties the order to whoever
-holds the list. Here the shuffle is a keyed pseudo-random permutation: the place of sample *i* is computed from
-(seed, epoch, *i*) alone, so any rank of any fleet can ask for any stretch of the run, and resuming is free.
+A stored shuffled list costs seconds and gigabytes to load when a run resumes. Here the shuffle is a keyed pseudo-random permutation. The
+position of sample *i* depends only on (seed, epoch, *i*), so any rank can compute any range, and resuming costs nothing.
 
-The permutation is the generalized Feistel cipher of Black and Rogaway, "Ciphers with Arbitrary Finite Domains"
-(CT-RSA 2002). A position x < n is written as a pair (left, right) in a grid of a x b >= n cells; each round adds a
-keyed hash of one half to the other, modulo that half's size, which can be undone and so is a permutation of the grid.
-Whoever lands outside n is sent through again until inside ("cycle walking"); as a is the root of n rounded up, fewer
-than one in sqrt(n) cells are outside. The hash is the finalizer of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
-Eight rounds reach every permutation of a handful of items, but not equally often (a chi-square over all orders of six
-items is off by hundreds of standard deviations), so up to ``SORTED_UP_TO`` samples the order is a sort by keyed hash.
+The permutation is the generalized Feistel cipher of Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002). A position
+x < n is a pair (left, right) in a grid of a x b >= n cells. Each round adds a keyed hash of one half to the other, modulo that half's size.
+This is invertible, so it permutes the grid. A result outside n goes through the cipher again until it is inside ("cycle walking"). Because a
+is the root of n rounded up, fewer than one in sqrt(n) cells are outside. The hash is SplitMix64's finalizer (Steele, Lea, Flood, OOPSLA 2014).
+For few items, eight rounds reach every permutation but not equally often: a chi-square over all orders of six items is off by hundreds of
+standard deviations. So up to ``SORTED_UP_TO`` samples, the order is a sort by keyed hash.
 
-The order is part of what a run's bits depend on: changing any constant here changes every run.
+A run's bits depend on the order: changing a constant here changes every run.
 """
 
 import hashlib
@@ -23,21 +21,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-# A BLAKE2b digest holds exactly eight 64-bit keys; four rounds already pass the tests against a true shuffle.
+# A BLAKE2b digest has exactly eight 64-bit keys. Four rounds already pass the tests against a true shuffle.
 ROUNDS = 8
 # Pairs of positions are visibly biased up to about 16 items; a sort of this many hashes still costs microseconds.
 SORTED_UP_TO = 1024
 _SORTED_TOGETHER = 1 << 16
-"""Hashes that are sorted at once, where several small permutations are asked for: half a MiB of them."""
+"""Number of hashes sorted in one batch for several small permutations (half a MiB)."""
 MAX_SAMPLES = 2**62
 
 
 def permute(index: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
-    """The images of ``index`` under the keyed permutation of ``range(n)``.
+    """Return the images of ``index`` under the keyed permutation of ``range(n)``.
 
-    ``index`` has any shape, with values in [0, n); the result has the same shape and dtype int64. ``key`` is in
-    [0, 2**64). Costs about 8 hash evaluations per element and nothing that grows with n.
-    Raises ``ValueError`` for a value out of range.
+    ``index`` has any shape, with values in [0, n). The result is int64 of the same shape. ``key`` is in [0, 2**64). Costs about 8 hash evaluations
+    per element, independent of n. Raises ``ValueError`` for a value out of range.
     """
     _require_range("n", n, 1, MAX_SAMPLES)
     if index.size and (index.min() < 0 or index.max() >= n):
@@ -46,53 +43,53 @@ def permute(index: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
     if n <= SORTED_UP_TO:
         order: NDArray[np.int64] = _orders_by_hash(n, round_keys[None])[0]
         return order[index]
-    moved = _feistel(index.ravel().astype(np.uint64), n, round_keys)
-    outside = np.flatnonzero(moved >= n)
+    images = _feistel(index.ravel().astype(np.uint64), n, round_keys)
+    outside = np.flatnonzero(images >= n)
     while outside.size:
-        moved[outside] = _feistel(moved[outside], n, round_keys)
-        outside = outside[moved[outside] >= n]
-    return moved.astype(np.int64).reshape(index.shape)
+        images[outside] = _feistel(images[outside], n, round_keys)
+        outside = outside[images[outside] >= n]
+    return images.astype(np.int64).reshape(index.shape)
 
 
 def permute_in_turn(
     index: NDArray[np.int64], turn: NDArray[np.int64], *, n: int, keys: Sequence[int]
 ) -> NDArray[np.int64]:
-    """The images of ``index`` under several permutations of ``range(n)``: of ``index[i]`` under that with ``keys[turn[i]]``.
+    """Return the images under several permutations of ``range(n)``: ``index[i]`` is permuted with ``keys[turn[i]]``.
 
-    As ``permute`` for one key after the other, and much quicker where ``n`` is small and the keys are many. Both arrays have one
-    dimension; ``turn`` does not decrease.
+    Equivalent to ``permute`` for each key, but much faster for small ``n`` and many keys. Both arrays are one-dimensional, and ``turn`` does not
+    decrease.
     """
     if n > SORTED_UP_TO and keys:
         edges = np.searchsorted(turn, np.arange(1, len(keys)))
         parts = zip(np.split(index, edges), keys, strict=True)
         return np.concatenate([permute(part, n=n, key=key) for part, key in parts])
     images = np.empty_like(index)
-    together = max(1, _SORTED_TOGETHER // n)
-    for first in range(0, len(keys), together):
-        round_keys = np.stack([_round_keys(key) for key in keys[first : first + together]])
-        of_these = slice(*np.searchsorted(turn, (first, first + together)))
-        images[of_these] = _orders_by_hash(n, round_keys)[turn[of_these] - first, index[of_these]]
+    batch = max(1, _SORTED_TOGETHER // n)
+    for first in range(0, len(keys), batch):
+        round_keys = np.stack([_round_keys(key) for key in keys[first : first + batch]])
+        selection = slice(*np.searchsorted(turn, (first, first + batch)))
+        images[selection] = _orders_by_hash(n, round_keys)[turn[selection] - first, index[selection]]
     return images
 
 
 def place_in_permutation(image: NDArray[np.int64], *, n: int, key: int) -> NDArray[np.int64]:
-    """The inverse of ``permute``: where each of ``image`` comes from. The same shapes, cost and errors."""
+    """Return the preimages of ``image``: the inverse of ``permute``, with the same shapes, cost and errors."""
     _require_range("n", n, 1, MAX_SAMPLES)
     if image.size and (image.min() < 0 or image.max() >= n):
         raise ValueError(f"images {image.min()}..{image.max()} are not all in [0, {n})")
     round_keys = _round_keys(key)
     if n <= SORTED_UP_TO:
         return np.argsort(_orders_by_hash(n, round_keys[None])[0]).astype(np.int64)[image]
-    moved = _feistel_inverse(image.ravel().astype(np.uint64), n, round_keys)
-    outside = np.flatnonzero(moved >= n)
+    positions = _feistel_inverse(image.ravel().astype(np.uint64), n, round_keys)
+    outside = np.flatnonzero(positions >= n)
     while outside.size:
-        moved[outside] = _feistel_inverse(moved[outside], n, round_keys)
-        outside = outside[moved[outside] >= n]
-    return moved.astype(np.int64).reshape(image.shape)
+        positions[outside] = _feistel_inverse(positions[outside], n, round_keys)
+        outside = outside[positions[outside] >= n]
+    return positions.astype(np.int64).reshape(image.shape)
 
 
 def key_of(purpose: str, seed: int, number: int, name: str = "") -> int:
-    """The key of one of a run's permutations: its purpose (at most 8 ASCII letters), the run's seed, a number and a name."""
+    """Return the key of one of a run's permutations for a purpose (at most 8 ASCII letters), the run's seed, a number and a name."""
     message = seed.to_bytes(8, "little") + number.to_bytes(8, "little") + name.encode()
     digest = hashlib.blake2b(message, digest_size=8, person=f"phalanx {purpose}".encode()).digest()
     return int.from_bytes(digest, "little")
@@ -100,7 +97,7 @@ def key_of(purpose: str, seed: int, number: int, name: str = "") -> int:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of a run over a dataset of ``n`` samples: every epoch a permutation of its own."""
+    """The order of a run over a dataset of ``n`` samples, with a different permutation in each epoch."""
 
     n: int
     """Samples in the dataset; at least 1."""
@@ -112,25 +109,27 @@ class SampleOrder:
         _require_range("seed", self.seed, 0, 2**64 - 1)
 
     def dataset_indices(self, first: int, count: int) -> NDArray[np.int64]:
-        """Which dataset samples the run's samples ``first`` to ``first + count`` are; shape (count,), int64.
+        """Return the dataset samples of the run's samples ``first`` to ``first + count``; shape (count,), int64.
 
-        Run sample i is in epoch i // n. Neighboring stretches join up however the run is cut into batches.
+        Run sample i is in epoch i // n. The order is the same however the run is divided into batches.
         """
         _require_range("first", first, 0, MAX_SAMPLES)
         _require_range("count", count, 0, MAX_SAMPLES)
         indices = np.empty(count, dtype=np.int64)
-        done = 0
-        while done < count:
-            epoch, position = divmod(first + done, self.n)
-            take = min(count - done, self.n - position)
-            positions = np.arange(position, position + take, dtype=np.int64)
-            indices[done : done + take] = permute(positions, n=self.n, key=key_of("epoch", self.seed, epoch))
-            done += take
+        filled = 0
+        while filled < count:
+            epoch, position = divmod(first + filled, self.n)
+            count_here = min(count - filled, self.n - position)
+            positions = np.arange(position, position + count_here, dtype=np.int64)
+            indices[filled : filled + count_here] = permute(
+                positions, n=self.n, key=key_of("epoch", self.seed, epoch)
+            )
+            filled += count_here
         return indices
 
 
 def _feistel(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One pass through the cipher over the smallest near-square grid that holds n cells."""
+    """Apply the cipher once, on the smallest near-square grid of at least n cells."""
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     columns, rows = np.array(a, np.uint64), np.array(b, np.uint64)
@@ -146,7 +145,7 @@ def _feistel(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> N
 
 
 def _feistel_inverse(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The rounds of ``_feistel`` undone, the last first."""
+    """Undo the rounds of ``_feistel``, last one first."""
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
     columns, rows = np.array(a, np.uint64), np.array(b, np.uint64)
@@ -164,10 +163,10 @@ def _feistel_inverse(x: NDArray[np.uint64], n: int, round_keys: NDArray[np.uint6
 def _added(
     half: NDArray[np.uint64], hashed: NDArray[np.uint64], size: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """``(half + hashed) % size`` for halves below ``size``, which is below 2**32; ``hashed`` is overwritten.
+    """Return ``(half + hashed) % size`` for halves below ``size``, which is below 2**32. Overwrites ``hashed``.
 
-    NumPy divides an array by one number with multiplications, several at a time, and has only the processor's slow division for a
-    remainder. A sum below twice the size needs none: from less than the size, the size is subtracted to a number near 2**64.
+    NumPy divides an array by a scalar with vectorized multiplications, but uses the processor's slow division for remainders. A sum below twice
+    the size needs no remainder: if it is below the size, subtracting the size wraps to nearly 2**64, so the minimum is correct.
     """
     _reduce(hashed, size)
     hashed += half
@@ -178,7 +177,7 @@ def _added(
 def _subtracted(
     half: NDArray[np.uint64], hashed: NDArray[np.uint64], size: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
-    """``(half - hashed) % size``, as ``_added``."""
+    """Return ``(half - hashed) % size`` in the same way as ``_added``."""
     _reduce(hashed, size)
     np.subtract(half, hashed, out=hashed)
     np.minimum(hashed, hashed + size, out=hashed)
@@ -186,25 +185,25 @@ def _subtracted(
 
 
 def _reduce(values: NDArray[np.uint64], size: NDArray[np.uint64]) -> None:
-    """``values %= size``, quicker."""
+    """Compute ``values %= size`` faster."""
     quotients = values // size
     quotients *= size
     values -= quotients
 
 
 def _orders_by_hash(n: int, round_keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """All of small permutations at once, one for each row of ``round_keys``: (rows, n). The hash is one-to-one, so that no two items tie."""
+    """Return small permutations, one for each row of ``round_keys``: (rows, n). The hash is one-to-one, so there are no ties."""
     first, second = round_keys[:, :1], round_keys[:, 1:2]
     return np.argsort(_mix(_mix(np.arange(n, dtype=np.uint64) ^ first) ^ second), axis=1).astype(np.int64)
 
 
-# Arrays without dimensions, which NumPy takes in half of the time that a number of its own takes.
+# Zero-dimensional arrays, which NumPy handles twice as fast as its scalars.
 _SHIFTS = tuple(np.array(shift, np.uint64) for shift in (30, 27, 31))
 _FACTORS = tuple(np.array(factor, np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finalizer: every input bit changes every output bit with probability near one half."""
+    """Apply SplitMix64's finalizer: each input bit changes each output bit with a probability near one half."""
     mixed = x >> _SHIFTS[0]
     mixed ^= x
     mixed *= _FACTORS[0]

@@ -1,1 +1,1 @@
-"""Where tokens come from and which step reads them: asked by people, not by training."""
+"""Origin of tokens, and the steps that read them: for users, not for training."""

@@ -1,4 +1,4 @@
-"""The data of a run for people: provenance of each dataset, the batch of a step, and a record as text with what is learned of it."""
+"""Describe the data of a run: the provenance of each dataset, the batch of a step, and a record as text with its loss mask."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from phalanx.data.tokenizers.tokenizer import BpeTokenizer, Tokenizer, load_toke
 from phalanx.run.resolve import ONLY
 from phalanx.run.spec import RunSpec
 
-# Where the tokens of a run come from: of each dataset its address, the hash of its manifest, and the recipe that made it.
+# Provenance of a run's tokens: each dataset's address, the hash of its manifest, and its recipe.
 #
-# The fingerprint of a dataset says which tokens they are; the recipe says what they were made from (``source_sha256`` over the names and texts
-# of all documents, the tokenizer's fingerprint, how they were cut), so that the chain goes back to the texts. A dataset that was prepared by
-# steps keeps its plan beside it, and ``phalanx data trace`` follows single records.
+# A dataset's fingerprint identifies its tokens. The recipe identifies their origin: ``source_sha256`` over the names and texts of all documents, the
+# tokenizer's fingerprint, and the options. A dataset that was prepared in portions also has its plan, and ``phalanx data trace`` traces single
+# records.
 
 
 def provenance(index: DataIndex, addresses: Mapping[str, str]) -> dict[str, dict[str, object]]:
-    """What is known of each dataset by the name of its source; of a run without ``[[data.sources]]`` that is empty."""
-    known: Mapping[str, DatasetIndex] = {}
+    """Return known facts of each dataset, by the name of its source. The name is empty for a run without ``[[data.sources]]``."""
+    indices: Mapping[str, DatasetIndex] = {}
     if isinstance(index, DatasetIndex):
-        known = {ONLY: index}
+        indices = {ONLY: index}
     elif isinstance(index, MixtureIndex):
-        known = index.sources
-    return {name: _of_one(one, addresses.get(name, "")) for name, one in known.items()}
+        indices = index.sources
+    return {name: _dataset_facts(dataset, addresses.get(name, "")) for name, dataset in indices.items()}
 
 
-def _of_one(index: DatasetIndex, address: str) -> dict[str, object]:
+def _dataset_facts(index: DatasetIndex, address: str) -> dict[str, object]:
     return {
         "address": address,
         "fingerprint": index.fingerprint,
@@ -48,17 +48,17 @@ def _of_one(index: DatasetIndex, address: str) -> dict[str, object]:
     }
 
 
-# Shows the samples of one step of a run: what one wants to see when its loss has jumped.
+# Show the samples of one step of a run, for example after a jump of the loss.
 
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample of a step: where it is stored, of which documents it is, and its text."""
+    """A sample of a step: its storage location, its documents, and its text."""
 
     reading: Reading
     documents: range | None
-    """Numbers, from 0 in the order of the shards, of the documents that it holds tokens of; ``None`` if the dataset is packed, or so
-    large that nobody counted."""
+    """Numbers, from 0 in shard order, of the documents with tokens in the sample. ``None`` if the dataset is packed, or too large to
+    count them."""
     record: ShownRecord
 
 
@@ -69,9 +69,9 @@ def show_batch(
     slot: int | None = None,
     origin: DataOrigin | None = None,
 ) -> list[ShownSample]:
-    """The samples of ``step`` (from 1), or those of one slot of it, in the slots' order.
+    """Return the samples of ``step`` (from 1), or of one of its slots, in slot order.
 
-    Raises ``DatasetError`` for a step before the run's first, or a slot that it does not have.
+    Raises ``DatasetError`` for a step before the run's first, or a slot that does not exist.
     """
     if slot is not None and not slot < spec.train.slots:
         raise DatasetError(f"there is no slot {slot}: the run has {spec.train.slots}, from 0")
@@ -95,26 +95,26 @@ def _shown(place: DatasetPlace, reading: Reading, seq_len: int) -> ShownSample:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of a record."""
+class RecordPiece:
+    """A range of a record."""
 
     text: str
     learned: bool
-    """True if there is a loss on its tokens; those that begin a document have none all the same."""
+    """True if its tokens have a loss. The first token of a document has none in any case."""
 
 
 @dataclass(frozen=True)
 class ShownRecord:
     """A record as text."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RecordPiece, ...]
     tokens: int
-    """Without those that fill it up."""
+    """Number of tokens without padding."""
     padding: int
 
 
 def show_record(place: DatasetPlace, split: str, number: int, seq_len: int) -> ShownRecord:
-    """Record ``number`` of ``seq_len`` tokens of a split, from 0, special tokens spelled out. Raises ``DatasetError`` if there is none."""
+    """Return record ``number`` (from 0) of ``seq_len`` tokens of a split, with special tokens as text. Raises ``DatasetError`` if there is none."""
     sequences = TokenSequences(place, split, seq_len)
     if not 0 <= number < len(sequences):
         raise DatasetError(
@@ -125,12 +125,14 @@ def show_record(place: DatasetPlace, split: str, number: int, seq_len: int) -> S
     end = place.index.document_end
     used = len(ids)
     if sequences.packed:
-        filling = tokenizer.end_of_document if end is None else end
-        others = np.flatnonzero(ids != filling)
-        used = min(int(others[-1]) + 2 if len(others) else 0, used)  # the last document's end is its own
+        padding_token = tokenizer.end_of_document if end is None else end
+        unpadded = np.flatnonzero(ids != padding_token)
+        used = min(
+            int(unpadded[-1]) + 2 if len(unpadded) else 0, used
+        )  # the first end token belongs to the last document
     ids, learned = ids[:used], learned[:used]
     runs = np.split(np.arange(used), np.flatnonzero(np.diff(learned)) + 1) if used else []
-    pieces = (Piece(_spelled(tokenizer, ids[run].tolist()), bool(learned[run[0]])) for run in runs)
+    pieces = (RecordPiece(_spelled(tokenizer, ids[run].tolist()), bool(learned[run[0]])) for run in runs)
     return ShownRecord(tuple(pieces), used, seq_len - used)
 
 

@@ -1,8 +1,8 @@
-"""Which stored sequences each step of a run trains on, and which steps train on a stored sequence.
+"""Map each step of a run to its stored sequences, and each stored sequence to its steps.
 
-Both directions are closed forms of the run's order (``phalanx.data.order.permutation``, ``phalanx.data.order.mixture``), so that neither needs the run to
-have been trained, nor a log of it. A *record* is a sequence of ``train.seq_len`` tokens of a dataset's training split, counted from 0 in
-the order of its shards; a document lies in one record or several.
+Both are closed forms of the run's order (``phalanx.data.order.permutation``, ``phalanx.data.order.mixture``). They need neither a trained
+run nor its log. A *record* is a sequence of ``train.seq_len`` tokens of a dataset's training split, counted from 0 in shard order. A document is in
+one or more records.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from phalanx.run.spec import RunSpec
 
 _SCANNED_TOKENS = 1 << 24
 _COUNTED_TOKENS = 1 << 27
-"""Documents are numbered by counting their ends from the beginning: seconds up to here, and not done beyond."""
+"""Limit for numbering documents, which counts end tokens from the beginning: it takes seconds up to this size."""
 
 
 @dataclass(frozen=True)
 class DataOrigin:
-    """The place in the data from which a run counts its own steps; another than the beginning for a child run."""
+    """The position in the data at which a run's own steps begin; not the beginning for a child run."""
 
     step: int = 0
-    """Steps that were done before, by its parents."""
+    """Number of earlier steps, done by its parents."""
     sample: int = 0
-    """Samples that these drew."""
+    """Number of samples drawn in these steps."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A sample of the run, and where it is stored."""
+    """A sample of the run and its storage location."""
 
     sample: int
     slot: int
@@ -54,13 +54,13 @@ class Reading:
     epoch: int
     record: int
     file: str
-    """The shard that holds its first token."""
+    """The shard with its first token."""
     offset_bytes: int
-    """The place of that token in the shard."""
+    """Offset of that token in the shard."""
 
 
 def index_of(index: DatasetIndex | MixtureIndex, name: str) -> DatasetIndex:
-    """The index of a source by its name; that of a dataset alone has the name "". Raises ``DatasetError`` for another name."""
+    """Return the index of a source; a run of one dataset has the source name "". Raises ``DatasetError`` for another name."""
     if isinstance(index, DatasetIndex):
         if name != ONLY:
             raise DatasetError(
@@ -68,31 +68,33 @@ def index_of(index: DatasetIndex | MixtureIndex, name: str) -> DatasetIndex:
             )
         return index
     if name not in index.sources:
-        there = f"there are: {', '.join(index.sources)}"
-        raise DatasetError(f"no source is called {name!r}; {there}" if name else f"name a source; {there}")
+        known_names = f"there are: {', '.join(index.sources)}"
+        raise DatasetError(
+            f"no source is called {name!r}; {known_names}" if name else f"name a source; {known_names}"
+        )
     return index.sources[name]
 
 
 @dataclass(frozen=True)
 class StageShares:
-    """The shares of a run's samples in one of its stages."""
+    """Shares of the samples in one stage of a run."""
 
     first_step: int
     last_step: int | None
     """None: the stage has no end."""
     asked: dict[str, float]
     achieved: dict[str, float]
-    """The same but for weights whose sum, in smallest whole numbers, is beyond ``LONGEST_PATTERN``."""
+    """Differs from ``asked`` only if the sum of the smallest integer weights exceeds ``LONGEST_PATTERN``."""
 
 
 def mixture_facts(
     spec: RunSpec, index: DatasetIndex | MixtureIndex
 ) -> tuple[list[StageShares], list[SourceUse]]:
-    """What a run draws by stage, and of each source by its end; of one dataset alone there are no stages."""
+    """Return a run's shares by stage, and the use of each source at the run's end. A run of one dataset has no stages."""
     if isinstance(index, DatasetIndex):
-        samples, drawn = _alone(spec, index).n, spec.train.steps * spec.train.batch_size
-        once = -(-samples // spec.train.batch_size)
-        return [], [SourceUse(ONLY, samples, drawn, once if drawn >= samples else None, None)]
+        samples, drawn = _single_order(spec, index).n, spec.train.steps * spec.train.batch_size
+        epoch_steps = -(-samples // spec.train.batch_size)
+        return [], [SourceUse(ONLY, samples, drawn, epoch_steps if drawn >= samples else None, None)]
     mixture, starts = mixture_of(spec, index), stages_of(spec.data)
     stages = []
     for number, (start, end) in enumerate(zip(starts, (*starts[1:], None), strict=True)):
@@ -117,7 +119,7 @@ def mixture_facts(
 def readings_of_step(
     spec: RunSpec, index: DatasetIndex | MixtureIndex, step: int, origin: DataOrigin | None = None
 ) -> list[Reading]:
-    """What each slot of step number ``step``, from 1, reads, in the slots' order. Raises ``DatasetError`` for a step before the run's first."""
+    """Return the readings of each slot in step ``step`` (from 1), in slot order. Raises ``DatasetError`` for a step before the run's first."""
     origin = origin or DataOrigin()
     if not origin.step < step:
         raise DatasetError(
@@ -127,26 +129,26 @@ def readings_of_step(
     samples = np.arange(batch, dtype=np.int64) + origin.sample + (step - 1 - origin.step) * batch
     if isinstance(index, MixtureIndex):
         mixture = mixture_of(spec, index)
-        found = mixture.locate(samples)
-        names = [mixture.sources[number].name for number in found.source.tolist()]
+        located = mixture.locate(samples)
+        names = [mixture.sources[number].name for number in located.source.tolist()]
         firsts = {source.name: _part(spec, index, source.name).start for source in mixture.sources}
-        records = [firsts[name] + record for name, record in zip(names, found.record.tolist(), strict=True)]
-        epochs = found.epoch.tolist()
+        records = [firsts[name] + record for name, record in zip(names, located.record.tolist(), strict=True)]
+        epochs = located.epoch.tolist()
     else:
-        alone = _alone(spec, index)
-        records = alone.dataset_indices(int(samples[0]), batch).tolist()
-        epochs, names = (samples // alone.n).tolist(), [ONLY] * batch
+        order = _single_order(spec, index)
+        records = order.dataset_indices(int(samples[0]), batch).tolist()
+        epochs, names = (samples // order.n).tolist(), [ONLY] * batch
     per_slot = batch // spec.train.slots
     return [
         Reading(
             sample,
-            place // per_slot,
+            position // per_slot,
             name,
             epoch,
             record,
             *_stored(index_of(index, name), record * spec.train.seq_len),
         )
-        for place, (sample, name, epoch, record) in enumerate(
+        for position, (sample, name, epoch, record) in enumerate(
             zip(samples.tolist(), names, epochs, records, strict=True)
         )
     ]
@@ -159,9 +161,9 @@ def steps_of_record(
     record: int,
     origin: DataOrigin | None = None,
 ) -> list[int]:
-    """The steps of the run, from 1, that train on record number ``record`` of a source; a child run's own steps alone.
+    """Return the steps of the run, from 1, that train on record ``record`` of a source. For a child run, only its own steps are returned.
 
-    Raises ``DatasetError`` if there is no such source or record. None are returned for a record outside the part that is used.
+    Raises ``DatasetError`` if there is no such source or record. The result is empty for a record outside the part in use.
     """
     origin = origin or DataOrigin()
     records = index_of(index, source).samples(TRAIN, spec.train.seq_len)
@@ -175,13 +177,13 @@ def steps_of_record(
             return []
         steps = mixture_of(spec, index).steps_of(source, record - part.start, spec.train.steps)
         return [step for step in steps if step > origin.step]
-    return list(_steps_alone(spec, _alone(spec, index), record, origin))
+    return list(_steps_of_single(spec, _single_order(spec, index), record, origin))
 
 
 def records_of_document(spec: RunSpec, place: DatasetPlace, document: int, end_of_document: int) -> range:
-    """The records that hold tokens of a document of the training split, counted from 0 in the order of the shards.
+    """Return the records with tokens of a document of the training split, counted from 0 in shard order.
 
-    Reads the tokens up to its end. A record's tokens are its inputs; the last token of a document can be the target of the one before.
+    Reads the tokens up to the document's end. A record's tokens are its inputs; a document's last token can be the target of the record before.
     Raises ``DatasetError`` if there is no such document.
     """
     if place.index.packed_seq_len:
@@ -189,41 +191,43 @@ def records_of_document(spec: RunSpec, place: DatasetPlace, document: int, end_o
             f"{place.address} is packed, and its documents are not in their order: give the number of a record"
         )
     shards = place.shards(TRAIN)
-    seen, begin = 0, 0
+    counted, begin = 0, 0
     for start in range(0, shards.tokens, _SCANNED_TOKENS):
         tokens = shards.read(start, min(start + _SCANNED_TOKENS, shards.tokens))
         ends = np.flatnonzero(tokens == end_of_document) + start
-        if seen + len(ends) > document:
-            if document > seen:
-                begin = int(ends[document - seen - 1]) + 1
-            end = int(ends[document - seen])
+        if counted + len(ends) > document:
+            if document > counted:
+                begin = int(ends[document - counted - 1]) + 1
+            end = int(ends[document - counted])
             return range(begin // spec.train.seq_len, end // spec.train.seq_len + 1)
         if len(ends):
             begin = int(ends[-1]) + 1
-        seen += len(ends)
+        counted += len(ends)
     raise DatasetError(
         f"there is no document {document:,}: {place.address} has {place.index.train.documents:,} to train on, counted from 0"
     )
 
 
 def documents_of_record(place: DatasetPlace, record: int, seq_len: int, end_of_document: int) -> range | None:
-    """The documents, counted from 0 in the order of the shards, whose tokens a record of the training split holds as its inputs.
+    """Return the documents, counted from 0 in shard order, with tokens in the inputs of a record of the training split.
 
-    The inverse of ``records_of_document``. Reads the tokens before it; ``None`` if there are too many.
+    The inverse of ``records_of_document``. Reads the tokens before the record; ``None`` if there are too many.
     """
     start, shards = record * seq_len, place.shards(TRAIN)
     if start > _COUNTED_TOKENS:
         return None
     before = sum(
-        int(np.count_nonzero(shards.read(at, min(at + _SCANNED_TOKENS, start)) == end_of_document))
-        for at in range(0, start, _SCANNED_TOKENS)
+        int(
+            np.count_nonzero(shards.read(position, min(position + _SCANNED_TOKENS, start)) == end_of_document)
+        )
+        for position in range(0, start, _SCANNED_TOKENS)
     )
     inside = shards.read(start, min(start + seq_len, shards.tokens))
-    # An end belongs to its own document, so that one in the last place begins no other.
+    # An end token belongs to the document it ends, so one in the last position does not begin another document.
     return range(before, before + 1 + int(np.count_nonzero(inside[:-1] == end_of_document)))
 
 
-def _steps_alone(spec: RunSpec, order: SampleOrder, record: int, origin: DataOrigin) -> Iterator[int]:
+def _steps_of_single(spec: RunSpec, order: SampleOrder, record: int, origin: DataOrigin) -> Iterator[int]:
     batch = spec.train.batch_size
     stop = origin.sample + (spec.train.steps - origin.step) * batch
     for epoch in range(origin.sample // order.n, -(-stop // order.n)):
@@ -233,7 +237,7 @@ def _steps_alone(spec: RunSpec, order: SampleOrder, record: int, origin: DataOri
             yield origin.step + (sample - origin.sample) // batch + 1
 
 
-def _alone(spec: RunSpec, index: DatasetIndex) -> SampleOrder:
+def _single_order(spec: RunSpec, index: DatasetIndex) -> SampleOrder:
     samples = index.samples(TRAIN, spec.train.seq_len)
     if not samples:
         raise DatasetError(f"the dataset has no whole sequence of train.seq_len = {spec.train.seq_len}")

@@ -1,1 +1,1 @@
-"""Preparation of data at scale: a recipe becomes a plan, and the plan a map over a list of portions that any engine can run."""
+"""Preparation of data at scale: a recipe becomes a plan, which any engine runs as a map over portions."""

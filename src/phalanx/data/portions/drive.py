@@ -1,6 +1,6 @@
-"""Drive a preparation to the sealed dataset, stage after stage, on any executor, from a recipe or from files named on the command line.
+"""Run a preparation stage by stage on any executor, up to the sealed dataset. The plan is from a recipe or from files named on the command line.
 
-What is done is what has a manifest in the store; so the driver may be killed, and another may go on, or two at once.
+A task is done when its manifest is in the store. So a driver may be killed and restarted, and two drivers may run at once.
 """
 
 from __future__ import annotations
@@ -41,22 +41,25 @@ _MOST_LOSSES = 3
 _LOOK_S = 1.0
 
 OnStage = Callable[[str, int, int], None]
-"""Called with (stage, tasks done, tasks in all)."""
+"""Called with (stage, completed tasks, total tasks)."""
 
 
 def place_plan(recipe: PreparationRecipe, folder: Path, out: str) -> Workplace:
-    """Plan a recipe whose file lies in ``folder``, and write the plan to ``out``, or find the same there. Raises as ``make_plan`` and ``commit_plan``."""
+    """Plan a recipe whose file is in ``folder``, and store the plan at ``out`` unless it is there. Raises as ``make_plan`` and ``commit_plan``."""
     _require_place(out)
     return put_plan(out, *make_plan(recipe, folder, out=out))
 
 
 def place_named_files(
-    named: Sequence[str], recipe: PreparationRecipe, out: str
+    names: Sequence[str], recipe: PreparationRecipe, out: str
 ) -> tuple[Workplace, NamedFilesPlan]:
-    """Likewise of files that are named, with what of them is left out. Raises as ``plan_named_files`` and ``commit_plan``."""
+    """Plan named files, and store the plan at ``out`` unless it is there. Also returns the files left out.
+
+    Raises as ``plan_named_files`` and ``commit_plan``.
+    """
     _require_place(out)
-    found = plan_named_files(named, recipe, out)
-    return put_plan(out, found.plan, found.tokenizer), found
+    planned = plan_named_files(names, recipe, out)
+    return put_plan(out, planned.plan, planned.tokenizer), planned
 
 
 def _require_place(out: str) -> None:
@@ -65,7 +68,7 @@ def _require_place(out: str) -> None:
 
 
 def put_plan(out: str, plan: PreparationPlan, tokenizer: Tokenizer | None) -> Workplace:
-    """Write a plan, with its tokenizer if that is not to be trained, to ``out``, or find the same there. Raises as ``commit_plan``."""
+    """Store a plan at ``out`` unless it is there, with its tokenizer if that is not trained. Raises as ``commit_plan``."""
     place = Workplace(out if is_url(out) else str(Path(out).expanduser().absolute()))
     if is_remote(out) and not any(place.store.list(PREPARATION)):
         require_create(place.store, f"{PREPARATION}/probe-{time.time_ns():x}")
@@ -75,9 +78,9 @@ def put_plan(out: str, plan: PreparationPlan, tokenizer: Tokenizer | None) -> Wo
 
 
 def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *_: None) -> PreparedDataset:
-    """Do all that is not yet done of the plan at ``place``, and return the dataset.
+    """Run the tasks of the plan at ``place`` that are not done, and return the dataset.
 
-    Raises ``PreparationError`` with what a task failed with, or if a task was lost three times; what is done then stays done.
+    Raises ``PreparationError`` if a task fails, or is lost three times. Completed tasks stay done.
     """
     index = sealed_index(place)
     reused = index is not None
@@ -96,19 +99,19 @@ def carry_out(place: Workplace, executor: Executor, on_stage: OnStage = lambda *
 def work_share(
     place: Workplace, number: int, of: int, on_stage: OnStage = lambda *_: None, patience_s: float = 600.0
 ) -> None:
-    """As one of ``of`` jobs of an array, number 1 to ``of``, do every ``of``-th task of each stage, and wait for the others' before the next.
+    """Do every ``of``-th task of each stage as array job ``number`` (1 to ``of``), and wait for the others' tasks before the next stage.
 
-    Where no task has become done for ``patience_s``, those missing are done here: the job that they belong to is gone. Raises ``PreparationError``.
+    If no task completes for ``patience_s``, the job of a missing task is gone, and the task is done here. Raises ``PreparationError``.
     """
     if sealed_index(place) is not None:
         return
     for stage in stages_of(place.plan):
-        done = place.done(stage)
+        completed = place.done(stage)
         for task in range(number - 1, stage.tasks, of):
-            if task not in done:
+            if task not in completed:
                 if failed := outcome_of(place, stage.name, task).failed:
                     _require_sealed(place, failed)
-                on_stage(stage.name, len(done := done | {task}), stage.tasks)
+                on_stage(stage.name, len(completed := completed | {task}), stage.tasks)
         _await_stage(place, stage, number, on_stage, patience_s)
     _sweep(place)
 
@@ -122,12 +125,12 @@ def _sweep(place: Workplace) -> None:
 
 def _await_stage(place: Workplace, stage: Stage, number: int, on_stage: OnStage, patience_s: float) -> None:
     last, since = -1, time.monotonic()
-    while len(done := place.done(stage)) < stage.tasks:
-        on_stage(stage.name, len(done), stage.tasks)
-        if len(done) != last:
-            last, since = len(done), time.monotonic()
+    while len(completed := place.done(stage)) < stage.tasks:
+        on_stage(stage.name, len(completed), stage.tasks)
+        if len(completed) != last:
+            last, since = len(completed), time.monotonic()
         if time.monotonic() - since > patience_s:
-            missing = sorted(set(range(stage.tasks)) - done)
+            missing = sorted(set(range(stage.tasks)) - completed)
             if failed := outcome_of(place, stage.name, missing[number % len(missing)]).failed:
                 _require_sealed(place, failed)
         else:
@@ -135,17 +138,17 @@ def _await_stage(place: Workplace, stage: Stage, number: int, on_stage: OnStage,
 
 
 def _require_sealed(place: Workplace, failed: str) -> None:
-    """Raises ``PreparationError`` with what failed, unless others have sealed the dataset meanwhile, and removed what this task was reading."""
+    """Raises ``PreparationError`` with the failure, unless another process has sealed the dataset and removed this task's inputs."""
     if sealed_index(place) is None:
         raise PreparationError(failed)
 
 
 def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnStage) -> None:
     losses: Counter[int] = Counter()
-    done = place.done(stage)
-    while missing := sorted(set(range(stage.tasks)) - done):
-        on_stage(stage.name, len(done), stage.tasks)
-        count = len(done)
+    completed = place.done(stage)
+    while missing := sorted(set(range(stage.tasks)) - completed):
+        on_stage(stage.name, len(completed), stage.tasks)
+        count = len(completed)
         for outcome in executor.map(stage.name, place.url, missing):
             if outcome.failed:
                 _require_sealed(place, outcome.failed)
@@ -162,8 +165,8 @@ def _do_stage(place: Workplace, stage: Stage, executor: Executor, on_stage: OnSt
             else:
                 count += 1
                 on_stage(stage.name, min(count, stage.tasks), stage.tasks)
-        before, done = done, place.done(stage)
-        if done == before and not losses:
+        before, completed = completed, place.done(stage)
+        if completed == before and not losses:
             losses.update(missing)
             if max(losses.values()) >= _MOST_LOSSES:
                 _require_sealed(
@@ -178,7 +181,7 @@ def _named(stage: Stage, task: int) -> str:
 
 
 def sealed_index(place: Workplace) -> DatasetIndex | None:
-    """The index of the dataset, if it is sealed."""
+    """Return the index of the dataset if it is sealed."""
     try:
         text = place.store.get(INDEX_KEY)
     except MissingObjectError:
@@ -189,51 +192,57 @@ def sealed_index(place: Workplace) -> DatasetIndex | None:
     return index
 
 
-# Files named on the command line as a plan: the short form of a preparation, with the documents, order and splits of ``phalanx.data.preparing.prepare``.
+# A plan for files named on the command line: the short form of a preparation, with the documents, order and splits of ``phalanx.data.preparing.prepare``.
 #
-# A recipe's files come in the order of their URLs, and names alone decide what is held out. Files that are named come in the order of their names, those that
-# only describe data are left aside, and of so few documents that a split would be empty, the end of the largest is held out. To know that, documents are
-# read until one of each split has been met, which are a few dozen of many, and all of few.
+# A recipe's files are ordered by URL, and document names decide the split. Named files are ordered by name, and files that only describe data
+# are left out. If there are so few documents that a split would be empty, the end of the largest document is held out. To find out, documents are
+# read until both splits have one.
 
 
 @dataclass(frozen=True)
 class NamedFilesPlan:
-    """The plan of files that were named, and what of them is not in it."""
+    """The plan of named files."""
 
     plan: PreparationPlan
     tokenizer: Tokenizer | None
-    """The one that was given; ``None`` if it is to be trained."""
+    """The tokenizer to use; ``None`` to train one."""
     corpus: Files
-    """The files that have paths, which are read by their portions."""
+    """The local files."""
 
 
 def recipe_of_files(
-    named: Sequence[str],
+    names: Sequence[str],
     output: OutputRecipe,
     *,
     text_field: str | None = None,
     on_bad: Literal["stop", "skip"] = "stop",
     as_text: bool = False,
 ) -> PreparationRecipe:
-    """The recipe of files, folders and globs, paths or URLs, that are named; paths in it are absolute, so that it says the same from anywhere."""
+    """Return the recipe of named files, folders and globs (paths or URLs). Its paths are absolute, so it does not depend on the working directory."""
     field = RawSource.text_field if text_field is None else text_field
-    given = output.tokenizer if output.tokenizer in ("bpe", "bytes") else os.path.abspath(output.tokenizer)
+    tokenizer = (
+        output.tokenizer if output.tokenizer in ("bpe", "bytes") else os.path.abspath(output.tokenizer)
+    )
     template = os.path.abspath(output.chat_template) if output.chat_template else ""
     return PreparationRecipe(
         tuple(
-            RawSource(one if is_url(one) else os.path.abspath(one), field, on_bad, as_text) for one in named
+            RawSource(name if is_url(name) else os.path.abspath(name), field, on_bad, as_text)
+            for name in names
         ),
-        replace(output, tokenizer=given, chat_template=template),
+        replace(output, tokenizer=tokenizer, chat_template=template),
     )
 
 
-def plan_named_files(named: Sequence[str], recipe: PreparationRecipe, out: str = "") -> NamedFilesPlan:
-    """The plan of a recipe that ``recipe_of_files`` made of the same names, for a dataset at ``out``. Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``."""
-    local = {number: local_path(one) for number, one in enumerate(named) if not is_remote(one)}
+def plan_named_files(names: Sequence[str], recipe: PreparationRecipe, out: str = "") -> NamedFilesPlan:
+    """Return the plan of a recipe that ``recipe_of_files`` made of the same names, for a dataset at ``out``.
+
+    Raises ``CorpusError``, ``TokenizerError`` and ``StoreError``.
+    """
+    local = {number: local_path(name) for number, name in enumerate(names) if not is_remote(name)}
     files: list[RawFile] = []
     corpus = Files((), ReadOptions())
     if local:
-        # What is said of one is said of all, so that whichever of them named a file makes no difference.
+        # All sources have the same options, so it does not matter which of them named a file.
         first = next(iter(local))
         source = recipe.source[first]
         corpus = files_of(
@@ -248,13 +257,13 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe, out: str =
             for file in corpus.files
             if file.bytes
         ]
-    for number in range(len(named)):
+    for number in range(len(names)):
         if number not in local:
-            there = list_raw_files([recipe.source[number]], Path(), out)
-            files += [replace(file, source=number) for file in there]
-    twice = next((url for url, count in Counter(file.url for file in files).items() if count > 1), None)
-    if twice is not None:
-        raise CorpusError(f"{twice} is named twice; name each file once, since it is read once")
+            remote_files = list_raw_files([recipe.source[number]], Path(), out)
+            files += [replace(file, source=number) for file in remote_files]
+    repeated = next((url for url, count in Counter(file.url for file in files).items() if count > 1), None)
+    if repeated is not None:
+        raise CorpusError(f"{repeated} is named twice; name each file once, since it is read once")
     files.sort(key=lambda file: (file.name, file.url))
     plan, tokenizer = make_plan(recipe, Path(), files)
     if recipe.output.held_out:
@@ -266,7 +275,7 @@ def plan_named_files(named: Sequence[str], recipe: PreparationRecipe, out: str =
 
 
 def _documents(plan: PreparationPlan) -> Iterator[tuple[int, int, Document]]:
-    """(portion, number among its documents with text, document) of each document."""
+    """Yield (portion, number among its documents with text, document) of each document."""
     for portion in range(len(plan.portions)):
         texts = (document for _, document in read_portion(plan, portion) if document and document.text)
         for number, document in enumerate(texts):

@@ -1,8 +1,8 @@
-"""Read the documents of a portion, and find duplicates among them: the stages ``read``, ``exact``, ``near`` and ``cluster``.
+"""Read a portion's documents and find duplicates: the stages ``read``, ``exact``, ``near`` and ``cluster``.
 
-``read`` keeps the documents of a portion after their steps, and writes what they are compared by, divided into ranges of the keys. A task of ``exact`` or
-``near`` looks at one range of the keys of all portions, so nothing is ever shuffled but files. ``cluster`` joins what they found into the list of those to leave
-out: of documents that are equal or similar, all but the one in the lowest portion, and there the first.
+``read`` stores a portion's documents after their steps, and their comparison keys divided into ranges. A task of ``exact`` or ``near`` compares one
+range of keys across all portions, so only files are exchanged. ``cluster`` joins the results into the list of documents to drop: of equal
+or similar documents, all except the first one in the lowest portion.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ from phalanx.data.portions.planning.recipe import read_options
 from phalanx.data.portions.tasks import Stage, TaskManifest, Workplace
 from phalanx.data.steps.step import Dropped, through_steps
 
-# Documents of a portion, read from its raw files and taken through its steps.
+# Documents of a portion, read from its raw files and processed by the steps.
 #
-# Each file is compared with the listing before and after it is read, so that a file that is changed midway ends the task before its manifest.
+# Each file is compared with the listing before and after it is read, so a file that changes during the read fails the task before it writes a manifest.
 
 
 @dataclass(frozen=True)
 class KeptDocument(Document):
-    """A document of a portion."""
+    """A document of a portion that its steps keep."""
 
     piece: int
-    """Number of the piece of the portion that it was read from."""
+    """Number of its piece in the portion."""
 
 
 def read_portion(plan: PreparationPlan, number: int) -> Iterator[tuple[int, Document | None]]:
-    """(number of the piece in the portion, document) in order; ``None`` in place of one that is bad and only counted.
+    """Yield (number of the piece in the portion, document) in order; ``None`` for a bad document that is only counted.
 
-    Raises ``PreparationError`` for a bad one whose source says so, and for a file that is not the one that was planned.
+    Raises ``PreparationError`` for a bad document if its source has ``on_bad = "stop"``, and for a file that differs from the plan.
     """
-    for at, piece in enumerate(plan.portions[number]):
+    for piece_number, piece in enumerate(plan.portions[number]):
         file = plan.files[piece.file]
         stops = plan.recipe.source[file.source].on_bad == "stop"
         require_unchanged(file)
         for document in _documents(plan, piece):
             if isinstance(document, Document):
-                yield at, document
+                yield piece_number, document
             elif stops:
                 require_unchanged(file)
-                where = f"{document.place} of {file.url}" if document.place else file.url
+                location = f"{document.place} of {file.url}" if document.place else file.url
                 raise PreparationError(
-                    f'portion {number}: {where} {document.reason}; mend it and plan again, or write source.on_bad = "skip" and plan again'
+                    f'portion {number}: {location} {document.reason}; mend it and plan again, or write source.on_bad = "skip" and plan again'
                 )
             else:
-                yield at, None
+                yield piece_number, None
         require_unchanged(file)
 
 
@@ -82,19 +82,19 @@ def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDo
         local = LocalBytes(file, scratch)
         try:
             _bring(local, piece, form, file.nbytes, options)
-            for found in documents(local.path, file.name, form, piece.span, options):
+            for document in documents(local.path, file.name, form, piece.span, options):
                 if (
-                    isinstance(found, BadDocument)
+                    isinstance(document, BadDocument)
                     and local.is_copy
                     and form.kind is Kind.JSONL
                     and piece.span.start
                 ):
-                    # Its line's number counts lines that are not here.
+                    # Its line number needs the lines before the span, which are not in the copy yet.
                     local.bring(0, piece.span.start)
-                    again = documents(local.path, file.name, form, piece.span, options)
-                    yield next((bad for bad in again if isinstance(bad, BadDocument)), found)
+                    reread = documents(local.path, file.name, form, piece.span, options)
+                    yield next((bad for bad in reread if isinstance(bad, BadDocument)), document)
                 else:
-                    yield found
+                    yield document
         except CorpusError as error:
             raise PreparationError(local.named(str(error))) from error
 
@@ -105,7 +105,7 @@ def _bring(local: LocalBytes, piece: Piece, form: Format, nbytes: int, options: 
     span = piece.span
     if form == Format(Kind.JSONL, Compression.NONE):
         local.bring(max(0, span.start - 1), span.stop)
-        # The line that begins within the span may end behind it; and its last byte may be the end of a line.
+        # The last line of the span may end after it, or exactly at its last byte.
         local.bring_line_end(span.stop - 1)
     elif form.kind is Kind.PARQUET:
         import pyarrow.parquet as pq
@@ -114,14 +114,14 @@ def _bring(local: LocalBytes, piece: Piece, form: Format, nbytes: int, options: 
         local.bring(max(0, nbytes - 8), nbytes)
         bring_parquet_footer(local, nbytes)
         metadata = pq.read_metadata(local.path)
-        wanted = {
+        columns = {
             name.partition(".")[0] for name in columns_read(options, metadata.schema.to_arrow_schema().names)
         }
         for group in range(span.start, span.stop):
             for column in range(metadata.num_columns):
                 chunk = metadata.row_group(group).column(column)
-                # Of messages, the columns of their fields: messages.list.element.role and the like.
-                if chunk.path_in_schema.partition(".")[0] not in wanted:
+                # Nested columns of messages have names such as messages.list.element.role.
+                if chunk.path_in_schema.partition(".")[0] not in columns:
                     continue
                 start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
                 local.bring(start, start + chunk.total_compressed_size)
@@ -132,7 +132,7 @@ def _bring(local: LocalBytes, piece: Piece, form: Format, nbytes: int, options: 
 def stepped_documents(
     place: Workplace, number: int, manifest: TaskManifest | None = None
 ) -> Iterator[KeptDocument]:
-    """The documents of a portion that its steps keep, in order. What was read and dropped is counted in ``manifest``, by reason."""
+    """Yield a portion's documents that its steps keep, in order. ``manifest`` counts the documents read and dropped, by reason."""
     counts: dict[str, int] = {} if manifest is None else manifest.counts
     counts["documents read"] = 0
     for piece, document in read_portion(place.plan, number):
@@ -166,12 +166,12 @@ _LOSER_DTYPE = np.dtype([("place", "<u8"), ("near", "u1")])
 
 
 def ranges_of(plan: PreparationPlan) -> int:
-    """Into how many ranges keys are divided: so many that one fits into a worker's memory."""
+    """Return the number of key ranges, chosen so that one range fits into a worker's memory."""
     return min(_MOST_RANGES, -(-len(plan.portions) // _PORTIONS_OF_A_RANGE))
 
 
 def duplicate_stages(plan: PreparationPlan) -> list[Stage]:
-    """The stages that find the duplicates of a plan; none if that is not asked for."""
+    """Return the stages that find the duplicates of a plan; empty without deduplication."""
     dedup = plan.recipe.dedup
     if dedup is None:
         return []
@@ -185,7 +185,7 @@ def duplicate_stages(plan: PreparationPlan) -> list[Stage]:
 
 
 def read_and_sketch(place: Workplace, number: int) -> None:
-    """Do the task ``number`` of the stage ``read``."""
+    """Run task ``number`` of the stage ``read``."""
     manifest = place.new_manifest(READ, number)
     dedup = place.plan.recipe.dedup
     assert dedup is not None
@@ -220,7 +220,7 @@ def read_and_sketch(place: Workplace, number: int) -> None:
 
 
 def find_exact(place: Workplace, number: int) -> None:
-    """Do the task ``number`` of the stage ``exact``."""
+    """Run task ``number`` of the stage ``exact``."""
     manifest = place.new_manifest(EXACT, number)
     entries, places = _range(place, EXACT, number, HASH_DTYPE)
     place.put_packed(manifest, f"{number:05d}", later_copies(entries, places).astype("<u8").tobytes())
@@ -228,7 +228,7 @@ def find_exact(place: Workplace, number: int) -> None:
 
 
 def find_near(place: Workplace, number: int) -> None:
-    """Do the task ``number`` of the stage ``near``."""
+    """Run task ``number`` of the stage ``near``."""
     manifest = place.new_manifest(NEAR, number)
     near = place.plan.recipe.dedup.near if place.plan.recipe.dedup else None
     assert near is not None
@@ -240,41 +240,41 @@ def find_near(place: Workplace, number: int) -> None:
 
 
 def join_clusters(place: Workplace, number: int) -> None:
-    """Do the only task of the stage ``cluster``."""
+    """Run the only task of the stage ``cluster``."""
     manifest = place.new_manifest(CLUSTER, number)
-    found = {stage.name: stage for stage in duplicate_stages(place.plan)}
-    copies = _joined(place, found[EXACT]) if EXACT in found else np.empty(0, dtype=np.uint64)
-    pairs = _joined(place, found[NEAR]) if NEAR in found else np.empty(0, dtype=np.uint64)
+    stages = {stage.name: stage for stage in duplicate_stages(place.plan)}
+    copies = _joined(place, stages[EXACT]) if EXACT in stages else np.empty(0, dtype=np.uint64)
+    pairs = _joined(place, stages[NEAR]) if NEAR in stages else np.empty(0, dtype=np.uint64)
     similar = all_but_the_first(pairs.reshape(-1, 2)) if len(pairs) else pairs
-    losers = np.empty(0, dtype=_LOSER_DTYPE)
-    # A document that is both is counted as an exact copy.
+    dropped = np.empty(0, dtype=_LOSER_DTYPE)
+    # A document that is both an exact and a near duplicate is counted as exact.
     for places, near in ((np.unique(copies), 0), (np.setdiff1d(similar, copies), 1)):
         part = np.zeros(len(places), dtype=_LOSER_DTYPE)
         part["place"], part["near"] = places, near
-        losers = np.concatenate([losers, part])
-    losers = losers[np.argsort(losers["place"])]
-    groups = (losers["place"] >> np.uint64(32)) // np.uint64(_PORTIONS_OF_A_LIST)
+        dropped = np.concatenate([dropped, part])
+    dropped = dropped[np.argsort(dropped["place"])]
+    groups = (dropped["place"] >> np.uint64(32)) // np.uint64(_PORTIONS_OF_A_LIST)
     for group in range(-(-len(place.plan.portions) // _PORTIONS_OF_A_LIST)):
-        place.put_packed(manifest, f"{group:05d}", losers[groups == group].tobytes())
+        place.put_packed(manifest, f"{group:05d}", dropped[groups == group].tobytes())
     place.commit(manifest)
 
 
 def without_duplicates(
     place: Workplace, number: int, manifest: TaskManifest | None
 ) -> Iterator[KeptDocument]:
-    """The documents that ``read`` kept of a portion and that are no copies; what was dropped, there and here, is counted in ``manifest``."""
-    read = _done(place, READ, number)
+    """Yield the documents of a portion that ``read`` kept and that are not duplicates. ``manifest`` counts all dropped documents."""
+    read = _required_manifest(place, READ, number)
     counts: dict[str, int] = {} if manifest is None else manifest.counts
     counts.update(read.counts)
-    losers = _losers(place, number)
+    dropped = _losers(place, number)
     ordinal = -1
     objects = {written.key: written for written in read.objects}
     for chunk in range(read.facts["chunks"]):
         text = place.get_packed(objects[f"{PREPARATION}/{READ}/{_chunk(number, chunk)}"]).decode()
         for line in text.split("\n"):
             ordinal += 1
-            if ordinal in losers:
-                reason = "dropped: near duplicate" if losers[ordinal] else "dropped: duplicate"
+            if ordinal in dropped:
+                reason = "dropped: near duplicate" if dropped[ordinal] else "dropped: duplicate"
                 counts[reason] = counts.get(reason, 0) + 1
             else:
                 piece, name, text = json.loads(line)
@@ -282,14 +282,14 @@ def without_duplicates(
 
 
 def _losers(place: Workplace, number: int) -> dict[int, bool]:
-    group = _done(place, CLUSTER, 0).objects[number // _PORTIONS_OF_A_LIST]
-    found = np.frombuffer(place.get_packed(group), dtype=_LOSER_DTYPE)
-    mine = found[found["place"] >> np.uint64(32) == number]
-    ordinals = (mine["place"] & np.uint64(0xFFFFFFFF)).tolist()
-    return dict(zip(ordinals, (mine["near"] == 1).tolist(), strict=True))
+    group = _required_manifest(place, CLUSTER, 0).objects[number // _PORTIONS_OF_A_LIST]
+    entries = np.frombuffer(place.get_packed(group), dtype=_LOSER_DTYPE)
+    own_entries = entries[entries["place"] >> np.uint64(32) == number]
+    ordinals = (own_entries["place"] & np.uint64(0xFFFFFFFF)).tolist()
+    return dict(zip(ordinals, (own_entries["near"] == 1).tolist(), strict=True))
 
 
-def _done(place: Workplace, stage: str, task: int) -> TaskManifest:
+def _required_manifest(place: Workplace, stage: str, task: int) -> TaskManifest:
     manifest = place.manifest(stage, task)
     if manifest is None:
         raise PreparationError(f"task {task} of stage {stage} is not done; give the same command again")
@@ -303,7 +303,7 @@ def _chunk(number: int, chunk: int) -> str:
 def _put_ranges(
     place: Workplace, manifest: TaskManifest, kind: str, entries: NDArray[np.void], ranges: int
 ) -> list[tuple[int, int, str]]:
-    """Write the entries in order of their ranges; returns where each range begins and ends, and its checksum."""
+    """Store the entries sorted by range. Returns start, stop and checksum of each range."""
     number = _range_of(entries["key"], ranges)
     order = np.argsort(number, kind="stable")
     data = memoryview(entries[order].tobytes())
@@ -319,10 +319,10 @@ def _range_of(keys: NDArray[np.uint64], ranges: int) -> NDArray[np.int64]:
 def _range(
     place: Workplace, kind: str, number: int, dtype: np.dtype[np.void]
 ) -> tuple[NDArray[np.void], NDArray[np.uint64]]:
-    """All entries of a range of keys, of all portions, and their places: portion in the upper, ordinal in the lower 32 bits."""
+    """Return all portions' entries in a range of keys, and their places: the portion in the upper and the ordinal in the lower 32 bits."""
 
     def of_portion(portion: int) -> NDArray[np.void]:
-        start, stop, checksum = _done(place, READ, portion).facts[kind][number]
+        start, stop, checksum = _required_manifest(place, READ, portion).facts[kind][number]
         data = place.store.ranges(_keys_object(kind, portion), [(start, stop)])[0] if stop > start else b""
         if xxhash.xxh3_64_hexdigest(data) != checksum:
             raise PreparationError(

@@ -1,4 +1,4 @@
-"""The stages of a preparation, and the one function that every engine calls: do a task of a stage."""
+"""The stages of a preparation, and the function with which every engine runs a task of a stage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WORK: Mapping[str, Callable[[Workplace, int], None]] = MappingProxyType(
 
 
 def stages_of(plan: PreparationPlan) -> list[Stage]:
-    """The stages of a plan, in order; each needs all of those before it."""
+    """Return the stages of a plan in order. Each stage needs all stages before it."""
     return [
         *duplicate_stages(plan),
         *([Stage("tokenizer", 1)] if plan.tokenizer == "bpe" else []),
@@ -45,19 +45,19 @@ def stages_of(plan: PreparationPlan) -> list[Stage]:
 
 
 def do_task(place: Workplace, stage: str, task: int) -> None:
-    """Do a task, unless it is done. Raises ``DataError`` and ``StoreError``; then nothing of it counts."""
+    """Run a task unless it is done. Raises ``DataError`` and ``StoreError``; the task is then not done."""
     _require_software(place.plan)
     if not place.is_done(stage, task):
         _WORK[stage](place, task)
 
 
 def _require_software(plan: PreparationPlan) -> None:
-    here = software_of(plan.recipe)
-    if here != plan.software:
+    installed = software_of(plan.recipe)
+    if installed != plan.software:
         other = ", ".join(
-            f"{name} {here.get(name)}, planned with {version}"
+            f"{name} {installed.get(name)}, planned with {version}"
             for name, version in plan.software.items()
-            if here.get(name) != version
+            if installed.get(name) != version
         )
         raise PreparationError(
             f"this worker has other software ({other}), and could write other bytes; install what the plan was made with"

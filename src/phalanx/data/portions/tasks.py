@@ -1,8 +1,8 @@
-"""Tasks of a preparation and their manifests: what makes it safe to run any of them again, anywhere, twice at once.
+"""Tasks of a preparation and their manifests, which make it safe to run a task again, on any machine, and twice at once.
 
-A task writes objects and then, last, its manifest, which names them with their checksums and is created only if it is absent. A task whose manifest
-is there is not run again. What a task writes follows from the plan and from manifests of earlier stages alone, so that two workers on one
-task write equal bytes, under equal keys; one that did not (another library, a broken machine) finds the other's manifest and says so.
+A task writes objects and then its manifest, which lists them with checksums and is created only if absent. A task with a manifest is not run
+again. A task's output depends only on the plan and on manifests of earlier stages, so two workers on one task write equal bytes under equal
+keys. If a worker's output differs, for example because of another library version, it finds the other's manifest and fails.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StoredObject:
 
 @dataclass
 class TaskManifest:
-    """What a task has written and counted."""
+    """The objects and counts of a completed task."""
 
     stage: str
     task: int
@@ -53,19 +53,19 @@ class TaskManifest:
     objects: list[StoredObject] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     facts: JsonObject = field(default_factory=dict)
-    """What the stage after it needs to know."""
+    """Results that later stages need."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A map over tasks, all of which must be done before the next stage begins."""
+    """A set of tasks that must all be done before the next stage begins."""
 
     name: str
     tasks: int
 
 
 class Workplace:
-    """The place of a preparation, as every worker opens it: its store, its plan and what is there so far."""
+    """A preparation as every worker opens it: its store, its plan and its completed tasks."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -77,7 +77,7 @@ class Workplace:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The dataset's tokenizer, which is given or trained before it is needed."""
+        """The dataset's tokenizer. It must exist or be trained first."""
         with scratch_folder("phalanx-tokenizer-") as folder:
             for name in (TOKENIZER_FILE, CONFIG_FILE):
                 (folder / name).write_bytes(self.store.get(f"{PREPARATION}/tokenizer/{name}"))
@@ -85,7 +85,7 @@ class Workplace:
 
     @cached_property
     def encoding(self) -> Encoding:
-        """How documents become the dataset's tokens."""
+        """The encoding of documents into the dataset's tokens."""
         output, chat = self.plan.recipe.output, None
         if output.layout == "chat":
             layout = ChatLayout(ChatTemplate(output.template, output.special_tokens), output.too_long)
@@ -93,18 +93,18 @@ class Workplace:
         return Encoding(self.tokenizer, output.seq_len, output.length_classes, chat)
 
     def put(self, manifest: TaskManifest, key: str, data: bytes | memoryview) -> StoredObject:
-        """Write an object of a task, and enter it in its manifest."""
+        """Store an object of a task, and add it to the task's manifest."""
         self.store.put(key, data)
         written = StoredObject(key, memoryview(data).nbytes, xxhash.xxh3_128(data).hexdigest())
         manifest.objects.append(written)
         return written
 
     def put_packed(self, manifest: TaskManifest, name: str, data: bytes) -> None:
-        """Write what later stages read, compressed, below the task's key."""
+        """Store compressed data for later stages below the task's key."""
         self.put(manifest, f"{PREPARATION}/{manifest.stage}/{name}", zlib.compress(data, 1))
 
     def get_packed(self, written: StoredObject) -> bytes:
-        """What ``put_packed`` was given. Raises ``PreparationError`` if it is damaged."""
+        """Return the data passed to ``put_packed``. Raises ``PreparationError`` if it is damaged."""
         data = self.store.get(written.key)
         if xxhash.xxh3_128(data).hexdigest() != written.xxh3_128:
             raise PreparationError(
@@ -117,7 +117,7 @@ class Workplace:
         return TaskManifest(stage, task, self.plan.sha256)
 
     def commit(self, manifest: TaskManifest) -> None:
-        """Create the manifest: from then on the task is done. Raises ``PreparationError`` if it was done with other bytes."""
+        """Create the manifest, which completes the task. Raises ``PreparationError`` if a manifest with other content exists."""
         text = json.dumps(asdict(manifest), separators=(",", ":"), sort_keys=True).encode()
         key = manifest_key(manifest.stage, manifest.task)
         try:
@@ -129,7 +129,7 @@ class Workplace:
             ) from None
 
     def manifest(self, stage: str, task: int) -> TaskManifest | None:
-        """The manifest of a task; ``None`` if it is not done. Raises ``PreparationError`` for one that is damaged, or of another plan."""
+        """Return a task's manifest; ``None`` if it is not done. Raises ``PreparationError`` if it is damaged or of another plan."""
         key = manifest_key(stage, task)
         try:
             manifest = msgspec.json.decode(self.store.get(key), type=TaskManifest)
@@ -144,7 +144,7 @@ class Workplace:
         return manifest
 
     def is_done(self, stage: str, task: int) -> bool:
-        """True if the manifest of a task is there."""
+        """Return True if the task's manifest exists."""
         try:
             self.store.info(manifest_key(stage, task))
         except MissingObjectError:
@@ -152,18 +152,18 @@ class Workplace:
         return True
 
     def manifests(self, stage: Stage) -> list[TaskManifest]:
-        """Those of all tasks of a stage, in order. Raises ``PreparationError`` if one is missing."""
+        """Return the manifests of all tasks of a stage, in order. Raises ``PreparationError`` if one is missing."""
         with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
-            found = list(pool.map(lambda task: self.manifest(stage.name, task), range(stage.tasks)))
-        there = [manifest for manifest in found if manifest is not None]
-        if len(there) < len(found):
+            manifests = list(pool.map(lambda task: self.manifest(stage.name, task), range(stage.tasks)))
+        present = [manifest for manifest in manifests if manifest is not None]
+        if len(present) < len(manifests):
             raise PreparationError(
-                f"task {found.index(None)} of stage {stage.name} is not done; give the same command again"
+                f"task {manifests.index(None)} of stage {stage.name} is not done; give the same command again"
             )
-        return there
+        return present
 
     def done(self, stage: Stage) -> set[int]:
-        """Numbers of the tasks of a stage whose manifests are there."""
+        """Return the numbers of a stage's completed tasks."""
         if stage.name == SEAL:
             return {0} if self.is_done(SEAL, 0) else set()
         below = _manifests_of(stage.name)
@@ -172,7 +172,7 @@ class Workplace:
 
 
 def manifest_key(stage: str, task: int) -> str:
-    """The key of a task's manifest; that of the seal is the index of the dataset."""
+    """Return the key of a task's manifest. The manifest of the seal is the dataset's index."""
     if stage == SEAL:
         return INDEX_KEY
     return f"{_manifests_of(stage)}/{task:05d}.json"
@@ -183,7 +183,7 @@ def _manifests_of(stage: str) -> str:
 
 
 def total(manifests: Sequence[TaskManifest]) -> dict[str, int]:
-    """Counts of several tasks together, by name."""
+    """Return the sums of several tasks' counts, by name."""
     sums: dict[str, int] = {}
     for manifest in manifests:
         for name, count in manifest.counts.items():

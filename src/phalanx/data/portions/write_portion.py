@@ -1,8 +1,8 @@
-"""The stages that write: ``tokenizer``, ``write`` (documents of a portion become shards of tokens) and ``seal``.
+"""The stages that write output: ``tokenizer``, ``write`` (a portion's documents become shards of tokens) and ``seal``.
 
-A portion has its own shards, so that it depends on no other: ``train-00077.bin``, ``train-00077-001.bin``, ... with block sums beside them, and the same for held-out
-documents. Documents are joined end to end, or packed into records, within the portion. Which documents those were, in order, is kept in
-``preparation/origin`` for whoever asks where a record comes from.
+A portion has its own shards and does not depend on other portions: ``train-00077.bin``, ``train-00077-001.bin``, ... with block sums beside them, and
+the same for held-out documents. Within the portion, documents are joined end to end or packed into records. The list of documents is
+stored in ``preparation/origin``, so that records can be traced.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _MOST_SHARDS_OF_A_PORTION = 1_000
 
 
 def shard_tokens(shard_mib: int, dtype: str, seq_len: int) -> int:
-    """Tokens of a full shard: whole records, if there are any."""
+    """Return the number of tokens of a full shard, a multiple of the record length if there are records."""
     tokens = (shard_mib << 20) // np.dtype(dtype).itemsize
     return max(tokens - tokens % seq_len, seq_len) if seq_len else tokens
 
 
 def write_portion(place: Workplace, number: int) -> None:
-    """Do the task ``number`` of the stage ``write``."""
+    """Run task ``number`` of the stage ``write``."""
     manifest = place.new_manifest("write", number)
     writers = {name: _PortionSplit(place, manifest, name) for name in SPLITS}
     for split, document in split_documents(place, number, manifest):
@@ -68,15 +68,15 @@ def write_portion(place: Workplace, number: int) -> None:
 def split_documents(
     place: Workplace, number: int, manifest: TaskManifest | None = None
 ) -> Iterator[tuple[str, KeptDocument]]:
-    """(split, document) of what is kept of a portion, in order. Documents read and dropped are counted in ``manifest``, by reason."""
+    """Yield (split, document) of a portion's kept documents, in order. ``manifest`` counts documents read and dropped, by reason."""
     plan, rule = place.plan, place.plan.split_rule
-    kept = stepped_documents if plan.recipe.dedup is None else without_duplicates
-    for ordinal, document in enumerate(kept(place, number, manifest)):
+    read_documents = stepped_documents if plan.recipe.dedup is None else without_duplicates
+    for ordinal, document in enumerate(read_documents(place, number, manifest)):
         yield from rule.divide(document, number, ordinal)
 
 
 class _PortionSplit:
-    """One split of a portion: its shards, the list of its documents and the hashes of their texts, entered in the manifest."""
+    """One split of a portion: its shards, its list of documents and the hashes of their texts, added to the manifest."""
 
     def __init__(self, place: Workplace, manifest: TaskManifest, split: str) -> None:
         self._place, self._manifest, self._split = place, manifest, split
@@ -88,7 +88,7 @@ class _PortionSplit:
         self.documents = SplitWriter(shards, place.encoding, self._on_bad, self._on_encoded)
 
     def close(self) -> Split:
-        """Write what is left, and enter what the index says of the split."""
+        """Write the remaining data, and add the index entries of the split."""
         split = self.documents.close()
         if self._origin:
             rows = "\n".join(
@@ -110,14 +110,14 @@ class _PortionSplit:
         return split
 
     def open(self, number: int) -> OpenShard:
-        """Begin the shard with this number."""
+        """Open the shard with this number."""
         if number >= _MOST_SHARDS_OF_A_PORTION:
             raise ValueError(f"portion {self._name} has {number} shards")
         name = self._name + (f"-{number:03d}" if number else "")
         return _StoredShard(self._place, self._manifest, name)
 
     def digest(self, shards: Sequence[ShardFile]) -> str:
-        """The digest of the portion's part of the split."""
+        """Return the digest of the portion's part of the split."""
         return digest_of_shards(shards)
 
     def _on_encoded(self, document: KeptDocument, tokens: int) -> None:
@@ -133,7 +133,7 @@ class _PortionSplit:
 
 
 class _StoredShard:
-    """A shard in memory, put into the store when it is finished."""
+    """A shard in memory that is stored when it is complete."""
 
     def __init__(self, place: Workplace, manifest: TaskManifest, name: str) -> None:
         self._place, self._manifest, self._name = place, manifest, name
@@ -156,22 +156,22 @@ class _StoredShard:
 
 
 def texts_key(split: str, portion: int) -> str:
-    """The name of the hashes of the texts of one split of a portion."""
+    """Return the name of the text hashes of one split of a portion."""
     return f"texts-{split}-{portion:05d}"
 
 
 def origin_key(name: str) -> str:
-    """The key of the list of documents, with their lengths in tokens, that lie in the shards called ``name``."""
+    """Return the key of the list of documents, with their lengths in tokens, in the shards with this name."""
     return f"{PREPARATION}/origin/{name}.z"
 
 
-# The stage ``tokenizer``: one task that trains a BPE on a sample of the documents to train on.
+# The stage ``tokenizer``: one task that trains a BPE tokenizer on a sample of the training documents.
 #
-# The sample is of portions that are spread evenly over all, as many as ``output.tokenizer_bytes`` allows, at least one, and of each of them the beginning.
+# The sample is the beginning of evenly spaced portions: as many as ``output.tokenizer_bytes`` allows, and at least one.
 
 
 def sampled_portions(plan: PreparationPlan) -> list[int]:
-    """The portions that the tokenizer is trained on."""
+    """Return the portions used to train the tokenizer."""
     count = len(plan.portions)
     total_bytes = max(1, sum(plan.bytes_of(number) for number in range(count)))
     chosen = max(1, min(count, count * plan.recipe.output.tokenizer_bytes // total_bytes))
@@ -179,7 +179,7 @@ def sampled_portions(plan: PreparationPlan) -> list[int]:
 
 
 def train_tokenizer(place: Workplace, number: int) -> None:
-    """Do the only task of the stage ``tokenizer``."""
+    """Run the only task of the stage ``tokenizer``."""
     manifest = place.new_manifest("tokenizer", number)
     tokenizer = interruptible(
         lambda: train_bpe(_sample(place), vocab_size=place.plan.recipe.output.vocab_size)
@@ -195,22 +195,23 @@ def _sample(place: Workplace) -> Iterator[str]:
     output = place.plan.recipe.output
     chosen = sampled_portions(place.plan)
     for portion in chosen:
-        left = max(1, output.tokenizer_bytes // len(chosen))
+        remaining = max(1, output.tokenizer_bytes // len(chosen))
         for split, document in split_documents(place, portion):
             if split == TRAIN:
                 yield document.text
-                left -= len(document.text.encode())
-            if left <= 0:
+                remaining -= len(document.text.encode())
+            if remaining <= 0:
                 break
 
 
-# The stage ``seal``: one task that makes a dataset of all portions by writing its index, which is the commit.
+# The stage ``seal``: one task that commits the dataset by writing the index of all portions.
 #
-# Until ``index.json`` is there, there is no dataset; and it is written by a create, or, above what a create takes, by a put of the same bytes from whoever seals.
+# The dataset exists only with ``index.json``. It is written by a create operation, or, if it is too large for one, by a put operation, which always
+# has the same bytes.
 
 
 def seal(place: Workplace, _number: int) -> None:
-    """Do the only task of the stage ``seal``."""
+    """Run the only task of the stage ``seal``."""
     manifests = place.manifests(Stage("write", len(place.plan.portions)))
     _require_objects(place, manifests)
     index = dataset_index(place, manifests)
@@ -228,7 +229,7 @@ def seal(place: Workplace, _number: int) -> None:
 
 
 def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetIndex:
-    """The index of the shards of all portions, in their order. Raises ``PreparationError`` if there is no text to train on."""
+    """Return the index of the shards of all portions, in order. Raises ``PreparationError`` if there is no text to train on."""
     plan, output, encoding = place.plan, place.plan.recipe.output, place.encoding
     splits = {name: _joined(name, manifests) for name in SPLITS}
     if not splits[TRAIN].tokens:
@@ -251,7 +252,7 @@ def dataset_index(place: Workplace, manifests: list[TaskManifest]) -> DatasetInd
 
 
 def held_out_in_training(place: Workplace, manifests: Sequence[TaskManifest]) -> int | None:
-    """Held-out documents whose text is in the training split too; ``None`` if an earlier version wrote one of the portions, and kept no hashes."""
+    """Return the number of held-out documents whose text is also in the training split. ``None`` if an earlier version wrote a portion without hashes."""
     hashes: dict[str, list[StoredObject]] = {name: [] for name in SPLITS}
     for manifest in manifests:
         written = {item.key.rpartition("/")[2]: item for item in manifest.objects}
@@ -278,9 +279,9 @@ def _joined(name: str, manifests: list[TaskManifest]) -> Split:
 
 
 def _require_objects(place: Workplace, manifests: list[TaskManifest]) -> None:
-    there = {info.key: info.nbytes for info in place.store.list()}
+    stored_bytes = {info.key: info.nbytes for info in place.store.list()}
     for manifest in manifests:
-        bad = next((item for item in manifest.objects if there.get(item.key) != item.nbytes), None)
+        bad = next((item for item in manifest.objects if stored_bytes.get(item.key) != item.nbytes), None)
         if bad is not None:
             raise PreparationError(
                 f"{place.url}/{bad.key} is gone or cut short since it was written; remove {manifest_key('write', manifest.task)} there, "
@@ -289,7 +290,7 @@ def _require_objects(place: Workplace, manifests: list[TaskManifest]) -> None:
 
 
 def sweep(place: Workplace, stages: Sequence[str]) -> None:
-    """Remove what only earlier stages needed, and what killed writers left. The dataset must be sealed."""
+    """Delete objects that only earlier stages needed, and leftovers of killed writers. The dataset must be sealed."""
     for stage in stages:
         below = f"{PREPARATION}/{stage}"
         place.store.delete([info.key for info in place.store.list(below)])

@@ -1,1 +1,1 @@
-"""Steps that every preparation takes (corpora, splits, encoding, packing), and preparation by one process."""
+"""Parts of every preparation (corpora, splits, encoding, packing), and preparation in one process."""

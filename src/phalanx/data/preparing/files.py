@@ -1,8 +1,7 @@
-"""Corpora: the user's own files, recognized and read in order of name, with a report, and named ones that every machine has.
+"""Corpora: user files, recognized and read in order of name with a report, and named corpora that every machine has.
 
-Files may be of any of the formats in ``phalanx.data.formats``, mixed freely. A document's name does not depend on where the files lie,
-since the name decides which split it falls into. What is bad stops the reading, with its place and what to do, or is left out,
-counted and named, as is asked for.
+Files may have any of the formats in ``phalanx.data.formats``, in any mix. A document's name does not depend on the files' location, because the
+name decides the document's split. Bad content stops the reading with its location and a remedy, or is skipped, counted and named.
 """
 
 import difflib
@@ -33,12 +32,12 @@ _LOOKED_AT_BYTES = 4096
 _ABOUT_DATA = frozenset(
     {"readme", "readme.md", "readme.txt", "license", "license.md", "license.txt", "dataset_infos.json"}
 )
-"""What lies beside the data of a dataset from a hub and describes it, in small letters."""
+"""Lower-case names of files that describe a dataset downloaded from a hub."""
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A file of a corpus, as it was when the corpus was put together."""
+    """A file of a corpus at the time the corpus was created."""
 
     name: str
     path: Path
@@ -49,21 +48,21 @@ class CorpusFile:
 
 @dataclass
 class ReadReport:
-    """What one reading of a corpus has met so far."""
+    """Progress of one reading of a corpus."""
 
     documents: Counter[str] = field(default_factory=Counter)
-    """Documents with text, by format: "jsonl.zst"."""
+    """Number of documents with text, by format, for example "jsonl.zst"."""
     without_text: int = 0
-    """Rows and files whose text is empty."""
+    """Number of rows and files with empty text."""
     bad: list[BadDocument] = field(default_factory=list)
-    """The first that were left out, at most ``MOST_NAMED``."""
+    """The first documents that were left out, at most ``MOST_NAMED``."""
     bad_count: int = 0
     bytes_done: int = 0
-    """Bytes of files, as stored, that have been read."""
+    """Stored bytes of files that have been read."""
 
 
 class Files:
-    """Files as a corpus that can be gone through several times; ``report`` is of the last time."""
+    """Files as a corpus that can be read several times; ``report`` describes the last reading."""
 
     def __init__(
         self,
@@ -79,9 +78,9 @@ class Files:
         self.options = options
         self.on_bad: OnBad = on_bad
         self.left_out = tuple(left_out)
-        """Files that are left out as a whole."""
+        """Files that are left out completely."""
         self.aside = tuple(aside)
-        """Files that describe data and are none."""
+        """Files that describe data, and are left out."""
         self.linked = tuple(linked)
         """Links to folders, which are not followed."""
         self.bytes_in_all = sum(file.bytes for file in self.files)
@@ -91,8 +90,8 @@ class Files:
         report = self.report = self._new_report()
         before = 0
 
-        def on_bytes(done: int) -> None:
-            report.bytes_done = min(before + done, self.bytes_in_all)
+        def on_bytes(span_bytes: int) -> None:
+            report.bytes_done = min(before + span_bytes, self.bytes_in_all)
 
         for file in self.files:
             _require_unchanged(file)
@@ -116,13 +115,13 @@ class Files:
             on_bytes(0)
 
     def arrays(self) -> list[Path]:
-        """Files read as text that are called ``.json`` and begin as an array of objects: rows that nobody asked for as text."""
-        named = (
+        """Return files read as text that are named ``.json`` and begin as an array of objects: probably rows, not text."""
+        json_files = (
             file.path
             for file in self.files
             if file.format == Format(Kind.TEXT) and file.path.suffix == ".json"
         )
-        return [path for path in named if _begins_rows(path)]
+        return [path for path in json_files if _begins_rows(path)]
 
     def _new_report(self) -> ReadReport:
         return ReadReport(bad=list(self.left_out[:MOST_NAMED]), bad_count=len(self.left_out))
@@ -145,35 +144,33 @@ def files_of(
     json_as_text: bool = False,
     out: str | Path = "",
 ) -> Files:
-    """The corpus of the files that ``patterns`` name: files, folders (all files below, hidden ones left out), globs.
+    """Return the corpus of the files, folders (all visible files below) and globs in ``patterns``.
 
-    A document is named by its path below the folder, or below the part of a glob before the first wildcard. Of a folder
-    that ``datasets`` saved, its Arrow files are taken. ``json_as_text`` reads JSON lines as text, braces included. Nothing below ``out``, where the dataset is
-    written, is read.
+    A document is named by its path below the folder, or below the part of a glob before the first wildcard. In a folder saved by ``datasets``, the
+    Arrow files are read. ``json_as_text`` reads JSON lines as text, including braces. Files below ``out``, the dataset's location, are not read.
 
-    Raises ``CorpusError`` for a pattern without any file, for files that two patterns name, and, unless bad ones are to be
-    skipped, for files that cannot be read.
+    Raises ``CorpusError`` for a pattern without files, for files in two patterns, and for unreadable files unless ``on_bad`` is "skip".
     """
-    found, linked = _found(patterns, below(out))
-    kept: list[CorpusFile] = []
+    entries, linked = _matching_files(patterns, below(out))
+    readable: list[CorpusFile] = []
     bad: list[BadDocument] = []
     remedies: list[str] = []
-    for name, path in found:
+    for name, path in entries:
         try:
             file = _corpus_file(name, path, options, on_bad, json_as_text=json_as_text)
         except FormatError as error:
             bad.append(BadDocument(error.path, "", error.reason))
             remedies.append(error.remedy)
         else:
-            kept.append(file)
-    if bad and (on_bad == "stop" or not kept):
-        raise CorpusError(_cannot_be_read(bad, remedies, len(found), on_bad))
-    kept, aside = _without_descriptions(kept, {Path(pattern) for pattern in patterns})
-    return Files(kept, options, on_bad, left_out=bad, aside=aside, linked=linked)
+            readable.append(file)
+    if bad and (on_bad == "stop" or not readable):
+        raise CorpusError(_cannot_be_read(bad, remedies, len(entries), on_bad))
+    readable, aside = _without_descriptions(readable, {Path(pattern) for pattern in patterns})
+    return Files(readable, options, on_bad, left_out=bad, aside=aside, linked=linked)
 
 
 def below(out: str | Path) -> str:
-    """The beginning of the resolved paths, or of the URLs, of all that lies in the folder or store ``out``; empty if that is."""
+    """Return the prefix of all resolved paths or URLs below the folder or store ``out``; empty if ``out`` is empty."""
     place = str(out)
     if not place or is_remote(place):
         return place and f"{place.rstrip('/')}/"
@@ -181,7 +178,7 @@ def below(out: str | Path) -> str:
 
 
 def local_path(place: str) -> str:
-    """The path that a path or ``file://`` URL names."""
+    """Return the local path of a path or ``file://`` URL."""
     return unquote(urlsplit(place).path) if is_url(place) else place
 
 
@@ -214,19 +211,19 @@ def _cannot_be_read(bad: list[BadDocument], remedies: list[str], of: int, on_bad
 
 
 def _without_descriptions(files: list[CorpusFile], named: set[Path]) -> tuple[list[CorpusFile], list[Path]]:
-    """The files but those that describe data beside them: a README in a folder of Parquet files is no text to train on."""
+    """Return the files without those that describe the data beside them, such as a README in a folder of Parquet files; and the latter."""
     if all(file.format.kind is Kind.TEXT for file in files):
         return files, []
-    kept: list[CorpusFile] = []
+    data_files: list[CorpusFile] = []
     aside: list[CorpusFile] = []
     with_texts = {file.path.parent for file in files if file.format.kind is Kind.TEXT and not _is_facts(file)}
     for file in files:
-        # One object of JSON beside nothing but rows: what a tool has left there of them.
+        # A single JSON object in a folder of rows is usually written by a tool and describes them.
         describes = file.path.name.lower() in _ABOUT_DATA or (
             _is_facts(file) and file.path.parent not in with_texts
         )
-        (aside if describes and file.path not in named else kept).append(file)
-    return kept, [file.path for file in aside]
+        (aside if describes and file.path not in named else data_files).append(file)
+    return data_files, [file.path for file in aside]
 
 
 def _is_facts(file: CorpusFile) -> bool:
@@ -247,34 +244,34 @@ def _require_unchanged(file: CorpusFile) -> None:
         raise CorpusError(f"{file.path} changed while it was being prepared; prepare again when it is whole")
 
 
-def _found(patterns: Sequence[str | Path], own: str) -> tuple[list[tuple[str, Path]], list[Path]]:
-    """Name and path, as it was given, of all files, in order of name and of where they really lie; and links to folders."""
+def _matching_files(patterns: Sequence[str | Path], own: str) -> tuple[list[tuple[str, Path]], list[Path]]:
+    """Return name and original path of all files, in order of name and resolved path; and links to folders."""
     linked: list[Path] = []
     names: dict[Path, tuple[str, Path]] = {}
-    by: dict[Path, str] = {}
-    twice: list[tuple[Path, str, str]] = []
+    pattern_of: dict[Path, str] = {}
+    duplicates: list[tuple[Path, str, str]] = []
     for pattern in map(str, patterns):
-        found = _expand(pattern, linked)
-        if not found:
+        entries = _expand(pattern, linked)
+        if not entries:
             raise CorpusError(
                 f"no file matches {pattern!r}; check the path (a folder counts its visible files)"
             )
-        for name, path in found:
+        for name, path in entries:
             real = path.resolve()
             if own and str(real).startswith(own):
                 continue
-            if real in names and by[real] != pattern:
-                twice.append((path, by[real], pattern))
+            if real in names and pattern_of[real] != pattern:
+                duplicates.append((path, pattern_of[real], pattern))
             names.setdefault(real, (name, path))
-            by.setdefault(real, pattern)
+            pattern_of.setdefault(real, pattern)
     if len(set(map(str, patterns))) < len(patterns):
-        again = next(pattern for pattern, count in Counter(map(str, patterns)).items() if count > 1)
-        raise CorpusError(f"{again!r} is named more than once; name it once, since a file is read once")
-    if twice:
-        path, one, other = twice[0]
-        more = f" (and {len(twice) - 1:,} more)" if len(twice) > 1 else ""
+        repeated = next(pattern for pattern, count in Counter(map(str, patterns)).items() if count > 1)
+        raise CorpusError(f"{repeated!r} is named more than once; name it once, since a file is read once")
+    if duplicates:
+        path, first, second = duplicates[0]
+        more = f" (and {len(duplicates) - 1:,} more)" if len(duplicates) > 1 else ""
         raise CorpusError(
-            f"{path} is named twice, by {one!r} and by {other!r}{more}; name each file once, since it is read once"
+            f"{path} is named twice, by {first!r} and by {second!r}{more}; name each file once, since it is read once"
         )
     return [names[real] for real in sorted(names, key=lambda real: (names[real][0], real))], linked
 
@@ -291,9 +288,9 @@ def _expand(pattern: str, linked: list[Path]) -> list[tuple[str, Path]]:
 
 
 def _below(folder: Path, linked: list[Path]) -> Iterator[Path]:
-    """All visible regular files below; of folders that ``datasets`` saved, the Arrow files of the data.
+    """Yield all visible regular files below the folder; in folders saved by ``datasets``, only the Arrow files.
 
-    Links to folders, which may lead in a circle, are added to ``linked``.
+    Links to folders, which may be circular, are added to ``linked``.
     """
     if (folder / "dataset_dict.json").is_file():
         folder = _only_split(folder)
@@ -365,21 +362,20 @@ def _parts_before_wildcard(path: Path) -> list[str]:
 
 # Named corpora: training text that every machine has.
 #
-# A corpus is documents in a fixed order, each with a name that does not depend on where the files lie, since the name
-# decides which split a document falls into. The user's own files are ``phalanx.data.preparing.files``'s.
+# A corpus has documents in a fixed order. A document's name does not depend on the files' location, because the name decides the split.
 
 
-# Tests and other people's bundled packages vary with how a Python was installed; what is left is the library itself.
+# Tests and bundled packages depend on how Python was installed, so they are left out.
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "_bundled", "__pycache__"}
 )
 
 
 def python_stdlib() -> list[Document]:
-    """The source code of this Python's own standard library: some 10 MB of text that every machine has.
+    """Return the source code of this Python's standard library: about 10 MB of text that every machine has.
 
-    In order of file name, without tests, bundled packages, files written by the build, and files that are not UTF-8.
-    The same Python release gives the same documents.
+    In order of file name, without tests, bundled packages, files written by the build, and files that are not UTF-8. The same Python release gives
+    the same documents.
     """
     root = Path(sysconfig.get_path("stdlib"))
     documents = []
@@ -400,7 +396,7 @@ CORPORA: Mapping[str, Callable[[], list[Document]]] = MappingProxyType({"python-
 
 
 def named_corpus(name: str) -> list[Document]:
-    """The documents of a corpus by its name in ``CORPORA``. Raises ``CorpusError`` for an unknown one."""
+    """Return the documents of a corpus by its name in ``CORPORA``. Raises ``CorpusError`` for an unknown name."""
     if name not in CORPORA:
         close = difflib.get_close_matches(name, CORPORA, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(CORPORA)}"

@@ -1,13 +1,12 @@
-"""Packing: documents put whole into records of one length, with as little padding as there can be.
+"""Packing: documents are put into records of one length, uncut and with minimal padding.
 
-Text that is joined end to end and chopped cuts most documents somewhere, and what follows the cut is read without its beginning. Ding et
-al. ("Fewer Truncations Improve Language Modeling", arXiv 2404.10830) pack instead: a record is a bin, and each document goes into the
-fullest bin that has room for it, the longest documents first (best-fit decreasing). On the lengths of web text that leaves some hundredths
-of a percent as padding. Only a document that is longer than a record is cut, into pieces that overlap by one token, so that each token
-but a document's first is predicted exactly once.
+Joining text end to end and chopping it cuts most documents, and the text after a cut is read without its beginning. Ding et al. ("Fewer
+Truncations Improve Language Modeling", arXiv 2404.10830) pack instead: a record is a bin, and each document, longest first, goes into the
+fullest bin with room for it (best-fit decreasing). On lengths of web text, a few hundredths of a percent is padding. Only a document longer than
+a record is cut, into pieces that overlap by one token, so that each token except the first is predicted exactly once.
 
-Packing looks at a window of documents at a time, so that memory does not grow with the corpus. Ties go by order: the same documents give
-the same records.
+A window of documents is packed at a time, so memory does not grow with the corpus. Ties are resolved by order: the same documents give the same
+records.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW_TOKENS = 1 << 24
-"""Tokens that are packed together; on web-like lengths 2^24 tokens are within some tenths of a percent of the least padding."""
+"""Tokens that are packed together. On web-like lengths, 2^24 tokens are within tenths of a percent of the minimal padding."""
 
 
 Record = list[tuple[int, range]]
-"""Contents of a record, in order: numbers of documents, and which of their tokens."""
+"""Contents of a record in order: numbers of documents, and ranges of their tokens."""
 
 
 def pieces_of(length: int, seq_len: int) -> list[range]:
-    """The pieces of a document of ``length`` tokens: one, or as many of ``seq_len`` as it takes, each beginning with the last token of the one before."""
+    """Return the pieces of a document of ``length`` tokens: one, or several of ``seq_len``. Each later piece begins with the last token of the previous one."""
     if length <= seq_len:
         return [range(length)]
     step = seq_len - 1
@@ -36,43 +35,41 @@ def pieces_of(length: int, seq_len: int) -> list[range]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Numbers of items in bins that hold ``room`` at most, by best-fit decreasing; bins in the order of their first items.
+    """Return the items in bins of size ``room``, packed by best-fit decreasing. Bins are in the order of their first items.
 
-    Each of ``lengths`` is in [1, room]. Costs a few microseconds an item.
+    Each of ``lengths`` is in [1, room]. Costs a few microseconds per item.
     """
     bins: list[list[int]] = []
-    with_room: list[list[int]] = [
-        [] for _ in range(room + 1)
-    ]  # numbers of bins, by the room that is left in them
-    some = 0  # bit r is set if with_room[r] is not empty
+    with_room: list[list[int]] = [[] for _ in range(room + 1)]  # numbers of bins, by remaining room
+    occupied = 0  # bit r is set if with_room[r] is not empty
     for item in sorted(
         range(len(lengths)), key=lambda number: -lengths[number]
-    ):  # stable: equal ones in order
+    ):  # stable: equal lengths keep their order
         length = lengths[item]
-        fitting = some >> length
+        fitting = occupied >> length
         if fitting:
-            left = length + (fitting & -fitting).bit_length() - 1
-            chosen = with_room[left].pop()
-            if not with_room[left]:
-                some ^= 1 << left
+            remaining = length + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[remaining].pop()
+            if not with_room[remaining]:
+                occupied ^= 1 << remaining
         else:
-            left, chosen = room, len(bins)
+            remaining, chosen = room, len(bins)
             bins.append([])
         bins[chosen].append(item)
-        left -= length
-        if left:
-            with_room[left].append(chosen)
-            some |= 1 << left
-    # Long documents would all come first, and a part of a dataset would not be like the others.
+        remaining -= length
+        if remaining:
+            with_room[remaining].append(chosen)
+            occupied |= 1 << remaining
+    # Without this sort, all long documents would come first, and parts of a dataset would differ.
     return sorted((sorted(items) for items in bins), key=lambda items: items[0])
 
 
 class Packing:
-    """Places the documents of a stream in records by their lengths, a window at a time.
+    """Assigns the documents of a stream to records by their lengths, one window at a time.
 
-    Documents of each class of lengths are packed with their like alone, so that long ones do not share a record with many short ones: a run whose sequences
-    are long is to see long documents; filled up with short ones, a record of 131,072 tokens would teach it little beyond a few thousand. Each class has
-    windows, and so its last records, of its own.
+    Only documents of the same length class are packed together, so a long document does not share a record with many short ones. A run with long
+    sequences should see long documents: a record of 131,072 tokens of short documents would teach it little about long contexts. Each class has its
+    own windows and last records.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class Packing:
         """
         Args:
             seq_len: Tokens of a record.
-            classes: The most tokens of a document of each class, in rising order; longer documents are a class of their own.
+            classes: Maximum document length of each class, in increasing order; longer documents form another class.
             window_tokens: Tokens that are packed together.
 
         Raises ``ValueError`` for a ``seq_len`` below 2.
@@ -94,7 +91,7 @@ class Packing:
         self._documents = 0
 
     def add(self, length: int) -> list[Record]:
-        """Take the tokens of a document, its end included; returns the records of its class's window, when that is full."""
+        """Add the length of a document, including its end. Returns the records of its class's window when that is full."""
         window = bisect_left(self._classes, length)
         self._windows[window] += [(self._documents, piece) for piece in pieces_of(length, self._seq_len)]
         self._tokens[window] += length
@@ -102,7 +99,7 @@ class Packing:
         return self._close(window) if self._tokens[window] >= self._window_tokens else []
 
     def flush(self) -> list[Record]:
-        """The records of what was added since the last windows, class after class."""
+        """Return the records of the remaining documents, one class after another."""
         return [record for window in range(len(self._windows)) for record in self._close(window)]
 
     def _close(self, window: int) -> list[Record]:
@@ -112,7 +109,7 @@ class Packing:
 
 
 def packed(lengths: Iterable[int], seq_len: int, classes: Sequence[int] = ()) -> Iterator[Record]:
-    """The records that documents of these lengths are packed into, in order."""
+    """Yield the records of documents of these lengths, in order."""
     packing = Packing(seq_len, classes)
     for length in lengths:
         yield from packing.add(length)
@@ -120,7 +117,7 @@ def packed(lengths: Iterable[int], seq_len: int, classes: Sequence[int] = ()) ->
 
 
 class Packer:
-    """Packs the documents of a stream into records, a window at a time."""
+    """Packs the documents of a stream into records, one window at a time."""
 
     def __init__(
         self,
@@ -130,23 +127,23 @@ class Packer:
         *,
         window_tokens: int = WINDOW_TOKENS,
     ) -> None:
-        """``padding``: The token that fills a record, the end of a document. The others are those of ``Packing``."""
+        """``padding`` is the token that pads a record, a document's end. The other arguments are those of ``Packing``."""
         self.seq_len = seq_len
         self.padding_tokens = 0
-        """Tokens that were added so far."""
+        """Number of padding tokens so far."""
         self._packing, self._padding = Packing(seq_len, classes, window_tokens=window_tokens), padding
         self._open: dict[int, NDArray[Any]] = {}
-        """The documents of windows that are not full, by their number."""
+        """Documents of windows that are not full, by number."""
         self._documents = 0
 
     def add(self, document: NDArray[Any]) -> NDArray[Any] | None:
-        """Take the tokens of a document, its end included; returns the records of a window, ``(records, seq_len)``, when one is full."""
+        """Add the tokens of a document, including its end. Returns the records of a window, ``(records, seq_len)``, when one is full."""
         self._open[self._documents] = document
         self._documents += 1
         return self._filled(self._packing.add(len(document)))
 
     def flush(self) -> NDArray[Any] | None:
-        """The records of what was added since the last windows; ``None`` if that is nothing."""
+        """Return the records of the remaining documents; ``None`` if there are none."""
         return self._filled(self._packing.flush())
 
     def _filled(self, records: list[Record]) -> NDArray[Any] | None:

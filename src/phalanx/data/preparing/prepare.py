@@ -1,13 +1,11 @@
-"""Turn documents into a dataset in one process: tokenizer, token shards, and an index; a signal can end it at any time.
+"""Turn documents into a dataset in one process: tokenizer, token shards, and an index. A signal can interrupt it at any time.
 
-The documents are gone through once to learn what they are, once to train a tokenizer if that is asked for, and once
-to encode; at no time are more than a few megabytes of them, or of their tokens, in memory. Which split a document
-belongs to follows from a hash of its name alone, or of its text alone, so that it stays there when others are added; of so few
-documents that a split would be empty, the end of the largest is held out instead.
+The documents are read once for their digest, once to train a tokenizer if needed, and once to encode them. At most a few megabytes of
+documents or tokens are in memory. A document's split depends only on a hash of its name or text, so it does not change when others are
+added. If there are so few documents that a split would be empty, the end of the largest document is held out instead.
 
-The dataset is written under another name and renamed when it is whole. Preparing the same again finds it there and
-uses it; preparing another where one lies is refused. A preparation that was killed leaves its partial folder, which the
-next one to the same place removes.
+The dataset is written under a temporary name and renamed when it is complete. A second preparation with the same recipe reuses it; a different
+dataset in the same place is an error. A killed preparation leaves a partial folder, which the next preparation for the same place removes.
 """
 
 from __future__ import annotations
@@ -56,11 +54,11 @@ from phalanx.run.directory.files import held_folder
 DEFAULT_BPE_VOCAB_SIZE = 32_768
 DEFAULT_SHARD_TOKENS = 1 << 28
 PREPARATION_FOLDER = "preparation"
-"""Lies beside a dataset that was prepared in portions (``phalanx.data.portions``)."""
+"""Folder beside a dataset that was prepared in portions (``phalanx.data.portions``)."""
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with (stage, documents done, documents in all); 0 in all while they are still being counted."""
+"""Called with (stage, documents done, total documents); the total is 0 while documents are being counted."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,14 @@ class PreparedDataset:
     """A prepared dataset."""
 
     place: str
-    """Its folder or URL."""
+    """Folder or URL of the dataset."""
     index: DatasetIndex
     reused: bool
-    """True if it was there already."""
+    """True if the dataset existed already."""
     held_out_in_training: int | None = None
-    """Held-out documents whose text is in the training split too; ``None`` if that was not counted, as of a dataset that was there."""
+    """Number of held-out documents whose text is also in the training split. ``None`` if not counted, as for a reused dataset."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Documents read, kept and dropped, by reason, of a dataset that was prepared in portions."""
+    """Numbers of documents read, kept and dropped, by reason. Only for a dataset prepared in portions."""
 
 
 def prepare(
@@ -91,17 +89,16 @@ def prepare(
     chat: ChatLayout | None = None,
     on_progress: OnProgress | None = None,
 ) -> PreparedDataset:
-    """Write the dataset of ``documents`` to ``out``, or find it there.
+    """Write the dataset of ``documents`` to ``out``, or reuse it there.
 
-    ``documents`` must give the same when gone through again: a list or ``Files``, not a generator. ``tokenizer``
-    is "bpe" (trained on the training split, with ``vocab_size`` tokens at most, 32,768 if None), "bytes", or the path
-    of a ``tokenizer.json`` or of sentencepiece's ``tokenizer.model``; for the last two ``vocab_size`` is None or what theirs is. Held-out text is
-    also put through ``xz -9``, which takes about 700 MB of memory at most. With a ``packed_seq_len`` documents are packed whole into
-    records of that length; else they are joined end to end. With ``chat`` documents are conversations, as ``conversation_text`` writes them;
-    they are packed whole, in a given tokenizer's tokens, or in those of one that is trained on them with the template's special tokens.
+    ``documents`` must be the same in each iteration: a list or ``Files``, not a generator. ``tokenizer`` is "bpe" (trained on the training split, with
+    at most ``vocab_size`` tokens, 32,768 if None), "bytes", or the path of a ``tokenizer.json`` or of sentencepiece's ``tokenizer.model``. For the last
+    two, ``vocab_size`` is None or must match. Held-out text is also compressed with ``xz -9``, which takes up to about 700 MB of memory. With a
+    ``packed_seq_len``, documents are packed into records of that length; otherwise they are joined end to end. With ``chat``, documents are
+    conversations from ``conversation_text``. They are packed, with an existing tokenizer or one trained on them with the template's special tokens.
 
-    Raises ``CorpusError`` (documents unfit or changing), ``TokenizerError``, ``DatasetExistsError`` (``out`` holds
-    something else, untouched), ``NoRoomError`` (disk full, nothing left behind), and ``DatasetError``.
+    Raises ``CorpusError`` (documents unfit or changing), ``TokenizerError``, ``DatasetExistsError`` (``out`` has other content, which is not changed),
+    ``NoRoomError`` (disk full, output removed), and ``DatasetError``.
     """
     if not 0 <= held_out_fraction < 1:
         raise DatasetError(f"held_out_fraction = {held_out_fraction} is not in [0, 1)")
@@ -110,15 +107,15 @@ def prepare(
     source = _Source(
         documents, SplitRule(held_out_fraction, hold_out_by), on_progress, divisible=chat is None
     )
-    given, untrained = named_tokenizer(tokenizer), None
-    if given is not None and vocab_size not in (None, given.vocab_size):
+    existing, untrained = named_tokenizer(tokenizer), None
+    if existing is not None and vocab_size not in (None, existing.vocab_size):
         raise DatasetError(
-            f"vocab_size = {vocab_size}, but the tokenizer given has {given.vocab_size}; leave it out"
+            f"vocab_size = {vocab_size}, but the tokenizer given has {existing.vocab_size}; leave it out"
         )
     if chat is not None:
         if not packed_seq_len:
             raise DatasetError("chats are packed into records: give packed_seq_len")
-        if given is None:
+        if existing is None:
             untrained = untrained_chat(chat.template)
             chat = replace(chat, template=untrained.template)
 
@@ -133,15 +130,15 @@ def prepare(
         size = vocab_size or DEFAULT_BPE_VOCAB_SIZE
         return encoding_in(train_bpe(texts, vocab_size=size, special_tokens=special_tokens))
 
-    encoding = encoding_in(given) if given is not None else None
+    encoding = encoding_in(existing) if existing is not None else None
     end = untrained.end if untrained is not None else encoding.document_end if encoding is not None else 0
     recipe = Recipe(
         source.sha256,
-        description(given),
-        vocab_size if given is not None else vocab_size or DEFAULT_BPE_VOCAB_SIZE,
+        description(existing),
+        vocab_size if existing is not None else vocab_size or DEFAULT_BPE_VOCAB_SIZE,
         held_out_fraction,
         shard_tokens,
-        given.document_start if given is not None and chat is None else (),
+        existing.document_start if existing is not None and chat is None else (),
         packed_seq_len,
         None if chat is None else ChatRecipe(chat.template.sha256, end, chat.too_long),
         hold_out_by,
@@ -150,7 +147,7 @@ def prepare(
 
 
 class _Source:
-    """The documents with text in them, which must be the same each time that they are gone through."""
+    """The documents with text, which must be the same in each iteration."""
 
     def __init__(
         self,
@@ -160,7 +157,7 @@ class _Source:
         *,
         divisible: bool,
     ) -> None:
-        """``divisible``: A document may be cut, so that there is text to hold out."""
+        """``divisible``: True if a document may be cut to get held-out text."""
         if iter(documents) is documents:
             raise CorpusError(
                 "documents are gone through several times: give a list or Files, not a generator"
@@ -172,11 +169,11 @@ class _Source:
         files = [file.path for file in documents.files] if isinstance(documents, Files) else []
         end = held_out_end(((0, *item) for item in numbered), rule, files, divisible=divisible)
         for _ in numbered:
-            pass  # of which the digest is taken
+            pass  # iterate to the end to compute the digest
         self._rule = replace(rule, end=end)
 
     def read(self, stage: str) -> Iterator[tuple[str, Document]]:
-        """(split, document) of each document. Raises ``CorpusError`` if they are not those of the first time."""
+        """Yield (split, document) of each document. Raises ``CorpusError`` if documents have changed."""
         for number, document in self._numbered(stage):
             yield from self._rule.divide(document, 0, number)
 
@@ -185,20 +182,20 @@ class _Source:
 
     def _numbered(self, stage: str) -> Iterator[tuple[int, Document]]:
         digest = hashlib.sha256()
-        done = 0
+        count = 0
         for document in self._documents:
             if not document.text:
                 continue
             name, text = _utf8(document.name, document.name), _utf8(document.text, document.name)
             digest.update(len(name).to_bytes(8, "little") + name + len(text).to_bytes(8, "little"))
             digest.update(text)
-            yield done, document
-            done += 1
+            yield count, document
+            count += 1
             if self._on_progress is not None:
-                self._on_progress(stage, done, self.total)
+                self._on_progress(stage, count, self.total)
         if self.sha256 not in ("", digest.hexdigest()):
             raise CorpusError("the documents changed while they were being prepared; prepare them again")
-        self.total, self.sha256 = done, digest.hexdigest()
+        self.total, self.sha256 = count, digest.hexdigest()
 
 
 def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Encoding]) -> PreparedDataset:
@@ -218,7 +215,7 @@ def _write(source: _Source, out: Path, recipe: Recipe, encode: Callable[[], Enco
 
 
 def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) -> tuple[DatasetIndex, int]:
-    """Write the shards; returns the index, and how many held-out documents are in the training split too."""
+    """Write the shards. Returns the index, and the number of held-out documents that are also in the training split."""
     xz = None if encoding.chat is not None else lzma.LZMACompressor(preset=9)
     xz_bytes = 0
     skips = encoding.chat is not None and encoding.chat.layout.on_bad == "skip"
@@ -247,7 +244,7 @@ def _encode(source: _Source, partial: Path, recipe: Recipe, encoding: Encoding) 
 
 
 def _refuse(document: Document, error: BadConversationError) -> None:
-    """Raise ``CorpusError`` for a conversation that cannot be trained on."""
+    """Raises ``CorpusError`` for a conversation that cannot be trained on."""
     raise CorpusError(
         f"{document.name}: {error}; mend it, or leave out all that is bad: `phalanx data prepare --on-bad skip`"
     ) from error
@@ -263,16 +260,16 @@ def _commit(partial: Path, out: Path, index: DatasetIndex, held_out_in_training:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        # Another process prepared there in the meantime: the same, or else this raises.
-        found = _find(out, index.recipe)
-        if found is None:
+        # Another process prepared a dataset there in the meantime. If it is not the same one, this raises.
+        existing = _find(out, index.recipe)
+        if existing is None:
             raise
-        return found
+        return existing
     return PreparedDataset(str(out), index, False, held_out_in_training)
 
 
 def _find(out: Path, recipe: Recipe) -> PreparedDataset | None:
-    """The dataset in ``out`` if it is of this recipe, None if there is nothing; raises if there is something else."""
+    """Return the dataset in ``out`` if it has this recipe, None if there is nothing. Raises if there is something else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     try:
@@ -302,9 +299,10 @@ def _find(out: Path, recipe: Recipe) -> PreparedDataset | None:
     return PreparedDataset(str(out), index, reused=True)
 
 
-def _differences(found: Recipe, wanted: Recipe) -> str:
-    pairs = ((name, getattr(found, name), getattr(wanted, name)) for name in Recipe.__dataclass_fields__)
-    return ", ".join(f"{name} {there!r}, not {here!r}" for name, there, here in pairs if there != here)
+def _differences(stored: Recipe, requested: Recipe) -> str:
+    names = Recipe.__dataclass_fields__
+    pairs = ((name, getattr(stored, name), getattr(requested, name)) for name in names)
+    return ", ".join(f"{name} {old!r}, not {new!r}" for name, old, new in pairs if old != new)
 
 
 def _utf8(text: str, name: str) -> bytes:
@@ -316,7 +314,7 @@ def _utf8(text: str, name: str) -> bytes:
         ) from error
 
 
-# Long calls of native code that a signal can end: Python runs a handler in the main thread alone, between its own instructions.
+# Long calls of native code that a signal can interrupt. Python runs signal handlers only in the main thread, between its own instructions.
 
 
 _LOOK_S = 0.2
@@ -324,9 +322,9 @@ _T = TypeVar("_T")
 
 
 def interruptible(call: Callable[[], _T]) -> _T:
-    """Return the result of ``call``, which runs in another thread if this is the main one.
+    """Return the result of ``call``. If this is the main thread, it runs in another one.
 
-    Raises what ``call`` raises, or what the handler of a signal raises meanwhile; the call is then left to end with the process.
+    Raises the exceptions of ``call``, or of a signal handler. After the latter, the call continues until the process ends.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -343,7 +341,7 @@ def interruptible(call: Callable[[], _T]) -> _T:
 
     thread = threading.Thread(target=run, name="native call", daemon=True)
     try:
-        thread.start()  # a signal may come while it is waited for here
+        thread.start()  # a signal may arrive while waiting here
         while not returned.wait(_LOOK_S):
             pass
     except BaseException as error:
@@ -355,7 +353,7 @@ def interruptible(call: Callable[[], _T]) -> _T:
 
 
 def _end_during(returned: threading.Event, error: BaseException) -> None:
-    """End the process if the call still runs: the interpreter would unwind its native frames, and Rust aborts the process for that."""
+    """End the process if the call is still running: the interpreter would unwind its native frames, which makes Rust abort the process."""
     if not returned.is_set():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""A split: the rule that puts a document into one, and the writer of its documents, encoded, joined or packed, into counted shards."""
+"""Splits: the rule that assigns documents, and the writer that encodes them into shards, joined or packed, and counts them."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from phalanx.data.stored.index import (
 from phalanx.data.stored.shard_writer import ShardWriter
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, tokenizer_from_file
 
-# The split of each document, by one rule for every preparation.
+# One rule for all preparations assigns documents to splits.
 #
-# A hash of a document's name, or of its text, decides, so that the document stays in its split when others are added. If that leaves a split of few documents
-# empty, the end of the largest document is held out. Conversations are not cut: the last of them moves to the empty split.
+# A hash of a document's name or text decides, so that its split does not change when others are added. If a split of few documents would be empty,
+# the end of the largest document is held out. Conversations are not cut: the last one moves to the empty split.
 
 _D = TypeVar("_D", bound=Document)
 
 
 @dataclass(frozen=True)
 class HeldOutEnd:
-    """A document whose end is held out, where a split of so few whole documents would be empty."""
+    """A document whose end is held out because a split would be empty otherwise."""
 
     portion: int
     document: int
-    """Its number among the documents with text of the portion."""
+    """Its number among the portion's documents with text."""
     characters: int
-    """How many of its last characters are held out; 0 moves it whole to the split that is empty."""
+    """Number of its last characters that are held out; 0 moves the document to the empty split uncut."""
     to_train_on: bool = False
-    """With 0 characters: the split that it is moved to is the one to train on."""
+    """With 0 characters: True if the document is moved to the training split."""
 
 
 @dataclass(frozen=True)
@@ -60,42 +60,42 @@ class SplitRule:
     held_out: float
     """Share of documents held out."""
     hold_out_by: str = "name"
-    """"name", or "text": its normal form, which all copies have."""
+    """"name" or "text": the part of a document that is hashed. Text is hashed in normal form, which is equal for all copies."""
     end: HeldOutEnd | None = None
-    """``None``: hashes alone decide."""
+    """``None``: only hashes decide."""
 
     def split_of(self, document: Document) -> str:
-        """Return the split that the hash of a document names."""
+        """Return the document's split according to its hash."""
         by_name = self.hold_out_by == "name"
         return split_of(document.name if by_name else normal_form(document.text), self.held_out)
 
     def divide(self, document: _D, portion: int, number: int) -> Iterator[tuple[str, _D]]:
-        """(split, document) of the document ``number`` of a portion: one, or two parts of the document whose end is held out."""
+        """Yield (split, document) for document ``number`` of a portion; two parts for the document whose end is held out."""
         end = self.end
         if end is None or (end.portion, end.document) != (portion, number):
             yield self.split_of(document), document
         elif not end.characters:
             yield TRAIN if end.to_train_on else HELD_OUT, document
         else:
-            begin, rest = cut_end(document.text, end.characters)
+            begin, ending = cut_end(document.text, end.characters)
             yield TRAIN, replace(document, text=begin)
-            yield HELD_OUT, replace(document, text=rest)
+            yield HELD_OUT, replace(document, text=ending)
 
 
-def split_of(decisive: str, held_out_fraction: float) -> str:
-    """The split, "train" or "held_out", of a document: a hash of ``decisive``, its name or text, decides."""
-    place = int.from_bytes(hashlib.sha256(decisive.encode()).digest()[:8], "little") / 2**64
-    return HELD_OUT if place < held_out_fraction else TRAIN
+def split_of(hashed: str, held_out_fraction: float) -> str:
+    """Return the split "train" or "held_out" of a document by the hash of ``hashed``, its name or text."""
+    fraction = int.from_bytes(hashlib.sha256(hashed.encode()).digest()[:8], "little") / 2**64
+    return HELD_OUT if fraction < held_out_fraction else TRAIN
 
 
 def cut_end(text: str, characters: int) -> tuple[str, str]:
-    """``text`` in two, the second of about ``characters``: it begins after a line's end or a space if one is near."""
-    at = len(text) - characters
+    """Divide ``text`` in two. The second part has about ``characters`` and begins after a line end or a space if one is near."""
+    cut = len(text) - characters
     for separator in ("\n", " "):
-        after = text.rfind(separator, max(at - characters, 0), at) + 1
+        after = text.rfind(separator, max(cut - characters, 0), cut) + 1
         if after > 0:
             return text[:after], text[after:]
-    return text[:at], text[at:]
+    return text[:cut], text[cut:]
 
 
 def held_out_end(
@@ -105,13 +105,13 @@ def held_out_end(
     *,
     divisible: bool,
 ) -> HeldOutEnd | None:
-    """Choose the document whose end is held out; ``None`` if hashes leave no split empty, after which no more ``documents`` are taken.
+    """Choose the document whose end is held out. ``None`` if hashes leave no split empty; then no more ``documents`` are read.
 
     Args:
         documents: (portion, number in the portion, document) of each document with text.
         rule: The rule, without an end.
-        files: Where the documents come from, for a message.
-        divisible: A document may be cut.
+        files: Sources of the documents, for a message.
+        divisible: True if a document may be cut.
 
     Raises ``CorpusError`` if there is too little text for two splits.
     """
@@ -145,11 +145,11 @@ _BATCH_CHARACTERS = 1 << 21
 
 @dataclass(frozen=True)
 class Encoding:
-    """How documents become the tokens of a dataset."""
+    """The encoding of documents into the tokens of a dataset."""
 
     tokenizer: Tokenizer
     seq_len: int = 0
-    """Tokens of a record that documents are packed into; 0 joins them end to end."""
+    """Tokens of a record into which documents are packed; 0 joins documents end to end."""
     length_classes: tuple[int, ...] = ()
     chat: ChatEncoder | None = None
     """The encoder of conversations; ``None`` for texts."""
@@ -161,11 +161,11 @@ class Encoding:
 
     @property
     def document_end(self) -> int:
-        """The token that ends a document, and fills records up."""
+        """The token that ends a document and pads records."""
         return self.tokenizer.end_of_document if self.chat is None else self.chat.end
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer, and the chat template to go with it. Raises ``OSError``."""
+        """Write the tokenizer and the chat template. Raises ``OSError``."""
         self.tokenizer.save(folder)
         if self.chat is not None:
             save_template(folder, self.chat.layout.template)
@@ -173,7 +173,7 @@ class Encoding:
     def index(
         self, recipe: Recipe, splits: Mapping[str, Split], xz_bits_per_byte: float | None = None
     ) -> DatasetIndex:
-        """The index of the dataset with these splits."""
+        """Return the index of the dataset with these splits."""
         return DatasetIndex(
             self.dtype,
             self.tokenizer.vocab_size,
@@ -188,7 +188,7 @@ class Encoding:
 
 
 def named_tokenizer(choice: str | Path, folder: Path = Path()) -> Tokenizer | None:
-    """The tokenizer that is named: "bytes", or a path below ``folder``; ``None`` for "bpe", which is to be trained. Raises ``TokenizerError``."""
+    """Return the tokenizer "bytes", or the one at a path below ``folder``; ``None`` for "bpe", which is trained later. Raises ``TokenizerError``."""
     if choice == "bpe":
         return None
     return BytesTokenizer() if choice == "bytes" else tokenizer_from_file(folder / choice)
@@ -202,7 +202,7 @@ def description(tokenizer: Tokenizer | None) -> str:
 
 
 class SplitWriter(Generic[_D]):
-    """Encodes the documents of one split in batches into its shards, and counts."""
+    """Encodes the documents of one split in batches, writes them to its shards, and counts them."""
 
     def __init__(
         self,
@@ -213,13 +213,13 @@ class SplitWriter(Generic[_D]):
     ) -> None:
         """
         Args:
-            shards: Where the tokens go.
-            encoding: How documents become tokens.
-            on_bad: Called with a conversation that cannot be trained on; it is left out if that returns.
-            on_encoded: Called with each document that is written, in order, and its tokens.
+            shards: Writer of the tokens.
+            encoding: Encoding of documents into tokens.
+            on_bad: Called with a conversation that cannot be trained on. If it returns, the conversation is left out.
+            on_encoded: Called with each written document, in order, and its number of tokens.
         """
         self.left_out: Counter[str] = Counter()
-        """Conversations that are left out, by reason."""
+        """Number of conversations left out, by reason."""
         self._shards, self._encoding = shards, encoding
         self._on_bad, self._on_encoded = on_bad, on_encoded
         self._packer = (
@@ -238,7 +238,7 @@ class SplitWriter(Generic[_D]):
         return np.array(self._hashes, dtype="<u8")
 
     def add(self, document: _D) -> None:
-        """Take a document of the split."""
+        """Add a document to the split."""
         self._hashes.append(hash_of(normal_form(document.text))[0])
         if self._encoding.chat is not None:
             self._add_conversation(self._encoding.chat, document)
@@ -249,7 +249,7 @@ class SplitWriter(Generic[_D]):
             self._encode_batch()
 
     def close(self) -> Split:
-        """Write what is left."""
+        """Write the remaining documents, and return the split's counts."""
         self._encode_batch()
         if self._packer is not None:
             self._append(self._packer.flush())
@@ -299,6 +299,6 @@ class SplitWriter(Generic[_D]):
         self._on_encoded(document, tokens)
 
     def _append(self, tokens: NDArray[Any] | None) -> None:
-        """Write tokens, or whole records, if there are any."""
+        """Write tokens, or complete records, if there are any."""
         if tokens is not None:
             self._shards.append(tokens.reshape(-1))

@@ -1,1 +1,1 @@
-"""What a run reads: its sources, wherever they lie, as samples of tokens."""
+"""Read a run's sources, in folders or object stores, as samples of tokens."""

@@ -1,9 +1,8 @@
-"""A dataset in an object store and its cache: a folder on this machine with its index, its tokenizer, and the blocks that were read.
+"""A dataset in an object store and its cache: a local folder with its index, its tokenizer, and the blocks that were read.
 
-The index is read from the store each time, the other small files once; the folder is named by a digest of the index, so that all runs and
-ranks of a machine share it, whatever the URL, and another dataset under the same URL has another one.
-``CachedShards`` hands out tokens as ``TokenShards`` does of a folder: shard by shard from sparse files (``phalanx.data.reading.cached_shard``), whose missing
-blocks are fetched many at a time.
+The index is read from the store each time, and the other small files once. The folder is named by a digest of the index. So all runs and ranks of a
+machine share it for any URL, and another dataset under the same URL has another folder. ``CachedShards`` reads tokens like ``TokenShards``, but from sparse
+files (``phalanx.data.reading.cached_shard``) whose missing blocks are fetched in parallel.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError
-from phalanx.data.reading.cached_shard import CachedShard, Requests, Room, Traffic, in_background
+from phalanx.data.reading.cached_shard import CachedShard, CacheTraffic, Requests, Room, in_background
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, parse_index
 from phalanx.data.stored.shards import MAX_OPEN_MAPS, TokenArray
 from phalanx.data.tokenizers.published.files import CONFIG_FILE, TOKENIZER_FILE
@@ -34,42 +33,42 @@ from phalanx.store.open_store import open_store
 from phalanx.store.store import MissingObjectError, RetryPolicy, Store, StoreError, UnavailableError
 
 _PATIENCE_AHEAD_S = 30.0
-"""Time for which what is only read ahead is asked for: whoever comes to need it asks with all of ``CacheOptions.timeout_s``."""
+"""Timeout of read-ahead requests. A request for needed data has the full ``CacheOptions.timeout_s``."""
 _TOKENIZER_FILES = (TOKENIZER_FILE, CONFIG_FILE)
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Where cached datasets lie, how large they may become together, and how long a store is waited for (fields of ``[data]``)."""
+    """Location and size limit of all cached datasets, and the timeout of a store (fields of ``[data]``)."""
 
     cache: str = ""
-    """Folder of all cached datasets; empty is ``default_cache``."""
+    """Folder of all cached datasets; if empty, ``default_cache``."""
     limit_bytes: int = 64 << 30
     timeout_s: float = 1800.0
 
 
 def default_cache() -> Path:
-    """The folder of cached datasets where none is given, by the XDG Base Directory Specification."""
+    """Return the default folder of cached datasets, according to the XDG Base Directory Specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "datasets"
 
 
 @dataclass(frozen=True)
 class CachedDataset:
-    """A dataset in ``store``. ``folder`` has ``index.json`` and the tokenizer's files; what else is in it is found as it is read."""
+    """A dataset in ``store``. ``folder`` has ``index.json`` and the tokenizer's files; other files are found as they are read."""
 
     url: str
     folder: Path
     index: DatasetIndex
     store: Store
     store_ahead: Store
-    """The same store with less patience."""
+    """The same store with a shorter timeout."""
     room: Room
     requests: Requests
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: CacheTraffic = field(default_factory=CacheTraffic)
 
 
 def open_cached(url: str, options: CacheOptions) -> CachedDataset:
-    """The dataset at ``url``, with a cache on this machine. Raises ``DatasetError``."""
+    """Return the dataset at ``url`` with a cache on this machine. Raises ``DatasetError``."""
     root = Path(options.cache).expanduser() if options.cache else default_cache()
     try:
         store = open_store(url, RetryPolicy(timeout_s=options.timeout_s))
@@ -80,28 +79,28 @@ def open_cached(url: str, options: CacheOptions) -> CachedDataset:
 
 
 def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) -> CachedDataset:
-    """The dataset in ``store``, with its cache below ``root``. Raises ``DatasetError``, ``StoreError``."""
+    """Return the dataset in ``store`` with its cache below ``root``. Raises ``DatasetError``, ``StoreError``."""
     newest = root / "newest" / _name_of(store.url.encode())
-    # Where nothing of this place was read yet, none of the three files waits for another.
-    early = {} if newest.exists() else _asked_for(store)
+    # If nothing was read from this URL yet, request the three files in parallel.
+    early = {} if newest.exists() else _requested_files(store)
     content = _index_content(store, store_ahead, root, newest)
-    # Of an index of many shards, the digest takes a fifth of the time that decoding takes.
-    named = in_background(partial(_name_of, content))
+    # For an index of many shards, the digest takes a fifth of the decoding time.
+    folder_name = in_background(partial(_name_of, content))
     index = parse_index(content.decode(errors="replace"), Path(f"{store.url}/{INDEX_FILE}"))
-    folder = root / named.result()
+    folder = root / folder_name.result()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if saved_fingerprint(_kept(folder)) != index.tokenizer_fingerprint:
+        if saved_fingerprint(_cached_tokenizer_files(folder)) != index.tokenizer_fingerprint:
             for name, small in _tokenizer_files(store, index, early).items():
                 write_atomically(folder / name, small, durable=False)
-        here = (folder / INDEX_FILE).exists() and (folder / INDEX_FILE).stat().st_size == len(content)
-        if index.recipe.chat is not None and not here:
-            # Datasets of earlier versions have none.
+        has_index = (folder / INDEX_FILE).exists() and (folder / INDEX_FILE).stat().st_size == len(content)
+        if index.recipe.chat is not None and not has_index:
+            # Datasets of earlier versions have no template.
             with suppress(MissingObjectError):
                 write_atomically(folder / TEMPLATE_FILE, store.get(TEMPLATE_FILE))
-        # Nobody waits for the disk: what a power failure leaves of it is told by its size, by the folder's name, or by the index.
-        if not here:
-            write_atomically(folder / INDEX_FILE, content, durable=False)  # last: the small files are there
+        # Files are not synced to disk: damage from a power failure is detected by the size, the folder's name, or the index.
+        if not has_index:
+            write_atomically(folder / INDEX_FILE, content, durable=False)  # last, after the small files
         newest.parent.mkdir(exist_ok=True)
         write_atomically(newest, folder.name.encode(), durable=False)
     except OSError as error:
@@ -112,10 +111,10 @@ def cached_in(store: Store, store_ahead: Store, root: Path, limit_bytes: int) ->
 
 
 def _index_content(store: Store, store_ahead: Store, root: Path, newest: Path) -> bytes:
-    """The index in the store; if the store does not answer, the one that it gave last.
+    """Return the index in the store, or the last one read if the store does not respond.
 
-    A rank that must begin again during an outage has all that it needs in the cache, perhaps. If another dataset has come to lie
-    there since, its tokens are not taken for those of the old index: block sums tell.
+    A rank that restarts during an outage may have all needed data in the cache. If the store has another dataset now, block sums prevent its
+    tokens from being used with the old index.
     """
     try:
         return _required(store_ahead, INDEX_FILE)
@@ -128,28 +127,28 @@ def _index_content(store: Store, store_ahead: Store, root: Path, newest: Path) -
     return _required(store, INDEX_FILE)
 
 
-def _kept(folder: Path) -> dict[str, bytes]:
-    """The tokenizer's files in the cache, as far as they are there."""
-    found: dict[str, bytes] = {}
+def _cached_tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Return the tokenizer's files that are in the cache."""
+    files: dict[str, bytes] = {}
     for name in _TOKENIZER_FILES:
         with suppress(OSError):
-            found[name] = (folder / name).read_bytes()
-    return found
+            files[name] = (folder / name).read_bytes()
+    return files
 
 
-def _asked_for(store: Store) -> dict[str, Future[bytes]]:
+def _requested_files(store: Store) -> dict[str, Future[bytes]]:
     return {name: in_background(partial(_required, store, name)) for name in _TOKENIZER_FILES}
 
 
 def _tokenizer_files(store: Store, index: DatasetIndex, early: dict[str, Future[bytes]]) -> dict[str, bytes]:
-    """The files of the tokenizer that ``index`` names; ``early`` may bring them. Raises ``DatasetError``.
+    """Return the files of the tokenizer that ``index`` names, from ``early`` if it has them. Raises ``DatasetError``.
 
-    Another dataset may come to lie in the store between the requests for one and the other. Its tokenizer must not come into the folder of this one, where it
-    would be taken for this one's by every later run.
+    The store may get another dataset between two requests. That dataset's tokenizer must not be stored in this one's folder, because later runs
+    would use it.
     """
-    files = {name: small.result() for name, small in (early or _asked_for(store)).items()}
+    files = {name: small.result() for name, small in (early or _requested_files(store)).items()}
     if saved_fingerprint(files) != index.tokenizer_fingerprint:
-        files = {name: small.result() for name, small in _asked_for(store).items()}
+        files = {name: small.result() for name, small in _requested_files(store).items()}
     if saved_fingerprint(files) == index.tokenizer_fingerprint:
         return files
     raise DatasetError(
@@ -172,7 +171,7 @@ def _required(store: Store, name: str) -> bytes:
 
 
 class _Piece(NamedTuple):
-    """A stretch of one shard and where its tokens go."""
+    """A range of one shard and its position in the output."""
 
     number: int
     start_bytes: int
@@ -182,7 +181,7 @@ class _Piece(NamedTuple):
 
 
 class CachedShards:
-    """The token stream of one split of a cached dataset, as if in one array. Threads may share it."""
+    """The token stream of one split of a cached dataset, read like one array. Thread-safe."""
 
     def __init__(self, dataset: CachedDataset, split: str) -> None:
         self.dtype = np.dtype(dataset.index.dtype).newbyteorder("<")
@@ -198,13 +197,13 @@ class CachedShards:
 
     @property
     def unchecked(self) -> bool:
-        """False: every block that is read is compared with its sum."""
+        """False: every block is compared with its sum."""
         return False
 
     def read(self, start: int, stop: int) -> TokenArray:
-        """Tokens ``start`` to ``stop`` as stored (uint16 or uint32).
+        """Return tokens ``start`` to ``stop`` as stored (uint16 or uint32).
 
-        Raises ``IndexError`` for a stretch that is not within the stream, ``DatasetError`` for one that cannot be had as it was written.
+        Raises ``IndexError`` for a range outside the stream, ``DatasetError`` if the tokens are unavailable or damaged.
         """
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(
@@ -217,7 +216,7 @@ class CachedShards:
     def gather(
         self, starts: NDArray[np.int64], length: int, out: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> None:
-        """Writes ``length`` tokens from each of ``starts`` into that of the ``rows`` of ``out``, int64. Raises as ``read`` does."""
+        """Write ``length`` tokens from each of ``starts`` into the corresponding one of ``rows`` of ``out``, int64. Raises the errors of ``read``."""
         if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
             raise IndexError(
                 f"{length} tokens from {starts.min()}..{starts.max()} are not within the {self.tokens}"
@@ -225,22 +224,22 @@ class CachedShards:
         self._read_into(out, self._pieces(starts, length, rows))
 
     def read_ahead(self, starts: NDArray[np.int64], length: int) -> None:
-        """Has ``length`` tokens from each of ``starts`` fetched in the background, if they are not here. Returns at once."""
+        """Fetch ``length`` tokens from each of ``starts`` in the background if they are not cached. Returns at once."""
         for piece in self._pieces(starts, length, np.zeros_like(starts)):
             self._dataset.requests.ahead(partial(self._fetched, piece, self._dataset.store_ahead))
 
     def _read_into(self, out: NDArray[np.generic], pieces: list[_Piece]) -> None:
         missing: list[_Piece] = []
-        asked_bytes = 0
+        requested_bytes = 0
         for piece in pieces:
-            asked_bytes += piece.stop_bytes - piece.start_bytes
+            requested_bytes += piece.stop_bytes - piece.start_bytes
             shard = self._open_already(piece.number)
             data = None if shard is None else shard.held(piece.start_bytes, piece.stop_bytes)
             if data is None:
                 missing.append(piece)
             else:
                 self._place(out, piece, data)
-        self._dataset.traffic.asked(asked_bytes)
+        self._dataset.traffic.add_requested(requested_bytes)
         if not missing:
             return
         calls = [partial(self._fetched, piece, self._dataset.store) for piece in missing]
@@ -248,7 +247,7 @@ class CachedShards:
             fetched = self._dataset.requests.results(calls)
         except UnavailableError as error:
             raise DatasetError(
-                f"{error}; training goes on from its last checkpoint when the store answers again (data.timeout_s is how long it waits)"
+                f"{error}; training continues from its last checkpoint when the store responds again (data.timeout_s limits the wait)"
             ) from error
         except StoreError as error:
             raise DatasetError(str(error)) from error
@@ -260,22 +259,22 @@ class CachedShards:
         out[piece.row, piece.column : piece.column + len(tokens)] = tokens
 
     def _pieces(self, starts: NDArray[np.int64], length: int, rows: NDArray[np.int64]) -> list[_Piece]:
-        """What is read of which shard: one piece for each of ``starts``, or several where it lies across the ends of shards."""
+        """Return the ranges of shards to read: one piece for each of ``starts``, or several if it crosses shard boundaries."""
         pieces = []
         item = self.dtype.itemsize
         numbers = np.searchsorted(self._starts, starts, side="right") - 1
         for start, number, row in zip(starts.tolist(), numbers.tolist(), rows.tolist(), strict=True):
-            stop, place = start + length, start
-            while place < stop:
+            stop, position = start + length, start
+            while position < stop:
                 begin, end = int(self._starts[number]), min(stop, int(self._starts[number + 1]))
                 pieces.append(
-                    _Piece(number, (place - begin) * item, (end - begin) * item, row, place - start)
+                    _Piece(number, (position - begin) * item, (end - begin) * item, row, position - start)
                 )
-                place, number = end, number + 1
+                position, number = end, number + 1
         return pieces
 
     def _open_already(self, number: int) -> CachedShard | None:
-        """The shard if it was opened before: to open it takes the disk, which is for the threads that make requests."""
+        """Return the shard if it is open. Opening it accesses the disk, which is left to the request threads."""
         with self._lock:
             return self._open.get(number)
 

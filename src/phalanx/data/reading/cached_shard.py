@@ -1,12 +1,11 @@
-"""One shard of a dataset in an object store, cached in a sparse file: its blocks, the requests for them, and their room on the disk.
+"""One shard of a dataset in an object store, cached in a sparse file: its blocks, the requests for them, and the cache's size limit.
 
-Whether the file holds a block is told by the block itself: its bytes are those of its block sum (``phalanx.data.stored.shard_writer``) or they are
-not. A hole, a torn write, a flipped bit, a file that was emptied to make room are all the same, a block that has to be fetched. So there is no
-table of what is there that could be wrong, nothing is forced to disk, and a process may be killed at any time. Bytes are copied out
-of the file first and compared then, so that what is handed out was looked at, whatever happens to the file meanwhile.
+A block is cached if its bytes match its block sum (``phalanx.data.stored.shard_writer``). A hole, a torn write, a flipped bit and a file that was
+emptied for room are all treated as a missing block. So no table of cached blocks is needed, nothing is synced to disk, and a process may be killed at
+any time. Bytes are copied out of the file and then compared, so that the returned bytes are verified even if the file changes.
 
-Of several processes that miss a block at the same time, one fetches it and the others wait for it, by a lock on those bytes of the file that
-ends with its holder. A process never waits for one range while it holds another.
+If several processes miss a block at the same time, one fetches it and the others wait. A lock on the block's bytes in the file coordinates them; it
+ends with its process. A process never waits for one range while it holds another.
 """
 
 from __future__ import annotations
@@ -34,46 +33,46 @@ from phalanx.data.stored.shard_writer import BLOCK_BYTES, read_sums, sums_file
 from phalanx.run.directory.files import range_locked, write_atomically
 from phalanx.store.store import MissingObjectError, ShortObjectError, Store
 
-# Room on the disk: all cached datasets of one folder together stay below a limit.
+# Cache size: all cached datasets of one folder stay below a limit.
 #
-# Which blocks go is of no consequence to what is read, since whoever finds one missing, or emptied while it looked, asks the store for it
-# again. So nobody is asked: whoever has written a part of the limit looks at all shards of the cache, and empties those that nobody has written
-# to for longest. An emptied file keeps its name and its open descriptors; only its bytes are gone.
+# Dropping a block is always safe, because a reader that finds it missing requests it again. So no coordination is needed. A process that has
+# written a fraction of the limit checks all shards of the cache, and empties those with the oldest writes. An emptied file keeps its name and open
+# descriptors; only its bytes are gone.
 
-_KEPT = 0.9
-"""Part of the limit that is left in use after blocks were dropped, so that this does not happen with every write."""
-_LOOKS = 32
-"""Times that the shards are looked at while as much is written as the limit allows."""
+_KEPT_FRACTION = 0.9
+"""Fraction of the limit in use after blocks are dropped, so that not every write drops blocks."""
+_CHECKS = 32
+"""Number of checks of the cache's size while the limit's bytes are written."""
 _UNIT_BYTES = 512
-"""Unit of ``st_blocks`` (POSIX leaves it open; on Linux it is 512 whatever the file system's block)."""
+"""Unit of ``st_blocks``: not defined by POSIX, but always 512 on Linux."""
 
 
 class Room:
-    """The limit of the cached datasets below ``root``. Threads and processes may share it."""
+    """The size limit of the cached datasets below ``root``. Thread-safe and process-safe."""
 
     def __init__(self, root: Path, limit_bytes: int) -> None:
         self._root = root
         self._limit_bytes = limit_bytes
-        self._unseen_bytes = limit_bytes  # so that a cache that was left too large is looked at first of all
+        self._unseen_bytes = limit_bytes  # so that the first write checks the cache
         self._lock = threading.Lock()
 
     def wrote(self, nbytes: int) -> None:
-        """Counts what was written to a cache, and drops blocks where the limit is passed."""
+        """Count bytes written to a cache, and drop blocks if the limit is exceeded."""
         with self._lock:
             self._unseen_bytes += nbytes
-            if self._unseen_bytes < self._limit_bytes // _LOOKS:
+            if self._unseen_bytes < self._limit_bytes // _CHECKS:
                 return
             self._unseen_bytes = 0
         self.drop()
 
     def drop(self) -> None:
-        """Empties the shards written to longest ago until the rest is well below the limit, if all are above it."""
-        with suppress(
-            OSError
-        ):  # a cache that cannot be looked at is one that cannot be kept small, and no more than that
+        """If the cache exceeds the limit, empty the shards with the oldest writes until it is well below."""
+        with suppress(OSError):  # if the cache cannot be inspected, only its size is not limited
             descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another is at it
+                fcntl.flock(
+                    descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB
+                )  # fails if another process is dropping blocks
                 self._drop()
             finally:
                 os.close(descriptor)
@@ -81,36 +80,36 @@ class Room:
     def _drop(self) -> None:
         shards = []
         for path in self._root.glob("*/*.bin"):
-            found = path.stat()
-            shards.append((found.st_mtime_ns, found.st_blocks * _UNIT_BYTES, path))
-        held_bytes = sum(nbytes for _, nbytes, _ in shards)
-        if held_bytes <= self._limit_bytes:
+            status = path.stat()
+            shards.append((status.st_mtime_ns, status.st_blocks * _UNIT_BYTES, path))
+        used_bytes = sum(nbytes for _, nbytes, _ in shards)
+        if used_bytes <= self._limit_bytes:
             return
         for _, nbytes, path in sorted(shards):
-            if held_bytes <= _KEPT * self._limit_bytes:
+            if used_bytes <= _KEPT_FRACTION * self._limit_bytes:
                 return
             os.truncate(path, 0)
-            held_bytes -= nbytes
+            used_bytes -= nbytes
 
 
-# Requests under way: a few threads that fetch first the blocks that a caller waits for, then those that will be needed, in that order.
+# Requests: a few threads that fetch the blocks a caller waits for first, then those to read ahead, in order.
 #
-# The threads are daemons and hold nothing, so that a process ends without waiting for a store that does not answer.
+# The threads are daemons and hold no resources, so that a process ends without waiting for a store that does not respond.
 
 _AT_ONCE = 32
-"""Requests under way. By Little's law that is 320 samples/s from a store that takes 100 ms for each; a rank needs a few."""
+"""Number of parallel requests. By Little's law, that is 320 samples/s from a store with 100 ms latency. A rank needs a few."""
 
 T = TypeVar("T")
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:
-    """What ``call`` returns or raises, made at once in a daemon thread of its own."""
+    """Start ``call`` in a new daemon thread, and return its future result."""
     future: Future[T] = Future()
 
     def make() -> None:
         try:
             future.set_result(call())
-        except BaseException as error:  # it is raised in whoever waits
+        except BaseException as error:  # raised in the waiting thread
             future.set_exception(error)
 
     threading.Thread(target=make, name="data-request", daemon=True).start()
@@ -118,7 +117,7 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
 
 class Requests:
-    """A pool of threads with two queues. Threads may share it."""
+    """A pool of threads with two queues. Thread-safe."""
 
     def __init__(self, at_once: int = _AT_ONCE) -> None:
         self._most_threads = at_once
@@ -127,13 +126,13 @@ class Requests:
         self._urgent: deque[Callable[[], None]] = deque()
         self._ahead: deque[Callable[[], None]] = deque()
         self._waiting: dict[Future[Any], float] = {}
-        """What is waited for, and since when, oldest first."""
+        """Futures in use and the start times of their waits, oldest first."""
         self._changed = threading.Condition()
 
     def results(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """What the calls return, in their order; all of them go before anything that is only read ahead.
+        """Return the results of the calls in order. The calls run before all read-ahead calls.
 
-        Raises what the first that fails raises, and ``DatasetError`` if ``give_up`` is called meanwhile.
+        Raises the first exception of a call, or ``DatasetError`` if ``give_up`` is called.
         """
         futures = [self._urgently(call) for call in calls]
         try:
@@ -144,16 +143,16 @@ class Requests:
                     self._waiting.pop(future, None)
 
     def ahead(self, call: Callable[[], object]) -> None:
-        """Has ``call`` made once nothing is waited for, after those that were given before. What it raises is dropped."""
+        """Queue ``call`` to run when nothing urgent is queued, after earlier read-ahead calls. Its exceptions are ignored."""
 
         def quietly() -> None:
-            with suppress(Exception):  # whoever comes to need it asks again, and is told
+            with suppress(Exception):  # a later request for the data raises the error
                 call()
 
         self._enqueue(self._ahead, quietly)
 
     def give_up(self) -> None:
-        """Ends the waiting of all who wait for ``results`` now, and forgets what would be read ahead."""
+        """End all current waits for ``results`` with an error, and drop the read-ahead calls."""
         with self._changed:
             self._ahead.clear()
             waiting, self._waiting = self._waiting, {}
@@ -162,7 +161,7 @@ class Requests:
                 future.set_exception(DatasetError("reading was ended before the store had answered"))
 
     def waiting_s(self) -> float:
-        """Seconds for which somebody has waited for ``results``; 0 if nobody does."""
+        """Return the longest current wait for ``results`` in seconds; 0 if there is none."""
         with self._changed:
             return max((time.monotonic() - since_s for since_s in self._waiting.values()), default=0.0)
 
@@ -174,7 +173,7 @@ class Requests:
                 return
             try:
                 result = call()
-            except BaseException as error:  # it is raised in whoever waits
+            except BaseException as error:  # raised in the waiting thread
                 with suppress(InvalidStateError):
                     future.set_exception(error)
             else:
@@ -205,17 +204,17 @@ class Requests:
 
 
 @dataclass
-class Traffic:
-    """What was read of cached datasets by this process. Threads share it."""
+class CacheTraffic:
+    """Bytes that this process read from cached datasets. Thread-safe."""
 
     asked_bytes: int = 0
-    """Bytes of samples that were read, in whole blocks."""
+    """Bytes of samples that were read."""
     fetched_bytes: int = 0
-    """Bytes that came from the store, of these and of what was read ahead."""
+    """Bytes that came from the store, including read-ahead."""
     requests: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def asked(self, nbytes: int) -> None:
+    def add_requested(self, nbytes: int) -> None:
         with self.lock:
             self.asked_bytes += nbytes
 
@@ -226,9 +225,11 @@ class Traffic:
 
 
 class CachedShard:
-    """A token shard below a store's URL, and its sparse file in ``folder``. Threads may share it."""
+    """A token shard below a store's URL, and its sparse file in ``folder``. Thread-safe."""
 
-    def __init__(self, folder: Path, shard: ShardFile, nbytes: int, room: Room, traffic: Traffic) -> None:
+    def __init__(
+        self, folder: Path, shard: ShardFile, nbytes: int, room: Room, traffic: CacheTraffic
+    ) -> None:
         """Raises ``DatasetError`` if the cache cannot be written."""
         self._path = folder / shard.file
         self._shard = shard
@@ -236,7 +237,7 @@ class CachedShard:
         self._room = room
         self._traffic = traffic
         try:
-            self._sums = self._sums_here()
+            self._sums = self._cached_sums()
             self._file = os.fdopen(
                 os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", 0
             )
@@ -246,7 +247,7 @@ class CachedShard:
             ) from error
 
     def held(self, start: int, stop: int) -> memoryview | None:
-        """The bytes ``start`` to ``stop`` of the shard if the cache has all their blocks, else ``None``."""
+        """Return bytes ``start`` to ``stop`` of the shard if all their blocks are cached, else ``None``."""
         if self._sums is None:
             return None
         first = start - start % BLOCK_BYTES
@@ -256,18 +257,18 @@ class CachedShard:
         return memoryview(data)[start - first : stop - first]
 
     def fetched(self, start: int, stop: int, store: Store) -> memoryview:
-        """The bytes ``start`` to ``stop``, from ``store`` unless another has brought them meanwhile; the cache has them afterwards.
+        """Return bytes ``start`` to ``stop``, from ``store`` unless another process has cached them. They are cached afterwards.
 
-        Raises ``DatasetError`` if the store has other bytes than were written, ``StoreError`` if it does not give them.
+        Raises ``DatasetError`` if the store has different bytes, ``StoreError`` if it does not return them.
         """
         first, end = start - start % BLOCK_BYTES, self._end(stop)
-        with range_locked(self._path, first, end):  # without it there may be a second request
-            self._sums = self._sums_here() if self._sums is None else self._sums
-            found = self.held(start, stop)
-            if found is not None:
-                return found
+        with range_locked(self._path, first, end):  # without the lock, there may be a second request
+            self._sums = self._cached_sums() if self._sums is None else self._sums
+            cached = self.held(start, stop)
+            if cached is not None:
+                return cached
             data = self._from_store(first, end, store)
-            # The cache is a convenience: what cannot be kept is asked for again.
+            # The cache is optional: a block that cannot be written is requested again.
             with suppress(OSError):
                 os.pwrite(self._file.fileno(), data, first)
                 self._room.wrote(len(data))
@@ -275,17 +276,17 @@ class CachedShard:
 
     def _from_store(self, first: int, end: int, store: Store) -> memoryview:
         sums = self._sums
-        # The first time two requests, of which neither waits for the other: at a run's begin each sample is of another shard.
-        coming = in_background(partial(self._sums_of, store)) if sums is None else None
-        for last_try in (False, True):  # a bit may have flipped on the way
+        # The first time, block sums are requested in parallel: at the start of a run, each sample is from another shard.
+        requested_sums = in_background(partial(self._sums_of, store)) if sums is None else None
+        for last_try in (False, True):  # a bit may have flipped in transit
             try:
                 (data,) = store.ranges(self._shard.file, [(first, end)])
             except (MissingObjectError, ShortObjectError) as error:
                 raise DatasetError(f"{error}; {_REMEDY}") from error
             self._traffic.fetched(len(data))
             if sums is None:
-                assert coming is not None
-                sums = self._sums = coming.result()
+                assert requested_sums is not None
+                sums = self._sums = requested_sums.result()
             if self._intact(first, data, end, sums):
                 return data
             if last_try:
@@ -300,30 +301,30 @@ class CachedShard:
 
     @staticmethod
     def _intact(first: int, data: bytes | memoryview, stop: int, all_sums: NDArray[np.uint64]) -> bool:
-        """True if ``data``, the shard's bytes from ``first`` on, are those of its block sums as far as ``stop``."""
+        """Return True if ``data``, the shard's bytes from ``first`` on, matches the block sums up to ``stop``."""
         if len(data) < stop - first:
             return False
         view, digest = memoryview(data), xxhash.xxh3_64_intdigest
         sums = all_sums[first // BLOCK_BYTES : -(-stop // BLOCK_BYTES)].tolist()
         return all(
-            digest(view[place : place + BLOCK_BYTES]) == expected
-            for place, expected in zip(range(0, len(view), BLOCK_BYTES), sums, strict=True)
+            digest(view[offset : offset + BLOCK_BYTES]) == expected
+            for offset, expected in zip(range(0, len(view), BLOCK_BYTES), sums, strict=True)
         )
 
     def _end(self, stop: int) -> int:
-        """The end of the block that holds the byte before ``stop``."""
+        """Return the end of the block with the byte before ``stop``."""
         return min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, self._nbytes)
 
-    def _sums_here(self) -> NDArray[np.uint64] | None:
-        """The shard's block sums, if the cache has them."""
+    def _cached_sums(self) -> NDArray[np.uint64] | None:
+        """Return the shard's block sums if they are cached."""
         with suppress(DatasetError):  # torn, or of another shard
-            found = read_sums(self._path, self._shard, self._nbytes)
-            if found is not None:
-                return np.array(found)  # in memory: a map of a file that is cut afterwards ends the process
+            mapped = read_sums(self._path, self._shard, self._nbytes)
+            if mapped is not None:
+                return np.array(mapped)  # in memory: a truncated mapped file would crash the process
         return None
 
     def _sums_of(self, store: Store) -> NDArray[np.uint64]:
-        """The shard's block sums, from the store and into the cache. Raises ``DatasetError``, ``StoreError``."""
+        """Fetch the shard's block sums from the store into the cache. Raises ``DatasetError``, ``StoreError``."""
         name = sums_file(self._path).name
         try:
             content = store.get(name)
@@ -333,9 +334,9 @@ class CachedShard:
                 f"was prepared, `phalanx data verify FOLDER --write-sums`, and {_REMEDY}"
             ) from error
         write_atomically(sums_file(self._path), content, durable=False)
-        found = self._sums_here()
-        if found is not None:
-            return found
+        sums = self._cached_sums()
+        if sums is not None:
+            return sums
         raise DatasetError(
             f"{store.url}/{name} holds no block sums of {self._shard.file} as the index has it; {_REMEDY}"
         )

@@ -1,9 +1,8 @@
-"""Samples for a run: the prepared token stream, cut into sequences and asked for by number.
+"""Samples for a run: the prepared token stream, cut into sequences and addressed by number.
 
-Sample j of a split is tokens j*S to j*S + S inclusive for a sequence length S: S inputs and, one further, S targets,
-documents joined end to end ("packing", as in GPT-3 and after). ``RunData`` hands out training samples in the run's
-order, of one dataset or of several that are mixed, and held-out samples in file order. Nothing here knows how many ranks
-there are: a rank asks for the sample numbers that it needs.
+For a sequence length S, sample j of a split is tokens j*S to j*S + S inclusive: S inputs and, shifted by one, S targets. Documents are joined end
+to end ("packing", as in GPT-3 and after). ``RunData`` returns training samples in the run's order, of one dataset or a mixture of several, and
+held-out samples in file order. It does not depend on the number of ranks: a rank requests the sample numbers that it needs.
 """
 
 from __future__ import annotations
@@ -35,57 +34,57 @@ from phalanx.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from phalanx.run.resolve import ONLY
 from phalanx.run.spec import RunSpec
 
-# Where the samples of a run lie, located for a stretch at once where they are asked for one after another.
+# Locations of a run's samples, computed in batches for sequential reads.
 #
-# A sample's place is computed by some hundred operations of numpy (``phalanx.data.order``), each of which costs about as much for eight samples as for a
-# thousand. A process that reads the run from one end to the other therefore has a stretch located with the first sample of it; one that takes
-# a few samples of each step, as a rank of many does, has just those located.
+# A location takes about a hundred numpy operations (``phalanx.data.order``), each of which costs about as much for eight samples as for a thousand. So a
+# process that reads the run in sequence locates a batch with its first sample. A process that takes a few samples of each step, such as one of
+# many ranks, locates only those.
 
 Place = Callable[[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]
-"""For ``first`` and ``count``: the number of the source, and of the record in its part, of each of these samples of the run."""
+"""Maps ``first`` and ``count`` to the source's number, and the record's number in the source's part, of each of these samples of the run."""
 
 _STRETCH = 8192
 
 
 class LocatedAhead:
-    """The places of samples as ``place`` gives them, fewer calls of it. Threads may share it."""
+    """Returns the locations that ``place`` returns, with fewer calls of it. Thread-safe."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._known: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
-        """The first sample of the stretch that was located last, and its places; exchanged as one, so that no thread sees half of it."""
+        self._located: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
+        """First sample and locations of the last batch, assigned together so that threads see a consistent value."""
         self._next = -1
 
     def __call__(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         in_turn, self._next = first == self._next, first + count
-        known = self._known
-        if known is None or not known[0] <= first <= first + count <= known[0] + len(known[1]):
-            known = (first, *self._place(first, max(count, _STRETCH) if in_turn else count))
-            self._known = known
-        start, sources, records = known
+        located = self._located
+        if located is None or not located[0] <= first <= first + count <= located[0] + len(located[1]):
+            located = (first, *self._place(first, max(count, _STRETCH) if in_turn else count))
+            self._located = located
+        start, sources, records = located
         part = slice(first - start, first - start + count)
         return sources[part], records[part]
 
 
-# A whole held-out split may be counted in one call, and as int64 it can be larger than memory.
+# One call may count a complete held-out split, which as int64 can be larger than memory.
 _COUNTED_AT_ONCE = 256
 
 
 NO_TARGET = -100
-"""The target of a token that has none: the last of a packed record. The loss passes over it (``phalanx.train.step.loss.IGNORE``).
+"""Target of a token without a target: the last one of a packed record. The loss ignores it (``phalanx.train.step.loss.IGNORE``).
 
-A token ``t`` of a sample that is read and not learned, as what the user of a conversation wrote, is ``~t``, below 0: see ``inputs_of``.
+A token ``t`` without a loss, such as one that the user of a conversation wrote, is ``~t`` in a sample, below 0: see ``inputs_of``.
 """
 
 
 def inputs_of(samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tokens of samples, ``(count, seq_len)``, whether there is a loss on them or not."""
+    """Return the tokens of samples, ``(count, seq_len)``, with or without a loss."""
     tokens = samples[:, :-1]
     return np.where(tokens < 0, ~tokens, tokens)
 
 
 class TokenSequences:
-    """A split in samples of ``seq_len`` inputs and their targets: a stream cut, without an incomplete one at its end, or packed records."""
+    """A split in samples of ``seq_len`` inputs and targets: a stream without an incomplete sample at its end, or packed records."""
 
     def __init__(self, place: DatasetPlace, split: str, seq_len: int) -> None:
         """Raises ``DatasetError`` if a shard is missing or of another size, or the records are packed for another length."""
@@ -101,7 +100,7 @@ class TokenSequences:
         return self._samples
 
     def samples(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The samples of these numbers (1-D); shape (len(indices), seq_len + 1), int64.
+        """Return the samples with these numbers (1-D); shape (len(indices), seq_len + 1), int64.
 
         Inputs are ``[:, :-1]``, targets ``[:, 1:]``. Raises ``IndexError`` for a number not in [0, len(self)).
         """
@@ -110,7 +109,7 @@ class TokenSequences:
         return out
 
     def read_into(self, out: NDArray[np.int64], rows: NDArray[np.int64], indices: NDArray[np.int64]) -> None:
-        """Writes the samples of these numbers into these rows of ``out``. Raises ``IndexError`` for a number not in [0, len(self))."""
+        """Write the samples with these numbers into these rows of ``out``. Raises ``IndexError`` for a number not in [0, len(self))."""
         if indices.size and (indices.min() < 0 or indices.max() >= len(self)):
             raise IndexError(f"samples {indices.min()}..{indices.max()} are not all in [0, {len(self)})")
         if self.packed:
@@ -124,7 +123,7 @@ class TokenSequences:
             self.shards.gather(indices * self.seq_len, self.seq_len + 1, out, rows)
 
     def read_ahead(self, indices: NDArray[np.int64]) -> None:
-        """Has the samples of these numbers fetched in the background, if they lie in an object store. Returns at once."""
+        """Fetch the samples with these numbers in the background if they are in an object store. Returns at once."""
         if isinstance(self.shards, CachedShards):
             self.shards.read_ahead(indices * self.seq_len, self.seq_len + (not self.packed))
 
@@ -138,11 +137,11 @@ class SourceData:
     train: TokenSequences
     held_out: TokenSequences
     first: int = 0
-    """The number of the first sample of the part that the run draws from."""
+    """Number of the first sample in the part that the run draws from."""
 
 
 class RunData:
-    """The data loader of one run: one prepared dataset or several, in the run's order. Threads may share it."""
+    """The data loader of one run: one prepared dataset or several, in the run's order. Thread-safe."""
 
     index: DataIndex
     tokenizer: Tokenizer
@@ -156,7 +155,7 @@ class RunData:
         *,
         within_documents: bool = False,
     ) -> None:
-        """``within_documents``: What follows the end of a document is no target (``train.targets_within_documents``)."""
+        """``within_documents``: The token after a document's end is not a target (``train.targets_within_documents``)."""
         self.index = index
         self.tokenizer = tokenizer
         self._sources = tuple(sources)
@@ -168,14 +167,16 @@ class RunData:
 
     @classmethod
     def open(cls, directory: Path, seq_len: int, seed: int, *, within_documents: bool = False) -> Self:
-        """The dataset in ``directory`` alone, shuffled by ``seed``.
+        """Open only the dataset in ``directory``, shuffled by ``seed``.
 
         Raises ``DatasetError`` if it is missing, damaged, or shorter than one sample.
         """
-        return cls._alone(open_place(str(directory)), seq_len, seed, within_documents)
+        return cls._of_single_dataset(open_place(str(directory)), seq_len, seed, within_documents)
 
     @classmethod
-    def _alone(cls, dataset: DatasetPlace, seq_len: int, seed: int, within_documents: bool) -> Self:
+    def _of_single_dataset(
+        cls, dataset: DatasetPlace, seq_len: int, seed: int, within_documents: bool
+    ) -> Self:
         index = dataset.index
         source = _open_source(ONLY, dataset, seq_len)
         samples = len(source.train)
@@ -193,11 +194,13 @@ class RunData:
 
     @classmethod
     def of_run(cls, spec: RunSpec) -> Self:
-        """The data of a run, in its order. Raises ``DatasetError`` if a dataset is missing, damaged or too short."""
+        """Return the data of a run, in its order. Raises ``DatasetError`` if a dataset is missing, damaged or too short."""
         places = open_places(spec.data)
-        index, within = index_of_places(places), spec.train.targets_within_documents
+        index, within_documents = index_of_places(places), spec.train.targets_within_documents
         if isinstance(index, DatasetIndex):
-            return cls._alone(places[ONLY], spec.train.seq_len, spec.runtime.seed, within)
+            return cls._of_single_dataset(
+                places[ONLY], spec.train.seq_len, spec.runtime.seed, within_documents
+            )
         mixture = mixture_of(spec, index)
         parts = {source.name: source for source in spec.data.sources}
         sources = []
@@ -207,14 +210,14 @@ class RunData:
             sources.append(replace(opened, first=part_of(parts[source.name], len(opened.train)).start))
 
         def place(first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-            found = mixture.locate(np.arange(first, first + count, dtype=np.int64))
-            return found.source, found.record
+            located = mixture.locate(np.arange(first, first + count, dtype=np.int64))
+            return located.source, located.record
 
-        return cls(index, tokenizer, sources, place, within_documents=within)
+        return cls(index, tokenizer, sources, place, within_documents=within_documents)
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256, in hex, of all tokens and the tokenizer; of several sources, over their names and fingerprints."""
+        """SHA-256, in hex, of all tokens and the tokenizer; for several sources, of their names and fingerprints."""
         return self.index.fingerprint
 
     @property
@@ -227,38 +230,38 @@ class RunData:
 
     @property
     def held_out_parts(self) -> dict[str, range]:
-        """The numbers of each source's held-out samples, by its name; one dataset alone has the name ""."""
+        """The ranges of each source's held-out samples by its name; the name of a single dataset is ""."""
         edges = itertools.pairwise(self._held_out_starts.tolist())
         return {source.name: range(*edge) for source, edge in zip(self._sources, edges, strict=True)}
 
     @property
     def unchecked_folders(self) -> list[Path]:
-        """The datasets whose tokens are not compared with any checksum as they are read: large ones without block sums."""
+        """Folders of the datasets whose tokens are not verified when they are read: large ones without block sums."""
         return [source.place.folder for source in self._sources if source.train.shards.unchecked]
 
     @property
     def cached(self) -> list[CachedDataset]:
-        """Those datasets that lie in object stores."""
+        """The datasets that are in object stores."""
         return [source.place.cached for source in self._sources if source.place.cached is not None]
 
     def read_ahead(self, first: int, count: int) -> None:
-        """Has the run's samples ``first`` to ``first + count`` fetched in the background, as far as they lie in object stores."""
+        """Fetch the run's samples ``first`` to ``first + count`` in the background if they are in object stores."""
         numbers, records = self._place(first, count)
         for number in np.unique(numbers).tolist():
             source = self._sources[number]
             source.train.read_ahead(source.first + records[numbers == number])
 
     def waiting_s(self) -> float:
-        """Seconds for which samples have been waited for that an object store has not given yet; 0 if none are."""
+        """Return the longest current wait for samples from an object store in seconds; 0 if there is none."""
         return max((dataset.requests.waiting_s() for dataset in self.cached), default=0.0)
 
     def give_up(self) -> None:
-        """Ends the waiting for object stores of whoever asks for samples now, with ``DatasetError``, and forgets what would be read ahead."""
+        """End all current waits for object stores with ``DatasetError``, and drop the read-ahead requests."""
         for dataset in self.cached:
             dataset.requests.give_up()
 
     def train_samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """The run's samples ``first`` to ``first + count``, across epochs; shape (count, seq_len + 1), int64."""
+        """Return the run's samples ``first`` to ``first + count``, across epochs; shape (count, seq_len + 1), int64."""
         numbers, records = self._place(first, count)
         if len(self._sources) == 1:
             return self._sources[0].train.samples(self._sources[0].first + records)
@@ -269,28 +272,28 @@ class RunData:
         return samples
 
     def held_out_samples(self, first: int, count: int) -> NDArray[np.int64]:
-        """Held-out samples ``first`` to ``first + count``, source after source, each in file order; shape (count, seq_len + 1), int64.
+        """Return held-out samples ``first`` to ``first + count``, source by source in file order; shape (count, seq_len + 1), int64.
 
         Raises ``IndexError`` past ``held_out_len``.
         """
         return self._held_out(np.arange(first, first + count, dtype=np.int64))
 
     def held_out_bytes(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Bytes of text that the targets of each of these held-out samples stand for; shape (len(indices),), int64."""
-        byte_lengths = np.append(self.tokenizer.byte_lengths, 0)  # of no target, by the index -1
+        """Return the bytes of text in the targets of each of these held-out samples; shape (len(indices),), int64."""
+        byte_lengths = np.append(self.tokenizer.byte_lengths, 0)  # index -1 is for no target
         if not (prefix := self.tokenizer.prefix_bytes):
             return self._of_targets(indices, lambda targets, _: byte_lengths[targets])
         before_text = [self._document_end, *self.tokenizer.document_start][-1]
 
         def lengths(targets: NDArray[np.int64], previous: NDArray[np.int64]) -> NDArray[np.int64]:
-            # The first token of a text has a space that is not the text's.
+            # The first token of a text includes a space that is not part of the text.
             spelled: NDArray[np.int64] = byte_lengths[targets]
             return np.where((previous == before_text) & (spelled > 0), spelled - prefix, spelled)
 
         return self._of_targets(indices, lengths)
 
     def held_out_targets(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of targets of each of these held-out samples; shape (len(indices),), int64."""
+        """Return the number of targets of each of these held-out samples; shape (len(indices),), int64."""
         if not self._within_documents and not any(source.held_out.packed for source in self._sources):
             return np.full(len(indices), self.seq_len, dtype=np.int64)
         return self._of_targets(indices, lambda targets, _: targets >= 0)
@@ -300,16 +303,16 @@ class RunData:
         indices: NDArray[np.int64],
         figure: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[Any]],
     ) -> NDArray[np.int64]:
-        """The sum over each sample of a figure of its targets, in which -1 stands for none, and of the tokens before them."""
+        """Return, for each sample, the sum of a figure computed from its targets (-1 for none) and the tokens before them."""
         sums = np.empty(len(indices), dtype=np.int64)
         for start in range(0, len(indices), _COUNTED_AT_ONCE):
             block = slice(start, start + _COUNTED_AT_ONCE)
             samples = self._held_out(indices[block])
             tokens, targets = inputs_of(samples), samples[:, 1:]
-            without = targets < 0
+            has_no_target = targets < 0
             if self._within_documents:
-                without |= tokens == self._document_end
-            sums[block] = figure(np.where(without, -1, targets), tokens).sum(axis=1)
+                has_no_target |= tokens == self._document_end
+            sums[block] = figure(np.where(has_no_target, -1, targets), tokens).sum(axis=1)
         return sums
 
     def _held_out(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -321,8 +324,8 @@ class RunData:
         numbers = np.searchsorted(self._held_out_starts, indices, side="right") - 1
         for number in np.unique(numbers).tolist():
             rows = np.flatnonzero(numbers == number)
-            within = indices[rows] - self._held_out_starts[number]
-            self._sources[number].held_out.read_into(samples, rows, within)
+            offsets = indices[rows] - self._held_out_starts[number]
+            self._sources[number].held_out.read_into(samples, rows, offsets)
         return samples
 
 
@@ -332,20 +335,20 @@ def _open_source(name: str, place: DatasetPlace, seq_len: int) -> SourceData:
 
 
 def tokenizer_of(place: DatasetPlace) -> Tokenizer:
-    """The tokenizer of a dataset. Raises ``DataError`` if it is not the one that the tokens were made with."""
+    """Return the tokenizer of a dataset. Raises ``DataError`` if its tokens were made with another one."""
     tokenizer = load_tokenizer(place.folder)
     if tokenizer.fingerprint != place.index.tokenizer_fingerprint:
         raise DatasetError(
             f"the tokenizer in {place.folder} is not the one that its tokens were made with; copy the dataset again, "
-            "or prepare it anew"
+            "or prepare it again"
         )
     return tokenizer
 
 
 def verify_dataset(directory: Path, *, write_missing_sums: bool = False) -> int:
-    """Read the tokenizer and every shard, and compare them with the index; returns how many shards have no block sums afterwards.
+    """Verify the tokenizer and all shards against the index. Returns the number of shards that have no block sums afterwards.
 
-    ``write_missing_sums`` writes those of intact shards. Raises ``DataError`` that names what differs.
+    ``write_missing_sums`` writes block sums of intact shards. Raises ``DataError`` that names the differences.
     """
     tokenizer_of(open_place(str(directory)))
     return verify(directory, write_missing_sums=write_missing_sums)

@@ -1,7 +1,7 @@
-"""Computing the next batches while the present one trains.
+"""Compute the next batches while the current one trains.
 
-One background thread makes batches in the order asked for and keeps at most ``depth`` of them ready. Being one
-thread, it cannot change the order; what it raises is raised in the consumer, at the batch that it belongs to.
+One background thread makes batches in order and keeps at most ``depth`` of them ready. A single thread cannot change the order. Its exceptions are
+raised in the consumer, at the batch they belong to.
 """
 
 import math
@@ -21,14 +21,14 @@ Batch = TypeVar("Batch")
 
 
 class WaitEndedError(Exception):
-    """A batch is not waited for any longer; it may still come."""
+    """The wait for a batch was ended; the batch may still arrive."""
 
 
 class Prefetch(Generic[Batch]):
-    """Iterates over ``make(number)`` for each of ``numbers``, made up to ``depth`` ahead.
+    """Iterates over ``make(number)`` for each of ``numbers``, computed up to ``depth`` ahead.
 
-    Use it in a ``with`` statement, or call ``close``, so that the thread ends; after that, and after an exception,
-    iteration stops. One consumer at a time.
+    Use it in a ``with`` statement or call ``close``, so that the thread ends. Iteration stops after that, and after an exception. Supports one
+    consumer at a time.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Prefetch(Generic[Batch]):
         told_first_s: float = _TOLD_FIRST_S,
         enough: Callable[[], bool] | None = None,
     ) -> None:
-        """``give_up`` has a ``make`` that is under way return or raise soon; it is called when nobody wants the batch any more.
+        """``give_up`` makes a running ``make`` return or raise soon; it is called when the batch is no longer needed.
 
-        ``on_wait`` is called in the consumer with the seconds for which it has waited for a batch: after ``told_first_s``, and each
-        time that it has waited twice as long. ``enough`` is looked at twice a second while the consumer waits; once it is true, ``WaitEndedError`` is raised.
+        ``on_wait`` is called in the consumer with the seconds it has waited for a batch: after ``told_first_s``, and each time the wait has doubled.
+        ``enough`` is called twice a second while the consumer waits. When it returns true, ``WaitEndedError`` is raised.
         """
         if depth < 1:
             raise ValueError(f"depth = {depth} is not positive")
@@ -82,10 +82,14 @@ class Prefetch(Generic[Batch]):
     def _wait_for_batch(self) -> None:
         began_s, due_s = time.monotonic(), self._told_first_s
         while True:
-            left_s = None if self._on_wait is None else began_s + due_s - time.monotonic()
-            look_s = left_s if self._enough is None else min(_LOOK_S, math.inf if left_s is None else left_s)
+            until_report_s = None if self._on_wait is None else began_s + due_s - time.monotonic()
+            timeout_s = (
+                until_report_s
+                if self._enough is None
+                else min(_LOOK_S, math.inf if until_report_s is None else until_report_s)
+            )
             with self._changed:
-                if self._changed.wait_for(lambda: self._ready or self._finished or self._closed, look_s):
+                if self._changed.wait_for(lambda: self._ready or self._finished or self._closed, timeout_s):
                     return
             if self._enough is not None and self._enough():
                 raise WaitEndedError
@@ -102,7 +106,7 @@ class Prefetch(Generic[Batch]):
         self.close()
 
     def close(self) -> None:
-        """Drop what is ready and wait for the thread, which gives up the batch that it is making, or ends after it. May be repeated."""
+        """Drop ready batches, and wait for the thread, which gives up the current batch or ends after it. May be called repeatedly."""
         with self._changed:
             self._closed = True
             self._ready.clear()
@@ -110,7 +114,7 @@ class Prefetch(Generic[Batch]):
             self._changed.notify_all()
         while self._thread.is_alive():
             if self._give_up is not None:
-                self._give_up()  # again and again: it may have begun another before it saw that this is closed
+                self._give_up()  # repeated: the thread may start another batch before it sees the flag
             self._thread.join(_GIVE_UP_AGAIN_S if self._give_up is not None else None)
 
     def _run(self) -> None:
@@ -119,7 +123,7 @@ class Prefetch(Generic[Batch]):
                 if not self._wait_for_room():
                     return
                 self._put(self._make(number))
-        except BaseException as error:  # whatever it is, the consumer must see it rather than wait for ever
+        except BaseException as error:  # the consumer must see any error rather than wait forever
             with self._changed:
                 self._error = None if self._closed else error
         finally:

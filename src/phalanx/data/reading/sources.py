@@ -1,8 +1,7 @@
-"""The sources of a run's data: one prepared dataset or several that are mixed, and where each is opened.
+"""The sources of a run's data: one prepared dataset or a mixture of several, and their locations.
 
-The indices of all datasets together answer what the start of a run asks of one: size of the vocabulary, fingerprint, tokens. From
-them, the batch and the stages follows the run's ``Mixture``, and with it what the run would read of each source by when: all before
-a token is read.
+At a run's start, the indices of all datasets give the vocabulary size, fingerprint and token counts. With the batch size and the stages,
+they determine the run's ``Mixture``, and how much the run reads of each source by each step, before any token is read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from phalanx.data.chat.template import TEMPLATE_FILE
 from phalanx.data.errors import DatasetError
-from phalanx.data.order.mixture import Mixture, Source
+from phalanx.data.order.mixture import Mixture, MixtureSource
 from phalanx.data.reading.cached_dataset import CachedDataset, CachedShards, CacheOptions, open_cached
 from phalanx.data.stored.index import TRAIN, DatasetIndex, read_index
 from phalanx.data.stored.shards import Shards, TokenShards
@@ -30,10 +29,9 @@ from phalanx.run.spec import DataSpec, RunSpec, SourceSpec
 from phalanx.store.open_store import check_url, is_remote, is_url
 from phalanx.store.store import StoreError
 
-# Places of a run's datasets: folders, or caches on this machine of datasets in object stores.
+# Locations of a run's datasets: folders, or local caches of datasets in object stores.
 #
-# Everything that reads a dataset is given its place, and need not know which of the two it is: the index, the tokenizer's files, and the tokens of
-# a split.
+# Readers of a dataset use the same interface for both: the index, the tokenizer's files, and the tokens of a split.
 
 
 @dataclass(frozen=True)
@@ -41,21 +39,21 @@ class DatasetPlace:
     """A dataset that can be read."""
 
     address: str
-    """The path or URL as it was given, for messages."""
+    """Path or URL from the run file, for messages."""
     folder: Path
-    """The folder with ``index.json`` and the tokenizer's files: the dataset's own, or that of its cache."""
+    """Folder with ``index.json`` and the tokenizer's files: the dataset's folder, or its cache."""
     index: DatasetIndex
     cached: CachedDataset | None = None
 
     def shards(self, split: str) -> Shards:
-        """The tokens of a split. Raises ``DatasetError`` if a shard of a folder is missing or of another size."""
+        """Return the tokens of a split. Raises ``DatasetError`` if a shard of a folder is missing or has another size."""
         if self.cached is not None:
             return CachedShards(self.cached, split)
         return TokenShards.open(self.folder, split)
 
 
 def open_place(address: str, options: CacheOptions | None = None) -> DatasetPlace:
-    """The dataset at a path or URL. Raises ``DatasetError`` if there is none, or if it is damaged."""
+    """Return the dataset at a path or URL. Raises ``DatasetError`` if there is none, or if it is damaged."""
     if is_remote(address):
         try:
             url = check_url(address)
@@ -68,7 +66,7 @@ def open_place(address: str, options: CacheOptions | None = None) -> DatasetPlac
 
 
 def local_folder(address: str) -> Path:
-    """The folder that a path, or a URL of a file, names. Raises ``DatasetError`` for another URL."""
+    """Return the folder of a path or ``file://`` URL. Raises ``DatasetError`` for another URL."""
     if not is_url(address):
         return Path(address)
     try:
@@ -78,12 +76,12 @@ def local_folder(address: str) -> Path:
 
 
 def cache_options(data: DataSpec) -> CacheOptions:
-    """What the run file says of the cache."""
+    """Return the cache options in the run file."""
     return CacheOptions(data.cache, int(data.cache_gib * (1 << 30)), data.timeout_s)
 
 
 def open_places(data: DataSpec) -> dict[str, DatasetPlace]:
-    """The place of each source by its name, in the order of names; of a run without sources, that of ``data.path`` as ``ONLY``.
+    """Return the place of each source by its name, in order of names. A run without sources has ``data.path`` as ``ONLY``.
 
     Raises ``DatasetError``.
     """
@@ -92,18 +90,18 @@ def open_places(data: DataSpec) -> dict[str, DatasetPlace]:
 
 
 def template_folder(places: Mapping[str, DatasetPlace]) -> Path | None:
-    """The folder of the first dataset of conversations that has its chat template; ``None`` if there is none."""
+    """Return the folder of the first dataset of conversations with a chat template; ``None`` if there is none."""
     folders = (place.folder for place in places.values() if place.index.recipe.chat is not None)
     return next((folder for folder in folders if (folder / TEMPLATE_FILE).exists()), None)
 
 
 def tokenizer_folder(places: Mapping[str, DatasetPlace]) -> Path:
-    """The folder of a dataset whose tokenizer is the run's; all sources have the same."""
+    """Return the folder of a dataset with the run's tokenizer, which is the same in all sources."""
     return next(iter(places.values())).folder
 
 
 class DataIndex(Protocol):
-    """What the start of a run must know of its data."""
+    """Facts of the data that a run needs at its start."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -131,7 +129,7 @@ class MixtureIndex:
 
     @property
     def vocab_size(self) -> int:
-        """That of each source: their tokenizer is the same."""
+        """Vocabulary size of the sources' common tokenizer."""
         return next(iter(self.sources.values())).vocab_size
 
     @property
@@ -150,7 +148,7 @@ class MixtureIndex:
 
     @property
     def packed_seq_len(self) -> int:
-        """The length of packed records, if any source has such; all that have are of one length."""
+        """Length of packed records if a source has them; it is the same in all such sources."""
         return max(index.packed_seq_len for index in self.sources.values())
 
     @property
@@ -160,17 +158,17 @@ class MixtureIndex:
 
     @property
     def document_mask(self) -> bool:
-        """True if any source asks for it."""
+        """True if a source needs it."""
         return any(index.document_mask for index in self.sources.values())
 
     @property
     def held_out_xz_bits_per_byte(self) -> float | None:
-        """None: what ``xz`` needs for the texts of all sources together is not known."""
+        """None: the compressed size of all sources' texts together is not known."""
         return None
 
 
 def index_of_places(places: Mapping[str, DatasetPlace]) -> DatasetIndex | MixtureIndex:
-    """The index of a run's data. Raises ``DatasetError`` if a dataset has another tokenizer than the others."""
+    """Return the index of a run's data. Raises ``DatasetError`` if datasets have different tokenizers."""
     indices = {name: place.index for name, place in places.items()}
     if ONLY in indices:
         return indices[ONLY]
@@ -187,7 +185,7 @@ def index_of_places(places: Mapping[str, DatasetPlace]) -> DatasetIndex | Mixtur
 
 
 def _require_one_end(indices: Mapping[str, DatasetIndex], usual: int) -> None:
-    """Raises ``DatasetError`` if conversations end with another token than documents: attention would not tell one of them from the next."""
+    """Raises ``DatasetError`` if conversations and documents end with different tokens: attention could not separate them."""
     ends = {
         name: usual if index.document_end is None else index.document_end for name, index in indices.items()
     }
@@ -201,56 +199,56 @@ def _require_one_end(indices: Mapping[str, DatasetIndex], usual: int) -> None:
 
 
 def read_data_index(data: DataSpec) -> DatasetIndex | MixtureIndex:
-    """The index of a run's data. Raises ``DatasetError`` if a dataset is missing or damaged, or has another tokenizer than the others."""
+    """Return the index of a run's data. Raises ``DatasetError`` if a dataset is missing or damaged, or if tokenizers differ."""
     return index_of_places(open_places(data))
 
 
 def part_of(source: SourceSpec, samples: int) -> range:
-    """The numbers of those of a dataset's ``samples`` that ``use`` says, by the decimals that are written."""
+    """Return the range of a dataset's ``samples`` selected by ``use``, computed exactly from its decimals."""
     first, stop = (math.floor(Fraction(str(fraction)) * samples) for fraction in source.use)
     return range(first, stop)
 
 
 def mixture_of(spec: RunSpec, index: MixtureIndex) -> Mixture:
-    """The order in which a run draws from its sources. Raises ``DatasetError`` if one that it draws from has no whole sample."""
+    """Return the order in which a run draws from its sources. Raises ``DatasetError`` if a source with a weight has no complete sample."""
     sources = []
     for source in sorted(spec.data.sources, key=lambda source: source.name):
-        one = index.sources[source.name]
+        source_index = index.sources[source.name]
         try:
-            samples = len(part_of(source, one.samples(TRAIN, spec.train.seq_len)))
+            samples = len(part_of(source, source_index.samples(TRAIN, spec.train.seq_len)))
         except DatasetError as error:
             raise DatasetError(f"source {source.name!r}: {error}") from error
         if not samples and any(source.weights):
             raise DatasetError(
-                f"source {source.name!r} has {one.train_tokens:,} training tokens, of which data.sources.{source.name}.use = {list(source.use)} is "
+                f"source {source.name!r} has {source_index.train_tokens:,} training tokens, of which data.sources.{source.name}.use = {list(source.use)} is "
                 f"not one sample of {spec.train.seq_len + 1}; shorten train.seq_len, use more of it, or prepare more text"
             )
-        sources.append(Source(source.name, samples, source.weights))
+        sources.append(MixtureSource(source.name, samples, source.weights))
     return Mixture(sources, stages_of(spec.data), spec.runtime.seed, spec.train.batch_size)
 
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What a run reads of one of its sources."""
+    """Numbers of samples that a run reads from one source."""
 
     name: str
     records: int
-    """Samples in the part that is used."""
+    """Number of samples in the part in use."""
     drawn: int
-    """Samples that the run draws, an epoch's second time counted too."""
+    """Number of samples that the run draws, including repeats in later epochs."""
     first_end_step: int | None
-    """The step that draws the last sample of the first epoch; ``None`` if the run, or the last stage, does not get there."""
+    """Step that draws the last sample of the first epoch; ``None`` if the run does not reach it."""
     limit_step: int | None
-    """The first step that would read beyond ``epochs``; ``None`` if none of the run's does."""
+    """First step that would exceed ``epochs``; ``None`` if no step does."""
 
     @property
     def epochs(self) -> float:
-        """Times that the part is read."""
+        """Number of times that the part is read."""
         return self.drawn / self.records if self.records else 0.0
 
 
 def source_uses(spec: RunSpec, mixture: Mixture) -> list[SourceUse]:
-    """What the run reads of each source, in the mixture's order."""
+    """Return how much the run reads of each source, in the mixture's order."""
     limits = {source.name: Fraction(str(source.epochs)) for source in spec.data.sources}
     drawn = mixture.drawn(spec.train.steps * spec.train.batch_size)
 
@@ -272,7 +270,7 @@ def source_uses(spec: RunSpec, mixture: Mixture) -> list[SourceUse]:
 
 
 def epoch_problems(spec: RunSpec, mixture: Mixture) -> Iterator[Problem]:
-    """The sources that the run would read more often than ``epochs`` allows."""
+    """Yield a problem for each source that the run would read more often than ``epochs`` allows."""
     limits = {source.name: source.epochs for source in spec.data.sources}
     for use in source_uses(spec, mixture):
         if use.limit_step is not None:

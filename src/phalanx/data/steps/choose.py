@@ -1,4 +1,4 @@
-"""Steps by the name that a recipe gives in ``use``: rules, decontamination, functions of the user's own, filters of datatrove."""
+"""Steps by the name in a recipe's ``use``: rules, decontamination, user functions, and filters of datatrove."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from phalanx.data.steps.step import Dropped
 from phalanx.data.words import words_of
 from phalanx.run.fields import Problem, ValueRange, read_section, unknown_value
 
-# Steps that are filters of datatrove, by their names: ``use = "datatrove:GopherQualityFilter"``.
+# Steps that are filters of datatrove, by name: ``use = "datatrove:GopherQualityFilter"``.
 #
-# The filters of Hugging Face's preparation of FineWeb (https://github.com/huggingface/datatrove); of its pipelines nothing else is used. A filter sees one document at a
-# time, as a step does. Its parameters are those of its constructor; the version that is installed where the plan is made belongs to the plan, and a worker with another
-# one refuses it. Many filters split words by spaCy, and some fetch a model the first time that they are used: datatrove says what it needs.
+# datatrove (https://github.com/huggingface/datatrove) is Hugging Face's software for the preparation of FineWeb. Only its filters are used. Like a step, a
+# filter sees one document at a time. Its parameters are those of its constructor. The plan records the installed version, and workers with another
+# version refuse the plan. Many filters split words with spaCy, and some download a model at first use.
 
 PREFIX = "datatrove:"
 
 
 @dataclass(frozen=True)
 class DatatroveFilter:
-    """``use = "datatrove:NAME"``: drops what the filter drops, and takes the text over where it changes it."""
+    """``use = "datatrove:NAME"``: drops the documents that the filter drops, and keeps its changes to the text."""
 
     use: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the filter's constructor: ``parameters = {min_doc_words = 30}``."""
     version: str = ""
-    """The version of datatrove, which the plan enters."""
+    """Version of datatrove, set by the plan."""
 
     def __call__(self, document: Document) -> Document | Dropped:
-        given = self._document(text=document.text, id=document.name, metadata={})
+        copy = self._document(text=document.text, id=document.name, metadata={})
         try:
-            kept = self._filter.filter(given)
+            result = self._filter.filter(copy)
         except Exception as error:
             raise PreparationError(
                 f"step {self.use} on document {document.name}: {type(error).__name__}: {error}"
             ) from error
-        kept, reason = kept if isinstance(kept, tuple) else (kept, "")
-        if not kept:
+        result, reason = result if isinstance(result, tuple) else (result, "")
+        if not result:
             return Dropped(f"{self.use.removeprefix(PREFIX)}{f': {reason}' if reason else ''}")
-        return Document(document.name, given.text)
+        return Document(document.name, copy.text)
 
     @cached_property
     def _document(self) -> Any:
@@ -63,17 +63,19 @@ class DatatroveFilter:
 
     @cached_property
     def _filter(self) -> Any:
-        here = _installed(self.use)
-        if self.version not in ("", here):
+        installed = _installed(self.use)
+        if self.version not in ("", installed):
             raise PreparationError(
-                f"step {self.use}: the plan was made with datatrove {self.version}, and {here} is installed here; install that version"
+                f"step {self.use}: the plan was made with datatrove {self.version}, and {installed} is installed here; install that version"
             )
         filters = importlib.import_module("datatrove.pipeline.filters")
         name = self.use.removeprefix(PREFIX)
         kind = getattr(filters, name, None)
         if not inspect.isclass(kind):
-            known = ", ".join(sorted(one for one in dir(filters) if one.endswith("Filter")))
-            raise PreparationError(f"step {self.use}: datatrove {here} has no filter {name}; it has: {known}")
+            filter_names = ", ".join(sorted(name for name in dir(filters) if name.endswith("Filter")))
+            raise PreparationError(
+                f"step {self.use}: datatrove {installed} has no filter {name}; it has: {filter_names}"
+            )
         try:
             return kind(**self.parameters)
         except (TypeError, ImportError, ValueError) as error:
@@ -81,7 +83,7 @@ class DatatroveFilter:
 
 
 def with_version(step: DatatroveFilter) -> DatatroveFilter:
-    """The step with the version that is installed. Raises ``PreparationError`` if it cannot be used here as it stands."""
+    """Return the step with the installed version. Raises ``PreparationError`` if it cannot be used here."""
     complete = replace(step, version=_installed(step.use))
     _ = complete._filter
     return complete
@@ -96,33 +98,34 @@ def _installed(use: str) -> str:
         ) from error
 
 
-# Decontamination: documents that share an n-gram of words with the files of an evaluation are left out.
+# Decontamination: documents that share an n-gram of words with files of an evaluation are dropped.
 #
-# As in Brown et al., "Language Models are Few-Shot Learners" (arXiv 2005.14165, appendix C), n is 13 and words are compared in lower case without what is no
-# letter or digit. Text without spaces between words is compared by as many letters as 13 words have (``phalanx.data.words``). Of the files, n-grams are kept as 64-bit hashes: some 3 in 10^19 comparisons with each of them are wrong, on the side of dropping.
+# As in Brown et al., "Language Models are Few-Shot Learners" (arXiv 2005.14165, appendix C), n is 13, and words are compared in lower case with only
+# letters and digits. Text without spaces is compared by the number of letters that 13 words have (``phalanx.data.words``). The files' n-grams are
+# stored as 64-bit hashes. A comparison with one of them gives a false match, which drops a document, with probability 2^-64.
 
 _WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class Decontaminate:
-    """Drops documents that share ``ngram`` words in a row with one of the files ``against``."""
+    """Drops documents that share ``ngram`` consecutive words with one of the files ``against``."""
 
     against: tuple[str, ...]
-    """Files of an evaluation's texts, in any format that is read; every worker reads them at these paths."""
+    """Files with an evaluation's texts in any supported format. Every worker reads them at these paths."""
     use: str = "decontaminate"
     text_field: str = "text"
     ngram: Annotated[int, ValueRange(at_least=1)] = 13
     sha256: tuple[str, ...] = ()
-    """Digests of the files, which the plan enters."""
+    """Digests of the files, set by the plan."""
 
     def __call__(self, document: Document) -> Document | Dropped:
-        known = self._known
-        shared = any(gram in known for gram in _ngrams(document.text, self.ngram))
+        ngrams = self._evaluation_ngrams
+        shared = any(gram in ngrams for gram in _ngrams(document.text, self.ngram))
         return Dropped("contaminated") if shared else document
 
     @cached_property
-    def _known(self) -> frozenset[int]:
+    def _evaluation_ngrams(self) -> frozenset[int]:
         grams: set[int] = set()
         options = ReadOptions(text_field=self.text_field)
         for name, sha256 in zip(self.against, self.sha256, strict=True):
@@ -133,15 +136,15 @@ class Decontaminate:
                 )
             form = recognize(path)
             for span in spans(path, form, 1 << 40, options):
-                for found in documents(path, path.name, form, span, options):
-                    if not isinstance(found, Document):
-                        raise PreparationError(f"{found}; mend it: it is to be decontaminated against")
-                    grams.update(_ngrams(found.text, self.ngram))
+                for document in documents(path, path.name, form, span, options):
+                    if not isinstance(document, Document):
+                        raise PreparationError(f"{document}; mend it: it is to be decontaminated against")
+                    grams.update(_ngrams(document.text, self.ngram))
         return frozenset(grams)
 
 
 def digest_of_file(path: Path) -> str:
-    """SHA-256 of a file, in hex. Raises ``PreparationError`` if it cannot be read."""
+    """Return the SHA-256 of a file, in hex. Raises ``PreparationError`` if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -154,18 +157,18 @@ def _ngrams(text: str, n: int) -> Iterator[int]:
         yield xxhash.xxh3_64_intdigest(" ".join(gram).encode())
 
 
-# Steps that are functions of the user's own, in a file whose text goes into the plan, so that every worker has the same.
+# Steps that are user functions. The plan includes the text of their file, so that all workers use the same code.
 
 
 @dataclass(frozen=True)
-class GivenFunction:
+class UserFunction:
     """``use = "FILE.py:FUNCTION"``: a function from a ``Document`` to a ``Document`` or ``Dropped``."""
 
     use: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Given to the function by their names: ``parameters = {least = 3}``."""
+    """Keyword arguments of the function: ``parameters = {least = 3}``."""
     code: str = ""
-    """The text of the file, which the plan enters."""
+    """Text of the file, set by the plan."""
 
     def __call__(self, document: Document) -> Document | Dropped:
         try:
@@ -185,22 +188,22 @@ class GivenFunction:
         file, _, name = self.use.rpartition(":")
         scope: dict[str, object] = {"__name__": Path(file).stem, "__file__": file}
         exec(compile(self.code, file, "exec"), scope)
-        found = scope.get(name)
-        if not callable(found):
+        function = scope.get(name)
+        if not callable(function):
             raise PreparationError(
                 f"step {self.use}: there is no function {name} in {file}; correct step.use"
             )
         try:
-            inspect.signature(found).bind(Document("", ""), **self.parameters)
+            inspect.signature(function).bind(Document("", ""), **self.parameters)
         except TypeError as error:
             raise PreparationError(
                 f"step {self.use}: {name} of a document and step.parameters: {error}; correct one of them"
             ) from error
-        return found
+        return function
 
 
-def with_code(step: GivenFunction, folder: Path) -> GivenFunction:
-    """The step with the text of its file, which lies in ``folder``. Raises ``PreparationError`` if it has no such function."""
+def with_code(step: UserFunction, folder: Path) -> UserFunction:
+    """Return the step with the text of its file in ``folder``. Raises ``PreparationError`` if there is no such function."""
     file = folder / step.use.rpartition(":")[0]
     try:
         code = file.read_bytes().decode()
@@ -228,7 +231,7 @@ AnyStep: TypeAlias = (
     | Mask
     | Decontaminate
     | DatatroveFilter
-    | GivenFunction
+    | UserFunction
 )
 STEPS: Mapping[str, type[AnyStep]] = MappingProxyType(
     {
@@ -247,7 +250,7 @@ _OTHERS = ("FILE.py:FUNCTION", f"{PREFIX}FILTER")
 
 
 def read_steps(tables: object, problems: list[Problem]) -> tuple[AnyStep, ...]:
-    """The steps that the tables ``[[step]]`` describe; mistakes are added to ``problems``."""
+    """Return the steps that the tables ``[[step]]`` describe; mistakes are added to ``problems``."""
     if not isinstance(tables, list | tuple):
         problems.append(Problem("step", "is no list of tables", "write [[step]]"))
         return ()
@@ -256,56 +259,56 @@ def read_steps(tables: object, problems: list[Problem]) -> tuple[AnyStep, ...]:
     )
 
 
-def _read(table: object, where: str, problems: list[Problem]) -> AnyStep | None:
+def _read(table: object, path: str, problems: list[Problem]) -> AnyStep | None:
     use = table.get("use") if isinstance(table, Mapping) else None
     if not isinstance(table, Mapping) or not isinstance(use, str):
-        problems.append(Problem(f"{where}.use", "is missing", f"one of {', '.join([*STEPS, *_OTHERS])}"))
+        problems.append(Problem(f"{path}.use", "is missing", f"one of {', '.join([*STEPS, *_OTHERS])}"))
         return None
     if re.fullmatch(r".+\.py:\w+", use):
-        return _with_parameters(GivenFunction, table, problems, where)
+        return _with_parameters(UserFunction, table, problems, path)
     if use.startswith(PREFIX):
-        return _with_parameters(DatatroveFilter, table, problems, where)
+        return _with_parameters(DatatroveFilter, table, problems, path)
     if use not in STEPS:
-        problems.append(unknown_value(f"{where}.use", use, [*STEPS, *_OTHERS]))
+        problems.append(unknown_value(f"{path}.use", use, [*STEPS, *_OTHERS]))
         return None
-    step = read_section(STEPS[use], table, problems, where)
+    step = read_section(STEPS[use], table, problems, path)
     if isinstance(step, Characters):
         try:
             re.compile(step.allowed)
         except re.error as error:
             problems.append(
-                Problem(f"{where}.allowed", f"is no class of characters: {error}", "such as [a-z ]")
+                Problem(f"{path}.allowed", f"is no class of characters: {error}", "such as [a-z ]")
             )
     return step
 
 
 def _with_parameters(
-    kind: type[GivenFunction] | type[DatatroveFilter],
+    kind: type[UserFunction] | type[DatatroveFilter],
     table: Mapping[str, object],
     problems: list[Problem],
-    where: str,
+    path: str,
 ) -> AnyStep | None:
-    """The step that ``table`` describes, whose ``parameters`` are its own business."""
-    given = table.get("parameters", {})
+    """Return the step that ``table`` describes. Its ``parameters`` are not checked here."""
+    raw = table.get("parameters", {})
     step = read_section(
-        kind, {name: value for name, value in table.items() if name != "parameters"}, problems, where
+        kind, {name: value for name, value in table.items() if name != "parameters"}, problems, path
     )
     try:
-        if not isinstance(given, Mapping):
+        if not isinstance(raw, Mapping):
             raise TypeError("is no table")
-        parameters = json.loads(json.dumps(dict(given), allow_nan=False))
+        parameters = json.loads(json.dumps(dict(raw), allow_nan=False))
     except (TypeError, ValueError) as error:
         remedy = 'write parameters = {name = "value"}, with texts, numbers, true and false, lists and tables'
-        problems.append(Problem(f"{where}.parameters", str(error), remedy))
+        problems.append(Problem(f"{path}.parameters", str(error), remedy))
         return None
     return None if step is None else replace(step, parameters=parameters)
 
 
 def resolved(step: AnyStep, folder: Path) -> AnyStep:
-    """The step with all that decides what it does; its files lie in ``folder``. Raises ``PreparationError``."""
+    """Return the step with all inputs that determine its result; its files are in ``folder``. Raises ``PreparationError``."""
     if isinstance(step, DatatroveFilter):
         return with_version(step)
-    if isinstance(step, GivenFunction):
+    if isinstance(step, UserFunction):
         return with_code(step, folder)
     if isinstance(step, Decontaminate):
         paths = tuple(str((folder / name).resolve()) for name in step.against)

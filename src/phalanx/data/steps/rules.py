@@ -1,9 +1,9 @@
-"""Rules on the text of a document alone: length, characters, quality and repetition, and masks for addresses.
+"""Rules that depend only on a document's text: length, characters, quality and repetition, and masks for addresses.
 
-The thresholds of ``gopher_quality`` and ``gopher_repetition`` are those of Rae et al., "Scaling Language Models: Methods, Analysis & Insights from Training Gopher"
-(arXiv 2112.11446, section A.1.1 and table A1); those of ``c4`` of Raffel et al., "Exploring the Limits of Transfer Learning" (arXiv 1910.10683,
-section 2.2), without its list of bad words and its removal of repeated spans. Of text without spaces between words, letters count as parts of words
-(``phalanx.data.words``).
+The thresholds of ``gopher_quality`` and ``gopher_repetition`` are from Rae et al., "Scaling Language Models: Methods, Analysis & Insights from
+Training Gopher" (arXiv 2112.11446, section A.1.1 and table A1). Those of ``c4`` are from Raffel et al., "Exploring the Limits of Transfer Learning" (arXiv
+1910.10683, section 2.2), without its list of bad words and its removal of repeated spans. In text without spaces between words, letters count
+as parts of words (``phalanx.data.words``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.run.fields import ValueRange
 
 _STOP_WORDS = frozenset({"the", "be", "to", "of", "and", "that", "have", "with"})
 _LETTER = re.compile(r"[^\W\d_]")
-# By whether the text has letters of a script without spaces between words.
+# Indexed by whether the text has letters of a script without spaces between words.
 _LINE_ENDS = (".", "!", "?", '"'), (".", "!", "?", '"', "。", "！", "？", "」", "』", "”", "។", "။")
 _SENTENCE_ENDS = re.compile(r"[.!?]+(?:\s|$)"), re.compile(r"[.!?]+(?:\s|$)|[。！？។။]+")
 _EMAIL = re.compile(r"\b[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}\b")
@@ -54,34 +54,34 @@ class Length:
 
 @dataclass(frozen=True)
 class Characters:
-    """Drops documents of which too small a share of the characters is among the allowed."""
+    """Drops documents whose share of allowed characters is too small."""
 
     use: str = "characters"
     allowed: str = r"[\w\s.,;:!?'\"()\-]"
-    """A class of characters as Python's ``re`` writes it."""
+    """A character class in the syntax of Python's ``re``."""
     least_share: _Share = 0.9
 
     def __call__(self, document: Document) -> Document | Dropped:
-        found = sum(1 for _ in re.finditer(self.allowed, document.text))
-        return document if found >= self.least_share * len(document.text) else Dropped("characters")
+        allowed_count = sum(1 for _ in re.finditer(self.allowed, document.text))
+        return document if allowed_count >= self.least_share * len(document.text) else Dropped("characters")
 
 
 @dataclass(frozen=True)
 class GopherQuality:
-    """Drops what is no prose: by words, symbols, bullets, ellipses, letters and stop words."""
+    """Drops text that is not prose, by words, symbols, bullets, ellipses, letters and stop words."""
 
     use: str = "gopher_quality"
     min_words: _Count = 50
     max_words: _Count = 100_000
     stop_words: _Count = 2
-    """So many different ones of the eight common English words at least; 0 for other languages."""
+    """Minimum number of different words among eight common English words; 0 for other languages."""
 
     def __call__(self, document: Document) -> Document | Dropped:
         text_words = words_of(document.text)
         words, count = text_words.units, text_words.count
         if not self.min_words <= count <= self.max_words:
             return Dropped("gopher: number of words")
-        # The lengths of words say nothing where most have no spaces between them.
+        # The lengths of words are meaningless if most have no spaces between them.
         if count > 0.75 * len(words) and not 3 <= sum(map(len, words)) / max(1, len(words)) <= 10:
             return Dropped("gopher: mean length of words")
         symbols = max(document.text.count("#"), document.text.count("...") + document.text.count("…"))
@@ -101,17 +101,17 @@ class GopherQuality:
 
 @dataclass(frozen=True)
 class GopherRepetition:
-    """Drops documents in which lines, paragraphs or n-grams of words are repeated too much."""
+    """Drops documents with too much repetition of lines, paragraphs or n-grams of words."""
 
     use: str = "gopher_repetition"
 
     def __call__(self, document: Document) -> Document | Dropped:
         text = document.text
-        for what, parts in (("lines", text.splitlines()), ("paragraphs", re.split(r"\n{2,}", text))):
+        for unit, parts in (("lines", text.splitlines()), ("paragraphs", re.split(r"\n{2,}", text))):
             parts = [part for part in parts if part.strip()]
             repeated = _repeated(parts)
             if len(repeated) > 0.3 * len(parts) or sum(map(len, repeated)) > 0.2 * len(text):
-                return Dropped(f"gopher: repeated {what}")
+                return Dropped(f"gopher: repeated {unit}")
         words = words_of(text)
         characters = max(1, sum(map(len, words.units)))
         for n, most in _TOP_NGRAMS:
@@ -133,7 +133,7 @@ class GopherRepetition:
 
 @dataclass(frozen=True)
 class C4:
-    """Keeps lines that are sentences, and drops documents with too few of these, with braces, or of filler."""
+    """Keeps only lines that are sentences, and drops documents with too few of them, with braces, or with filler text."""
 
     use: str = "c4"
     min_sentences: _Count = 5
@@ -145,13 +145,13 @@ class C4:
         if "{" in document.text:
             return Dropped("c4: braces")
         spaceless = is_spaceless(document.text)
-        kept = [
+        sentences = [
             line
             for line in map(str.strip, document.text.splitlines())
             if line.endswith(_LINE_ENDS[spaceless]) and not line.endswith("...")
             if words_of(line).count >= self.min_words_of_line and "javascript" not in line.lower()
         ]
-        text = "\n".join(kept)
+        text = "\n".join(sentences)
         if len(_SENTENCE_ENDS[spaceless].findall(text)) < self.min_sentences:
             return Dropped("c4: sentences")
         return replace(document, text=text)
@@ -159,20 +159,20 @@ class C4:
 
 @dataclass(frozen=True)
 class Mask:
-    """Replaces e-mail addresses, and public IPv4 addresses, by others that belong to nobody."""
+    """Replaces e-mail addresses and public IPv4 addresses with reserved ones."""
 
     use: str = "mask"
     email: str = "email@example.com"
-    """Empty leaves them."""
+    """Replacement for e-mail addresses; if empty, they are kept."""
     ip: str = "192.0.2.1"
-    """The address that replaces all others, by default one of RFC 5737; empty leaves them."""
+    """Replacement for IP addresses, by default one of RFC 5737; if empty, they are kept."""
 
     def __call__(self, document: Document) -> Document | Dropped:
         text = document.text
         if self.email and "@" in text:
             text = _EMAIL.sub(lambda _: self.email, text)
         if self.ip:
-            text = _IPV4.sub(lambda found: self.ip if _is_public(found[0]) else found[0], text)
+            text = _IPV4.sub(lambda match: self.ip if _is_public(match[0]) else match[0], text)
         return document if text == document.text else replace(document, text=text)
 
 
@@ -184,25 +184,25 @@ def _is_public(address: str) -> bool:
 
 
 def _repeated(parts: Sequence[str]) -> list[str]:
-    """The parts that were there before."""
-    seen: set[str] = set()
+    """Return the parts that repeat an earlier one."""
+    earlier: set[str] = set()
     repeated = []
     for part in parts:
-        if part in seen:
+        if part in earlier:
             repeated.append(part)
-        seen.add(part)
+        earlier.add(part)
     return repeated
 
 
 def _characters_in_repeated(words: Words, n: int) -> int:
-    """Characters of words in n-grams that were there before; each word counts once."""
-    seen: set[tuple[str, ...]] = set()
+    """Return the number of characters in repeated n-grams; each word counts once."""
+    earlier: set[tuple[str, ...]] = set()
     characters, counted = 0, 0
     for start, stop in words.spans(n):
         gram = tuple(words.units[start:stop])
-        if gram in seen:
+        if gram in earlier:
             begin = max(start, counted)
             characters += sum(map(len, words.units[begin:stop]))
             counted = stop
-        seen.add(gram)
+        earlier.add(gram)
     return characters

@@ -1,7 +1,7 @@
-"""What a step is: a pure function from a document to a document, or to the reason why it is dropped.
+"""Steps: pure functions from a document to a document, or to the reason why it is dropped.
 
-A step sees one document at a time and nothing else, so that it does not matter where and in which order documents are prepared. A function
-of the user's own is one too: ``use = "filters.py:clean"``, with ``from phalanx.data.steps.step import Document, Dropped`` in that file.
+A step sees only one document, so the place and order of preparation do not matter. A user function can be a step too: ``use =
+"filters.py:clean"``, with ``from phalanx.data.steps.step import Document, Dropped`` in that file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Document", "Dropped", "Step", "through_steps"]
 
 @dataclass(frozen=True)
 class Dropped:
-    """A document that is left out. Counted by its reason, so let that be one of a few, without the document's own words or numbers."""
+    """A document that is dropped. It is counted by reason, so use few reasons, without the document's words or numbers."""
 
     reason: str
 
@@ -25,7 +25,7 @@ Step = Callable[[Document], Document | Dropped]
 
 
 def through_steps(document: Document, steps: Sequence[Step]) -> Document | Dropped:
-    """The document after all steps, or why the first that dropped it did."""
+    """Return the document after all steps, or the result of the first step that dropped it."""
     for step in steps:
         result = step(document)
         if isinstance(result, Dropped):

@@ -1,1 +1,1 @@
-"""A prepared dataset as files: its index, token shards, their sums, and copies of it."""
+"""Files of a prepared dataset: its index, token shards, block sums, and copies."""

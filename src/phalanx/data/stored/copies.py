@@ -1,8 +1,8 @@
-"""Copies of prepared datasets from one place to another, folders or object stores, and verification where they lie.
+"""Copy prepared datasets between folders and object stores, and verify stored datasets.
 
-A copy is read from end to end and compared with the checksums of its index on the way, so that a damaged dataset is not copied. The index is
-written last and only if there is none: before, there is no dataset. A shard's block sums are written after the shard, so that a copy that was
-interrupted goes on behind the shards that have theirs.
+A copy is compared with the checksums of the dataset's index while it is read, so a damaged dataset is not copied. The index is written last and only
+if there is none; until then, the dataset does not exist. A shard's block sums are written after the shard, so a repeated copy skips the shards that
+have block sums.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _READ_BYTES = 8 << 20
 _READ_AT_ONCE = 4
 
 OnBytes = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy did."""
+    """Result of a copy."""
 
     index: DatasetIndex
     written_bytes: int
-    """Bytes of shards; less than all if an earlier copy was interrupted."""
+    """Bytes of shards written; fewer than all if an interrupted copy was continued."""
     was_there: bool
-    """True if the same dataset was there already, as a whole."""
+    """True if the complete dataset was there already."""
 
 
 def copy_dataset(source: str, target: str, on_bytes: OnBytes = lambda _done, _of: None) -> Copied:
-    """Copies the dataset at one path or URL to another, and compares all of it with its checksums on the way.
+    """Copy the dataset at one path or URL to another, and verify its checksums.
 
-    Raises ``DatasetError`` if the source is damaged or a store fails, ``DatasetExistsError`` if another dataset lies at ``target``.
+    Raises ``DatasetError`` if the source is damaged or a store fails, ``DatasetExistsError`` if ``target`` has another dataset.
     """
     try:
         return _copy(open_store(source), open_store(target), on_bytes)
@@ -53,7 +53,7 @@ def copy_dataset(source: str, target: str, on_bytes: OnBytes = lambda _done, _of
 
 
 def verify_stored(url: str, on_bytes: OnBytes = lambda _done, _of: None) -> None:
-    """Reads every shard of the dataset at a URL. Raises ``DatasetError`` that names all that is not as it was written."""
+    """Read and verify all shards of the dataset at a URL. Raises ``DatasetError`` that names all damaged files."""
     try:
         store = open_store(url)
         _, index = _index(store)
@@ -84,14 +84,14 @@ def _copy(source: Store, target: Store, on_bytes: OnBytes) -> Copied:
     for name in (TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE):
         with suppress(MissingObjectError):
             target.put(name, source.get(name))
-    done = written = 0
+    done_bytes = written = 0
     for shard in _shards(index):
         nbytes = shard.tokens * index.item_bytes
         if not _holds_sums(target, shard):
             _copy_shard(source, target, shard, nbytes)
             written += nbytes
-        done += nbytes
-        on_bytes(done, total)
+        done_bytes += nbytes
+        on_bytes(done_bytes, total)
     try:
         target.create(INDEX_FILE, content)
     except ExistsError as error:
@@ -105,13 +105,13 @@ def _copy_shard(source: Store, target: Store, shard: ShardFile, nbytes: int) -> 
     sums = BlockSummer()
 
     def blocks() -> Iterator[memoryview]:
-        done, checksum = 0, xxhash.xxh3_128()
+        done_bytes, checksum = 0, xxhash.xxh3_128()
         for block in _blocks(source, shard.file, nbytes):
             checksum.update(block)
             sums.update(block)
-            done += len(block)
-            if done == nbytes and checksum.hexdigest() != shard.xxh3_128:
-                # Before the last block is handed over, so that the object is never finished.
+            done_bytes += len(block)
+            if done_bytes == nbytes and checksum.hexdigest() != shard.xxh3_128:
+                # Checked before the last block is returned, so that the object is never completed.
                 raise DatasetError(
                     f"{source.url}/{shard.file} is not what was written, and was not copied; {_REMEDY}"
                 )
@@ -124,15 +124,15 @@ def _copy_shard(source: Store, target: Store, shard: ShardFile, nbytes: int) -> 
 def _bad_files(store: Store, index: DatasetIndex, on_bytes: OnBytes) -> Iterator[str]:
     if not _tokenizer_fits(store, index):
         yield TOKENIZER_FILE
-    done, total = 0, _bytes(index)
+    done_bytes, total = 0, _bytes(index)
     for shard in _shards(index):
         checksum, sums = xxhash.xxh3_128(), BlockSummer()
         try:
             for block in _blocks(store, shard.file, shard.tokens * index.item_bytes):
                 checksum.update(block)
                 sums.update(block)
-                done += len(block)
-                on_bytes(done, total)
+                done_bytes += len(block)
+                on_bytes(done_bytes, total)
         except (MissingObjectError, ShortObjectError):
             yield f"{shard.file} (missing or cut short)"
             continue
@@ -147,11 +147,11 @@ def _bad_files(store: Store, index: DatasetIndex, on_bytes: OnBytes) -> Iterator
 
 
 def _blocks(store: Store, key: str, nbytes: int) -> Iterator[memoryview]:
-    """The object's bytes in order, several requests at a time."""
+    """Yield the object's bytes in order, with several requests at a time."""
     step = _READ_BYTES * _READ_AT_ONCE
     for start in range(0, nbytes, step):
         stop = min(start + step, nbytes)
-        spans = [(place, min(place + _READ_BYTES, stop)) for place in range(start, stop, _READ_BYTES)]
+        spans = [(offset, min(offset + _READ_BYTES, stop)) for offset in range(start, stop, _READ_BYTES)]
         yield from store.ranges(key, spans)
 
 
@@ -191,4 +191,4 @@ def _sums_name(shard: ShardFile) -> str:
     return str(PurePosixPath(shard.file).with_suffix(".sums"))
 
 
-_REMEDY = "copy it again from an intact copy, or prepare the dataset anew"
+_REMEDY = "copy it again from an intact copy, or prepare the dataset again"

@@ -1,9 +1,8 @@
 """``index.json``: the manifest of a prepared dataset.
 
-It lies beside the token shards and holds everything needed to open them without reading them: dtype, counts and
-checksums of each shard, how much text they stand for, the tokenizer, and how the dataset was made. Its fingerprint is
-a SHA-256 over the token streams and the tokenizer: two datasets with one fingerprint train the same weights, however
-each is cut into shards.
+It is stored beside the token shards, and has all facts needed to open them: dtype, counts and checksums of each shard, the amount of text, the
+tokenizer, and the recipe. Its fingerprint is a SHA-256 over the token streams and the tokenizer. Datasets with the same fingerprint train the same
+weights, independent of their division into shards.
 """
 
 import functools
@@ -22,33 +21,33 @@ from phalanx.run.fields import Problem, read_section, unknown_value
 
 INDEX_FILE = "index.json"
 VERSION = 1
-"""A stream of documents joined end to end, cut to any length when it is read."""
+"""A stream of documents joined end to end, cut into sequences of any length by the reader."""
 PACKED_VERSION = 2
-"""Records of one length, in which documents are whole (``phalanx.data.preparing.packing``)."""
+"""Records of one length with uncut documents (``phalanx.data.preparing.packing``)."""
 CHAT_VERSION = 3
-"""Records of conversations: the highest bit of a stored token says that there is a loss on it."""
+"""Records of conversations: the highest bit of a stored token is set if it has a loss."""
 VERSIONS = (VERSION, PACKED_VERSION, CHAT_VERSION)
 TRAIN = "train"
 HELD_OUT = "held_out"
 SPLITS = (TRAIN, HELD_OUT)
 _ITEM_BYTES = {"uint16": 2, "uint32": 4}
 _MOST_TOKENS = 1 << 60
-"""The most tokens of a split: more are on no disk, and places in their stream could not be counted in 64 bits."""
+"""Maximum number of tokens of a split, so that byte positions in the stream fit into 64 bits. No disk has more."""
 
 
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One flat file of little-endian token ids.
 
-    A dataset may have a hundred thousand, and nothing is trained before they are read: to decode them into dataclasses takes three times as long.
+    A dataset may have a hundred thousand shards, which are decoded before training starts. Dataclasses would take three times as long.
     """
 
     file: str
     """Name within the dataset's directory."""
     tokens: Annotated[int, msgspec.Meta(ge=0)]
     xxh3_128: str
-    """Checksum of the whole file, in hex."""
+    """Checksum of the file, in hex."""
     sha256: str = ""
-    """Digest of the whole file, in hex; only in datasets whose shards were written by many processes."""
+    """Digest of the file, in hex. Only in datasets whose shards were written by many processes."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,15 @@ class Split:
     shards: tuple[ShardFile, ...]
     documents: int
     text_bytes: int
-    """UTF-8 bytes of text that the tokens stand for."""
+    """UTF-8 bytes of the tokens' text."""
     sha256: str
-    """Digest in hex of the token stream, all shards joined; where shards have digests of their own, of these (``digest_of_shards``)."""
+    """Digest in hex of the joined token stream, or of the shards' digests if they have them (``digest_of_shards``)."""
     padding: int = 0
-    """Tokens of packed records that fill them up."""
+    """Number of padding tokens in packed records."""
     learned: int = 0
-    """Tokens with a loss, where the data are conversations."""
+    """Number of tokens with a loss, for conversations."""
     left_out: int = 0
-    """Conversations that were bad, or longer than a record."""
+    """Number of conversations left out because they were bad, or longer than a record."""
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -75,14 +74,14 @@ class Split:
 
 @dataclass(frozen=True)
 class ChatRecipe:
-    """What made tokens of conversations (``phalanx.data.chat``)."""
+    """The inputs of conversations' tokens (``phalanx.data.chat``)."""
 
     template_sha256: str
     """Digest of the chat template and the special tokens that it names."""
     document_end: int
-    """The token that ends a conversation, and fills records up."""
+    """The token that ends a conversation and pads records."""
     too_long: str
-    """"drop" or "cut": what became of conversations that a record does not hold."""
+    """"drop" or "cut": the handling of conversations longer than a record."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +91,19 @@ class Recipe:
     source_sha256: str
     """Digest of the names and texts of all documents, in order."""
     tokenizer: str
-    """"bytes", "bpe", or "file:" and the fingerprint of the tokenizer given."""
+    """"bytes", "bpe", or "file:" and the fingerprint of an existing tokenizer."""
     vocab_size: int | None
-    """As asked for; the tokenizer's own may be smaller."""
+    """Requested size; the tokenizer may have fewer tokens."""
     held_out_fraction: float
     shard_tokens: int
     document_start: tuple[int, ...] = ()
-    """Ids that each document begins with: what the tokenizer puts before a text. Version 0.1.0 put none."""
+    """Ids at the beginning of each document, which the tokenizer adds before a text. Version 0.1.0 added none."""
     packed_seq_len: int = 0
-    """Tokens of a record that documents are packed into; 0 means that they are joined end to end."""
+    """Tokens of a record into which documents are packed; 0 if documents are joined end to end."""
     chat: ChatRecipe | None = None
-    """How conversations were rendered; None for text."""
+    """Settings of conversations; None for text."""
     hold_out_by: str = "name"
-    """"name" or "text": what was hashed to choose a document's split. Version 0.1.0 knew names alone."""
+    """"name" or "text": the part of a document that was hashed to choose its split. Version 0.1.0 supported only names."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +118,11 @@ class DatasetIndex:
     train: Split
     held_out: Split
     held_out_xz_bits_per_byte: float | None
-    """Bits per byte that ``xz -9`` needs for the held-out text; None where there is none."""
+    """Bits per byte of the held-out text compressed by ``xz -9``; None if not measured."""
     recipe: Recipe
     document_mask: bool = False
-    """Runs keep attention within documents unless they say otherwise. So it is of all packed datasets, but for those prepared before this was said: runs on
-    these go on as they began. The fingerprint does not cover it: the tokens are the same."""
+    """True if runs limit attention to documents by default. True for packed datasets, except those prepared by versions without this
+    field, so that runs on them do not change. Not part of the fingerprint, because the tokens are the same."""
 
     @property
     def item_bytes(self) -> int:
@@ -132,7 +131,7 @@ class DatasetIndex:
     @property
     def fingerprint(self) -> str:
         """SHA-256, in hex, over the token streams and the tokenizer."""
-        # How the stream of a version 1 is cut into sequences is the run's; the records of a packed one are its own.
+        # A run cuts a version 1 stream into sequences; a packed dataset has its own records.
         parts = (
             str(self.version),
             self.dtype,
@@ -152,7 +151,7 @@ class DatasetIndex:
 
     @property
     def loss_bit(self) -> int:
-        """The bit of a stored token that says that there is a loss on it, as a number; 0 where there is one on all."""
+        """The bit of a stored token that marks a loss, as a number; 0 if all tokens have a loss."""
         return 0 if self.recipe.chat is None else loss_bit(self.dtype)
 
     @property
@@ -166,7 +165,7 @@ class DatasetIndex:
         return self.recipe.packed_seq_len
 
     def samples(self, split: str, seq_len: int) -> int:
-        """Samples of ``seq_len`` inputs and their targets in a split. Raises ``DatasetError`` if its records have another length."""
+        """Return the number of samples of ``seq_len`` inputs in a split. Raises ``DatasetError`` if its records have another length."""
         tokens = self.split(split).tokens
         if not self.packed_seq_len:
             return max(0, (tokens - 1) // seq_len)
@@ -186,13 +185,13 @@ class DatasetIndex:
         return self.held_out.tokens
 
     def split(self, name: str) -> Split:
-        """The split called "train" or "held_out". Raises ``DatasetError`` for another name."""
+        """Return the split "train" or "held_out". Raises ``DatasetError`` for another name."""
         if name not in SPLITS:
             raise DatasetError(f"no split is called {name!r}; a dataset has {' and '.join(SPLITS)}")
         return self.train if name == TRAIN else self.held_out
 
     def to_json(self) -> str:
-        """The text of ``index.json``."""
+        """Return the text of ``index.json``."""
         content = asdict(self)
         for name in SPLITS:
             content[name]["shards"] = [msgspec.structs.asdict(shard) for shard in self.split(name).shards]
@@ -218,33 +217,33 @@ class DatasetIndex:
 
 
 def digest_of_shards(shards: Sequence[ShardFile]) -> str:
-    """The digest of a split from those of its shards, in order: a hash over all bytes at once would have to be computed by one process."""
+    """Return the digest of a split from its shards' digests, in order. Unlike a hash over all bytes, many processes can compute it."""
     return hashlib.sha256("\n".join(shard.sha256 for shard in shards).encode()).hexdigest()
 
 
 def dtype_for(vocab_size: int, *, with_loss_bit: bool = False) -> str:
-    """The smallest of the two dtypes that holds every token id below ``vocab_size``, and beside it the bit of the loss."""
+    """Return the smaller dtype that holds all token ids below ``vocab_size``, and the loss bit if required."""
     return "uint16" if vocab_size <= 1 << (15 if with_loss_bit else 16) else "uint32"
 
 
 def loss_bit(dtype: str) -> int:
-    """The highest bit of a dtype, as a number."""
+    """Return the highest bit of a dtype, as a number."""
     return 1 << (8 * _ITEM_BYTES[dtype] - 1)
 
 
 def read_index(directory: Path) -> DatasetIndex:
-    """Read ``directory/index.json`` and check that it is whole and of this version. Raises ``DatasetError``."""
+    """Read ``directory/index.json`` and check that it is complete and of this version. Raises ``DatasetError``."""
     path = directory / INDEX_FILE
     try:
         with open_regular(path, follow=True) as file:
             text = file.read().decode()
     except FileNotFoundError as error:
-        what = (
+        problem = (
             f"{directory} holds no {INDEX_FILE}"
             if directory.is_dir()
             else f"there is no directory {directory}"
         )
-        raise DatasetError(f"{what}; prepare the dataset there, or correct the path") from error
+        raise DatasetError(f"{problem}; prepare the dataset there, or correct the path") from error
     except NotADirectoryError as error:
         raise DatasetError(
             f"{directory} is a file, and no dataset: prepare it with `phalanx data prepare {directory} --out DIR`, and give DIR"
@@ -257,7 +256,7 @@ def read_index(directory: Path) -> DatasetIndex:
 
 
 def parse_index(text: str, path: Path) -> DatasetIndex:
-    """The index whose JSON ``text`` is; ``path`` is for messages. Raises ``DatasetError``."""
+    """Parse the index in the JSON ``text``; ``path`` is for messages. Raises ``DatasetError``."""
     problems: list[Problem] = []
     shards: dict[str, tuple[ShardFile, ...]] = {}
     try:
@@ -279,7 +278,9 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
     fields = {name: value for name, value in content.items() if name not in ("version", "fingerprint")}
     index = read_section(DatasetIndex, fields, problems)
     if index is not None:
-        splits = {name: replace(index.split(name), shards=found) for name, found in shards.items()}
+        splits = {
+            name: replace(index.split(name), shards=shard_files) for name, shard_files in shards.items()
+        }
         index = replace(index, **splits)  # type: ignore[arg-type]
     if index is not None and index.dtype not in _ITEM_BYTES:
         problems.append(unknown_value("dtype", index.dtype, _ITEM_BYTES))
@@ -291,7 +292,7 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
         )
     if content.get("fingerprint") != index.fingerprint:
         raise DatasetError(
-            f"{path} was changed: its content has fingerprint {index.fingerprint}, it says {content.get('fingerprint')}"
+            f"{path} was changed: its content has fingerprint {index.fingerprint}, but it has {content.get('fingerprint')}"
             "; copy the dataset again, or prepare it again"
         )
     return index
@@ -300,37 +301,37 @@ def parse_index(text: str, path: Path) -> DatasetIndex:
 def _split_apart(
     name: str, part: msgspec.Raw, shards: dict[str, tuple[ShardFile, ...]], problems: list[Problem]
 ) -> object:
-    """A split without its shards, which are added to ``shards``; what is wrong with them is added to ``problems``. Raises ``DecodeError``."""
+    """Return a split without its shards, which are added to ``shards``. Problems are added to ``problems``. Raises ``DecodeError``."""
     try:
         fields = msgspec.json.decode(part, type=dict[str, msgspec.Raw])
-        found = msgspec.json.decode(fields.get("shards", b"[]"), type=tuple[ShardFile, ...])
+        shard_files = msgspec.json.decode(fields.get("shards", b"[]"), type=tuple[ShardFile, ...])
     except msgspec.ValidationError as error:
         problems.append(Problem(f"{name}.shards", str(error), "must be a list of files with their checksums"))
         split: object = msgspec.json.decode(part)
         return {**split, "shards": []} if isinstance(split, dict) else split
-    if not _plain_names([shard.file for shard in found]):
+    if not _plain_names([shard.file for shard in shard_files]):
         problems.append(
             Problem(
                 f"{name}.shards", "names a file outside the dataset", "must be names of files in its folder"
             )
         )
-    if sum([shard.tokens for shard in found]) > _MOST_TOKENS:
+    if sum([shard.tokens for shard in shard_files]) > _MOST_TOKENS:
         problems.append(
             Problem(
                 f"{name}.shards", "have more tokens than any disk holds", "must have those of their files"
             )
         )
-    shards[name] = found
+    shards[name] = shard_files
     return {field: [] if field == "shards" else msgspec.json.decode(value) for field, value in fields.items()}
 
 
 def _plain_names(files: Sequence[str]) -> bool:
-    """False if one leads out of the folder: whoever writes an index would choose the file that a cache of the dataset overwrites."""
-    # Searched as one text: a look at each of a hundred thousand takes longer than to decode them.
+    """Return False if a name leads out of the folder: an index could otherwise overwrite files outside the dataset's cache."""
+    # Searched as one text: checking a hundred thousand names one by one takes longer than decoding them.
     joined = "/".join(files)
-    around = f"/{joined}/" if files else ""
+    delimited = f"/{joined}/" if files else ""
     return joined.count("/") == max(0, len(files) - 1) and not any(
-        bad in around for bad in ("\0", "//", "/./", "/../")
+        bad in delimited for bad in ("\0", "//", "/./", "/../")
     )
 
 

@@ -1,6 +1,6 @@
-"""Token shards written: flat files of a split's tokens, each with its checksum and the sums of its blocks.
+"""Write token shards: flat files of a split's tokens, each with its checksum and block sums.
 
-A dataset is written into a directory of another name, forced to disk, and takes its own name in one rename: under its name it is whole or not there.
+A dataset is written to a temporary directory, synced to disk, and renamed. So under its final name it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from phalanx.data.errors import DatasetError
 from phalanx.data.stored.index import INDEX_FILE, DatasetIndex, ShardFile
 from phalanx.run.directory.files import open_regular, sync
 
-# Block sums: a checksum of each 8 KiB of a token shard, so that every token is checked before it is trained on.
+# Block sums: a checksum of each 8 KiB of a token shard, so that every token is verified before training.
 #
-# The checksum of a whole shard is of no use to a loader, which reads a few KiB here and there. Beside ``train-00000.bin`` therefore lies
-# ``train-00000.sums``: xxh3_64 of each block, which costs less to compute than the block costs to fetch from memory. A block is compared
-# when it is first touched through a map; a map that was closed and opened again is looked at anew. Blocks are small because to look at
-# one means to read all of it from the disk, for the sake of one sequence. The file begins with the checksum of its shard in ``index.json``,
-# so that a shard and its sums cannot both be taken from another dataset.
+# A loader reads a few KiB at random offsets, so it cannot use a checksum of the complete shard. Therefore ``train-00000.bin`` has a file
+# ``train-00000.sums`` with the xxh3_64 of each block, which is cheaper to compute than to fetch the block from memory. A block is compared at its
+# first access through a map, and again after the map is reopened. Blocks are small, because verifying one requires reading it completely. The file
+# begins with the shard's checksum in ``index.json``, so that a shard and its sums cannot both be from another dataset.
 #
-# Layout, little-endian: 8 bytes magic, 16 bytes xxh3_128 of the shard, 8 bytes zero, then 8 bytes a block. 0.1% of the shard.
+# Layout, little-endian: 8 bytes magic, 16 bytes xxh3_128 of the shard, 8 bytes zero, then 8 bytes per block. This is 0.1% of the shard.
 
 BLOCK_BYTES = 1 << 13
 _MAGIC = b"PHXSUMS1"
@@ -38,12 +37,12 @@ _HEADER_BYTES = 32
 
 
 def sums_file(shard: Path) -> Path:
-    """Where the block sums of a shard lie."""
+    """Return the path of a shard's block sums."""
     return shard.with_suffix(".sums")
 
 
 class BlockSummer:
-    """Sums the blocks of a shard whose bytes are given in order, in pieces of any size."""
+    """Computes the block sums of a shard from its bytes, added in order in pieces of any size."""
 
     def __init__(self) -> None:
         self._sums: list[int] = []
@@ -51,18 +50,18 @@ class BlockSummer:
         self._open_bytes = 0
 
     def update(self, data: memoryview | bytes) -> None:
-        """The next bytes of the shard."""
-        rest = memoryview(data).cast("B")
-        while rest:
-            take = min(BLOCK_BYTES - self._open_bytes, len(rest))
-            self._open.update(rest[:take])
+        """Add the next bytes of the shard."""
+        remaining = memoryview(data).cast("B")
+        while remaining:
+            take = min(BLOCK_BYTES - self._open_bytes, len(remaining))
+            self._open.update(remaining[:take])
             self._open_bytes += take
-            rest = rest[take:]
+            remaining = remaining[take:]
             if self._open_bytes == BLOCK_BYTES:
                 self._close_block()
 
     def content(self, shard_xxh3_128: str) -> bytes:
-        """The bytes of the sums' file of a shard with this checksum. Nothing may be added afterwards."""
+        """Return the content of the block-sums file of a shard with this checksum. No bytes may be added afterwards."""
         if self._open_bytes:
             self._close_block()
         return sums_header(shard_xxh3_128) + np.array(self._sums, dtype="<u8").tobytes()
@@ -73,9 +72,9 @@ class BlockSummer:
 
 
 def read_sums(path: Path, shard: ShardFile, shard_bytes: int) -> NDArray[np.uint64] | None:
-    """The sums of a shard's blocks, mapped; ``None`` if there are none, as of a dataset that was prepared before 0.2.
+    """Return a shard's block sums, mapped; ``None`` if there are none, as for a dataset prepared before 0.2.
 
-    Raises ``DatasetError`` if they are cut short, or those of other bytes than the index says.
+    Raises ``DatasetError`` if they are truncated, or belong to other bytes than those in the index.
     """
     file = sums_file(path)
     blocks = -(-shard_bytes // BLOCK_BYTES)
@@ -98,57 +97,57 @@ def sums_header(shard_xxh3_128: str) -> bytes:
 
 def _remedy(file: Path) -> str:
     return (
-        "copy it again from an intact copy, or remove it and have it made anew from the shard with "
+        "copy it again from an intact copy, or remove it and write it again from the shard with "
         f"`phalanx data verify {file.parent} --write-sums`"
     )
 
 
 class CheckedBlocks:
-    """Which blocks of a mapped shard were compared with their sums. Threads may share it: at worst a block is compared twice."""
+    """Tracks the verified blocks of a mapped shard. Thread-safe: at worst, a block is verified twice."""
 
     def __init__(
         self, path: Path, shard: ShardFile, content: memoryview, sums: NDArray[np.uint64] | None
     ) -> None:
-        """Without ``sums`` there is nothing to compare: every block counts as done."""
-        self._done = np.full(-(-len(content) // BLOCK_BYTES), sums is None)
-        self._left = 0 if sums is None else len(sums)
+        """Without ``sums``, all blocks count as verified."""
+        self._verified = np.full(-(-len(content) // BLOCK_BYTES), sums is None)
+        self._unchecked_count = 0 if sums is None else len(sums)
         self._path = path
         self._shard = shard
         self._content = content
-        # A plain array: indexing a memmap costs several times as much.
+        # A plain array, because indexing a memmap is several times slower.
         self._sums = np.empty(0, np.uint64) if sums is None else np.asarray(sums)
 
     def check(self, starts_bytes: NDArray[np.int64], length_bytes: int) -> None:
-        """Compares the blocks of ``length_bytes`` (at least 1) from each of ``starts_bytes`` that were not yet; what is beyond the end is left out.
+        """Verify unverified blocks in ``length_bytes`` (at least 1) from each of ``starts_bytes``; bytes beyond the end are ignored.
 
-        Raises ``DatasetError`` that names the bytes that are wrong.
+        Raises ``DatasetError`` that names the damaged bytes.
         """
-        if not self._left:
+        if not self._unchecked_count:
             return
         first = starts_bytes // BLOCK_BYTES
-        last = np.minimum((starts_bytes + length_bytes - 1) // BLOCK_BYTES, len(self._done) - 1)
+        last = np.minimum((starts_bytes + length_bytes - 1) // BLOCK_BYTES, len(self._verified) - 1)
         steps = range(int((last - first).max()) + 1)
         touched = np.concatenate([np.minimum(first + step, last) for step in steps])
-        pending = touched[~self._done[touched]]
+        pending = touched[~self._verified[touched]]
         if not pending.size:
             return
         pending = np.unique(pending)
         content, digest = self._content, xxhash.xxh3_64_intdigest
-        found = [digest(content[start : start + BLOCK_BYTES]) for start in (pending * BLOCK_BYTES).tolist()]
-        wrong = np.flatnonzero(np.array(found, np.uint64) != self._sums[pending])
+        digests = [digest(content[start : start + BLOCK_BYTES]) for start in (pending * BLOCK_BYTES).tolist()]
+        wrong = np.flatnonzero(np.array(digests, np.uint64) != self._sums[pending])
         if wrong.size:
-            self._done[pending[: wrong[0]]] = True
+            self._verified[pending[: wrong[0]]] = True
             self._refuse(int(pending[wrong[0]]) * BLOCK_BYTES)
-        self._done[pending] = True
-        # Counted and not counted down: two threads that compare one block would count it twice.
-        self._left = len(self._done) - int(np.count_nonzero(self._done))
+        self._verified[pending] = True
+        # Counted again instead of decremented: two threads that verify one block would decrement twice.
+        self._unchecked_count = len(self._verified) - int(np.count_nonzero(self._verified))
 
     def unseen(self, starts_bytes: NDArray[np.int64], length_bytes: int) -> NDArray[np.bool_] | None:
-        """Where ``check`` would have something to compare in the first or last block; ``None`` if nowhere."""
-        if not self._left:
+        """Return where ``check`` would verify the first or last block; ``None`` if nowhere."""
+        if not self._unchecked_count:
             return None
-        last = np.minimum((starts_bytes + length_bytes - 1) // BLOCK_BYTES, len(self._done) - 1)
-        unseen: NDArray[np.bool_] = ~(self._done[starts_bytes // BLOCK_BYTES] & self._done[last])
+        last = np.minimum((starts_bytes + length_bytes - 1) // BLOCK_BYTES, len(self._verified) - 1)
+        unseen: NDArray[np.bool_] = ~(self._verified[starts_bytes // BLOCK_BYTES] & self._verified[last])
         return unseen
 
     def _refuse(self, start: int) -> None:
@@ -158,22 +157,22 @@ class CheckedBlocks:
         stop = min(start + BLOCK_BYTES, len(self._content))
         raise DatasetError(
             f"{self._path}: bytes {start} to {stop} are not what was written, and nothing of them was trained on; copy the file again "
-            f"from an intact copy, or prepare the dataset anew (`phalanx data verify {self._path.parent}` names every bad file)"
+            f"from an intact copy, or prepare the dataset again (`phalanx data verify {self._path.parent}` names every bad file)"
         )
 
 
-def check_whole(path: Path, shard: ShardFile, content: Any) -> None:
-    """Compares all of a shard that has no block sums with its checksum in the index. Raises ``DatasetError`` that names it."""
+def check_shard(path: Path, shard: ShardFile, content: Any) -> None:
+    """Compare a shard without block sums with its checksum in the index. Raises ``DatasetError`` that names it."""
     if xxhash.xxh3_128_hexdigest(content) != shard.xxh3_128:
         raise DatasetError(
             f"{path} is not what was written, and nothing of it was trained on; copy it again from an intact copy, or prepare the "
-            "dataset anew"
+            "dataset again"
         )
 
 
 @dataclass(frozen=True)
 class WrittenSplit:
-    """The shards of a split that has been written, and the digest of its stream."""
+    """The shards of a written split, and the digest of its stream."""
 
     shards: tuple[ShardFile, ...]
     sha256: str
@@ -183,34 +182,34 @@ class OpenShard(Protocol):
     """A shard that is being written."""
 
     def write(self, data: memoryview) -> None:
-        """Take bytes at its end."""
+        """Append bytes."""
         ...
 
     def finish(self, tokens: int) -> ShardFile:
-        """Put it where it is to be, and describe it; ``tokens`` is how many it holds."""
+        """Store the shard at its final place, and return its description. ``tokens`` is its number of tokens."""
         ...
 
     def abandon(self) -> None:
-        """Leave no file open."""
+        """Close the file without completing the shard."""
         ...
 
 
 class ShardPlace(Protocol):
-    """Where the shards of a split are written."""
+    """Destination of a split's shards."""
 
     def open(self, number: int) -> OpenShard:
-        """Begin the shard with this number."""
+        """Open the shard with this number."""
         ...
 
     def digest(self, shards: Sequence[ShardFile]) -> str:
-        """The digest of the split with these shards."""
+        """Return the digest of the split with these shards."""
         ...
 
 
 class ShardWriter:
     """Cuts a token stream into shards of ``shard_tokens``.
 
-    As a context manager it leaves no file open, and closes nothing for you: without ``close`` there is no split.
+    As a context manager it only closes open files: without ``close``, there is no split.
     """
 
     def __init__(self, place: ShardPlace, *, dtype: str, shard_tokens: int) -> None:
@@ -233,7 +232,7 @@ class ShardWriter:
             self._open.abandon()
 
     def append(self, tokens: NDArray[Any]) -> None:
-        """Write token ids (1-D, any integer dtype; each must fit the stored dtype) at the stream's end."""
+        """Append token ids (1-D, any integer dtype; each must fit the stored dtype) to the stream."""
         tokens = tokens.astype(self._dtype)
         while tokens.size:
             if self._open is None:
@@ -257,7 +256,7 @@ class ShardWriter:
 
 
 class ShardFolder:
-    """Shards as files of a folder, written as they grow, with a digest over the whole stream."""
+    """Writes shards as files of a folder, with a digest over the complete stream."""
 
     def __init__(self, directory: Path, split: str) -> None:
         self._directory, self._split = directory, split
@@ -271,7 +270,7 @@ class ShardFolder:
 
 
 class _ShardInFolder:
-    """A file; durable when it is finished."""
+    """A shard file that is durable when finished."""
 
     def __init__(self, path: Path, on_bytes: Callable[[memoryview], None]) -> None:
         self._path, self._on_bytes = path, on_bytes
@@ -294,15 +293,15 @@ class _ShardInFolder:
         return ShardFile(self._path.name, tokens, checksum)
 
     def abandon(self) -> None:
-        # Closing flushes what is buffered, which fails again on a full disk; the file is closed all the same.
+        # Closing flushes the buffer, which fails again on a full disk, but the file is closed anyway.
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def commit(partial: Path, directory: Path, index: DatasetIndex) -> None:
-    """Write the index of the shards in ``partial``, force all to disk, and give it the name ``directory``.
+    """Write the index of the shards in ``partial``, sync all files to disk, and rename the folder to ``directory``.
 
-    Raises ``OSError`` (ENOTEMPTY or EEXIST) if ``directory`` exists and is not empty; then nothing has changed there.
+    Raises ``OSError`` (ENOTEMPTY or EEXIST) if ``directory`` exists and is not empty; nothing is changed there.
     """
     (partial / INDEX_FILE).write_bytes(index.to_json().encode())
     for path in partial.iterdir():

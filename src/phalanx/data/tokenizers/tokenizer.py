@@ -1,14 +1,13 @@
-"""Text to token ids and back, losing nothing.
+"""Lossless conversion of text to token ids and back.
 
-Two kinds, one interface. ``BytesTokenizer`` makes each byte of UTF-8 a token: nothing to train, fit for tests and tiny
-models. ``BpeTokenizer`` is byte-level byte-pair encoding (Sennrich et al. 2016; on bytes, Radford et al. 2019) by
-Hugging Face's ``tokenizers``, trained here or loaded from any byte-level ``tokenizer.json``. A third, BPE that falls back to bytes, is
-only loaded (``published.byte_fallback``).
+There are three kinds with one interface. ``BytesTokenizer`` maps each UTF-8 byte to a token; it needs no training and suits tests and tiny models.
+``BpeTokenizer`` is byte-level byte-pair encoding (Sennrich et al. 2016; on bytes, Radford et al. 2019) by Hugging Face's ``tokenizers``, trained here or
+loaded from any byte-level ``tokenizer.json``. BPE with byte fallback can only be loaded (``published.byte_fallback``).
 
-All know how many bytes of text each token stands for: a loss in bits per byte can be compared between tokenizers,
-and with a general compressor, where a loss per token cannot. A document's text never yields the end-of-document
-token, even where it spells its name. Where a tokenizer begins each text with a token of its own (Llama 3's does), documents and
-prompts begin with it, but ``encode`` gives the text alone. Saved, all are a Hugging Face ``tokenizer.json`` and ``tokenizer_config.json``.
+All kinds have the number of text bytes of each token. So a loss in bits per byte can be compared between tokenizers and with a general
+compressor, unlike a loss per token. A document's text never yields the end-of-document token, even if it spells the token's name. If a tokenizer begins
+each text with a special token (as Llama 3's does), documents and prompts begin with it, but ``encode`` returns only the text. All are saved as a
+Hugging Face ``tokenizer.json`` and ``tokenizer_config.json``.
 """
 
 import hashlib
@@ -68,7 +67,7 @@ _WORDS = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LONGEST_WORD = 1_024
-"""Characters of a word for training, whose time grows with the square of a word's length: DNA, hex and rulers have no spaces."""
+"""Maximum characters of a word for training, which takes quadratic time in a word's length. DNA, hex and rulers have no spaces."""
 _LONG_WORDS = re.compile(
     rf"[^\W\d_]{{{_LONGEST_WORD + 1},}}|\s{{{_LONGEST_WORD + 1},}}|(?:[^\w\s]|_){{{_LONGEST_WORD + 1},}}"
 )
@@ -97,21 +96,21 @@ class Tokenizer(Protocol):
     def longest_token(self) -> int: ...  # bytes of the longest token, special ones by their names
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of text of a token; none for a special one."""
+        """Return the text bytes of a token; empty for a special one."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text`` alone, without ``document_start`` and ``end_of_document``."""
+        """Return only the token ids of ``text``, without ``document_start`` and ``end_of_document``."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """As ``encode`` for each text, on all cores where the kind allows it."""
+        """Encode each text like ``encode``, on all cores if possible."""
         ...
 
     def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:
-        """The text; special tokens are left out, and bytes that end amid a character become U+FFFD.
+        """Return the text without special tokens; bytes of an incomplete character become U+FFFD.
 
-        The ids are those of a text from its start, or, if ``at_start`` is false, of what stands amid one.
+        The ids are from the start of a text, or from the middle if ``at_start`` is false.
         """
         ...
 
@@ -122,7 +121,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class BytesTokenizer:
-    """Each byte of UTF-8 is the token of its value; 256 ends a document."""
+    """Maps each UTF-8 byte to the token of its value; 256 ends a document."""
 
     kind: str = field(default="bytes", init=False)
     vocab_size: int = field(default=BYTES_VOCAB_SIZE, init=False)
@@ -156,7 +155,7 @@ class BytesTokenizer:
         return bytes(token for token in ids if token != self.end_of_document).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
-        # As a BPE without merges, other people's tools can load it too.
+        # Saved as a BPE without merges, so that other tools can load it.
         byte_of_char = _byte_of_char()
         hf = HfTokenizer(models.BPE(vocab=byte_of_char, merges=[]))
         hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -167,7 +166,7 @@ class BytesTokenizer:
 
 @dataclass(frozen=True)
 class BpeTokenizer:
-    """A byte-level BPE held as the text of its ``tokenizer.json``; build it with ``train_bpe`` or ``from_file``."""
+    """A byte-level BPE stored as the text of its ``tokenizer.json``. Create it with ``train_bpe`` or ``tokenizer_from_file``."""
 
     serialized: str = field(repr=False)
     end_token: str
@@ -177,7 +176,7 @@ class BpeTokenizer:
     _hf: HfTokenizer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises ``TokenizerError`` if this is no byte-level tokenizer or does not give text back as it was."""
+        """Raises ``TokenizerError`` if this is not a byte-level tokenizer, or if encoding and decoding change a text."""
         hf = _parse(without_stripping(self.serialized))
         require_bounded(hf)
         end_of_document = hf.token_to_id(self.end_token)
@@ -205,15 +204,15 @@ class BpeTokenizer:
 
     @cached_property
     def document_start(self) -> tuple[int, ...]:
-        # The post-processor's own tokens are of no sequence. (Transformers, from version 5 on, reads no add_bos_token beside
-        # a tokenizer.json.)
+        # Tokens added by the post-processor have no sequence id. (Transformers 5 and later ignore add_bos_token beside a
+        # tokenizer.json.)
         encoded = self._hf.encode("a", add_special_tokens=True)
-        first = next(place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
+        first = next(index for index, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
         return tuple(encoded.ids[:first])
 
     @cached_property
     def _for_templates(self) -> HfTokenizer:
-        # A tokenizer of 128,000 tokens takes a second to parse, which a server has not for each chat.
+        # Parsing a tokenizer of 128,000 tokens takes a second, which is too long for each chat of a server.
         hf = HfTokenizer.from_str(self.serialized)
         hf.no_truncation()
         hf.no_padding()
@@ -233,7 +232,7 @@ class BpeTokenizer:
 
     @cached_property
     def _spelled(self) -> list[bytes]:
-        # Each character of a byte-level token is one byte; an added token is itself, and a special one no text at all.
+        # Each character of a byte-level token is one byte. Added tokens are their own text, and special ones have no text.
         byte_of = _byte_of_char()
         spelled = [b""] * self.vocab_size
         for token, number in self._hf.get_vocab(with_added_tokens=False).items():
@@ -251,7 +250,7 @@ class BpeTokenizer:
         return list(self._hf.encode(text, add_special_tokens=False).ids)
 
     def encode_template(self, text: str) -> list[int]:
-        """As ``encode``, but the name of a special token is that token: for what a chat template has made."""
+        """Encode the output of a chat template like ``encode``, but with names of special tokens as those tokens."""
         return list(self._for_templates.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
@@ -260,7 +259,7 @@ class BpeTokenizer:
 
     def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:  # noqa: ARG002 - the same anywhere
         require_known_ids(ids, self.vocab_size)
-        # The library's decoder would take the letters of an added token for bytes.
+        # The library's decoder would treat the letters of an added token as bytes.
         return b"".join(self._spelled[token] for token in ids).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
@@ -268,10 +267,10 @@ class BpeTokenizer:
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ()) -> BpeTokenizer:
-    """Learn a byte-level BPE of at most ``vocab_size`` tokens (fewer if the text has too few distinct pairs).
+    """Train a byte-level BPE of at most ``vocab_size`` tokens (fewer if the text has too few distinct pairs).
 
-    The same texts give the same tokenizer, whatever the number of threads. Memory grows with the number of distinct
-    words only. ``vocab_size`` counts the 256 bytes, the end-of-document token and ``special_tokens``, whose ids follow on its 0.
+    The same texts give the same tokenizer for any number of threads. Memory grows only with the number of distinct words. ``vocab_size`` includes the
+    256 bytes, the end-of-document token with id 0, and ``special_tokens``, which have the next ids.
     """
     least = BYTES_VOCAB_SIZE + len(special_tokens)
     if vocab_size < least:
@@ -298,7 +297,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence
 
 
 def _without_long_words(text: str) -> Iterator[str]:
-    """``text`` in pieces, cut within words of more than ``_LONGEST_WORD`` characters."""
+    """Yield ``text`` in pieces, cut within words of more than ``_LONGEST_WORD`` characters."""
     start = 0
     for word in _LONG_WORDS.finditer(text):
         for cut in range(word.start() + _LONGEST_WORD, word.end(), _LONGEST_WORD):
@@ -308,12 +307,12 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 
 def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
-    """Load a tokenizer that was trained elsewhere, by its file or the directory of its model.
+    """Load a published tokenizer from its file or from the directory of its model.
 
-    The content says what it is: a ``tokenizer.json`` with a byte-level BPE or one that falls back to bytes, or sentencepiece's
-    ``tokenizer.model``, or tiktoken's ranks. The token that ends documents is the ``eos_token`` of the ``tokenizer_config.json``
-    beside it, or else the one that sentencepiece names, or the first well-known name that the tokenizer has; ``add_bos_token`` there says if texts begin
-    with sentencepiece's first token, which they do if it has one. Raises ``TokenizerError``.
+    The content determines the format: a ``tokenizer.json`` with a byte-level BPE or a BPE with byte fallback, sentencepiece's ``tokenizer.model``, or tiktoken's
+    ranks. Documents end with the ``eos_token`` in the ``tokenizer_config.json`` beside it, or else with sentencepiece's end token, or the first
+    well-known end token in the vocabulary. ``add_bos_token`` there specifies whether texts begin with sentencepiece's first token; by default they do if it
+    has one. Raises ``TokenizerError``.
     """
     file = path
     if path.is_dir():
@@ -325,10 +324,10 @@ def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
     try:
         if content.startswith(b"\n") and not content.lstrip().startswith(b"{"):
             add_bos = config.get("add_bos_token")
-            serialized, named = to_tokenizer_json(
+            serialized, model_end_token = to_tokenizer_json(
                 read_model(content), add_bos=add_bos if isinstance(add_bos, bool) else None
             )
-            end_token = end_token or named
+            end_token = end_token or model_end_token
         elif is_ranks(content):
             ranks = read_ranks(content)
             serialized = ranks_to_tokenizer_json(ranks, splitting_of(ranks, config))
@@ -344,16 +343,16 @@ def tokenizer_from_file(path: Path) -> BpeTokenizer | FallbackTokenizer:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer saved in ``directory``. Raises ``TokenizerError``."""
+    """Return the tokenizer saved in ``directory``. Raises ``TokenizerError``."""
     if read_config(directory).get("phalanx_kind") == "bytes":
         return BytesTokenizer()
     return tokenizer_from_file(directory)
 
 
 def saved_fingerprint(files: Mapping[str, bytes]) -> str:
-    """The fingerprint of a tokenizer whose saved files have these names and contents, which is not loaded for it: with many tokens that takes a second.
+    """Return the fingerprint of a saved tokenizer from its files' names and contents, without loading it, which takes a second for many tokens.
 
-    Empty if they are no files that ``Tokenizer.save`` has written.
+    Empty if the files were not written by ``Tokenizer.save``.
     """
     try:
         config, serialized = json.loads(files[CONFIG_FILE]), files[TOKENIZER_FILE].decode()
@@ -367,26 +366,26 @@ def saved_fingerprint(files: Mapping[str, bytes]) -> str:
     return "" if end_token is None else fingerprint_of(serialized, end_token)
 
 
-def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """True if both turn text into the same ids, as far as their vocabularies and a sample of text tell.
+def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
+    """Return True if both encode text to the same ids, judged by their vocabularies and a sample of text.
 
-    Fingerprints tell only that the files are the same: exported to other software and read back, a tokenizer is another file.
+    Fingerprints only compare files: a tokenizer that was exported to other software and read back has another file.
     """
-    if one.fingerprint == other.fingerprint:
+    if first.fingerprint == second.fingerprint:
         return True
-    if (one.vocab_size, one.end_of_document, one.document_start) != (
-        other.vocab_size,
-        other.end_of_document,
-        other.document_start,
+    if (first.vocab_size, first.end_of_document, first.document_start) != (
+        second.vocab_size,
+        second.end_of_document,
+        second.document_start,
     ):
         return False
-    return one.encode(PROBE) == other.encode(PROBE) and all(
-        one.decode([token]) == other.decode([token]) for token in range(one.vocab_size)
+    return first.encode(PROBE) == second.encode(PROBE) and all(
+        first.decode([token]) == second.decode([token]) for token in range(first.vocab_size)
     )
 
 
 def _model_of(serialized: str) -> dict[str, object]:
-    """The ``model`` of a ``tokenizer.json``, once the library can read it."""
+    """Return the ``model`` of a ``tokenizer.json``, after checking that the library can read it."""
     _read_by_library(serialized)
     model = json.loads(serialized)["model"]
     return model if isinstance(model, dict) else {}
@@ -414,7 +413,7 @@ def _parse(serialized: str) -> HfTokenizer:
             "neither a byte-level BPE nor one that falls back to bytes, the only sorts that can spell every text: choose such "
             "a tokenizer, or train one ('bpe')"
         )
-    # A tokenizer saved from training often cuts or pads to a length, and would silently drop text.
+    # A tokenizer saved after training often truncates or pads, which would silently drop text.
     hf.no_truncation()
     hf.no_padding()
     hf.encode_special_tokens = True

@@ -1,12 +1,11 @@
-"""Files and folders that other processes read, write, lock or remove meanwhile.
+"""Files and folders that other processes may read, write, lock or remove at the same time.
 
-Under any name may lie a pipe, whose reader would wait for a writer that never comes, a device, or a file of any size. A reader that looks at
-many runs must come to an end at each of them: what is no regular file is refused before it is read, and what is meant to be small is not
-read into memory when it is not. A link may lead to any file of whoever reads, whose content then would be shown, exported or copied: it is not
-followed.
+A path may be a pipe, whose reader would wait forever for a writer, a device, or a file of any size. A reader of many runs must not hang on one
+of them. So only regular files are opened, and large files are refused where a small one is expected. Links are not followed, because a link may
+lead to any file of the reader's user, whose content would then be shown, exported or copied.
 
-Below: JSON that may be damaged, walks of folders, temporary folders that end with their process, locks on ranges, the user's home, and
-small files that survive a crash.
+Sections: damaged JSON, walks of folders, temporary folders that end with their process, locks on ranges, the user's home, and small files that
+survive a crash.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_SMALL_BYTES = 64 << 20
-"""Larger than any record, status or run file, that of a fleet of 100,000 ranks included."""
+"""Larger than any record, status or run file, even for a fleet of 100,000 ranks."""
 
 
 _NOT_FOLLOWED = "it is a link, which is not followed: put the file itself there"
@@ -54,7 +53,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def read_small(path: Path, most_bytes: int = MOST_SMALL_BYTES, *, follow: bool = False) -> bytes:
-    """The content of a file. Raises ``OSError`` as ``open_regular`` does, and if the file has more than ``most_bytes``."""
+    """Return the content of a file. Raises ``OSError`` as ``open_regular``, and for more than ``most_bytes``."""
     with open_regular(path, follow=follow) as file:
         if os.fstat(file.fileno()).st_size <= most_bytes:
             content = file.read(most_bytes + 1)
@@ -68,7 +67,7 @@ def file_of_download(folder: Path, name: str) -> Path:
 
     Raises ``OSError`` for a link to any other file.
     """
-    # Unlike Path.resolve, realpath raises nothing for links in a circle, which reading then names.
+    # Unlike Path.resolve, realpath does not raise for circular links; reading them raises an error with the name.
     folder, file = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
     # Hugging Face's cache: models--NAME/snapshots/COMMIT/config.json is a link to models--NAME/blobs/DIGEST.
     blobs = folder.parent.parent / "blobs"
@@ -82,20 +81,20 @@ def leads_out(folder: Path, inside: Path) -> bool:
     return not folder.resolve().is_relative_to(inside.resolve())
 
 
-# JSON that may have been damaged, or made to break its reader, read as values that every later user can take.
+# Read JSON that may be damaged or malicious as values that all later code accepts.
 #
-# Python's own reader takes more than other programs do: whole numbers of any length, which no float and no 64-bit field holds, and halves of
-# surrogate pairs, which no file, terminal or browser can be sent. A number too long becomes a float here, half a pair a replacement character,
-# and nesting without end is as wrong as any other damage.
+# Python's parser accepts more than other programs: integers of any length, which do not fit into 64 bits, and unpaired surrogates, which cannot be
+# written to files, terminals or browsers. Here, a long integer becomes a float, an unpaired surrogate becomes a replacement character, and
+# deep nesting is an error.
 
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONG = 18
-"""Whole numbers of so many digits fit into 64 bits, whichever they are."""
+"""Number of digits of integers that always fit into 64 bits."""
 
 
 def plain_json(content: bytes, *, exact: bool = False) -> Any:
-    """The value that the JSON in ``content`` holds; ``exact`` keeps whole numbers of any size. Raises ``ValueError`` if it is none, or too deep."""
+    """Parse the JSON in ``content``; ``exact`` keeps integers of any size. Raises ``ValueError`` if it is invalid or too deeply nested."""
     try:
         value = (_EXACT if exact else _DECODER).decode(content.decode())
     except RecursionError as error:
@@ -103,17 +102,17 @@ def plain_json(content: bytes, *, exact: bool = False) -> Any:
     return _paired(value) if b"\\u" in content and _SURROGATE.search(content) else value
 
 
-def _whole(digits: str) -> int | float:
+def _integer(digits: str) -> int | float:
     return int(digits) if len(digits) <= _LONG else _bounded(digits)
 
 
 def _bounded(digits: str) -> int | float:
-    number = int(digits)  # of thousands of digits: a ValueError
+    number = int(digits)  # raises ValueError for thousands of digits
     return number if -(1 << 63) <= number < 1 << 63 else float(digits)
 
 
 def _paired(value: Any) -> Any:
-    """The value with no half of a surrogate pair in any of its texts."""
+    """Return the value with unpaired surrogates replaced in all its texts."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -121,22 +120,21 @@ def _paired(value: Any) -> Any:
     return [_paired(item) for item in value] if isinstance(value, list) else value
 
 
-_DECODER, _EXACT = json.JSONDecoder(parse_int=_whole), json.JSONDecoder()
+_DECODER, _EXACT = json.JSONDecoder(parse_int=_integer), json.JSONDecoder()
 
 
-# The files and folders below a folder that other processes may change while it is walked.
+# Walk a folder that other processes may change at the same time.
 #
-# ``Path.rglob`` raises ``FileNotFoundError`` if a folder goes away between its listing and its opening (CPython up to 3.12,
-# ``pathlib._RecursiveWildcardSelector``), so two preparations into one place, or a look at a checkpoint that is being pruned, would
-# end with a traceback of nobody's fault. ``os.walk`` passes over what has gone; unasked it would also pass over a folder that a faulty disk does
-# not list, and who counts or copies the files would miss some without a word.
+# ``Path.rglob`` raises ``FileNotFoundError`` if a folder is removed between its listing and its opening (CPython up to 3.12,
+# ``pathlib._RecursiveWildcardSelector``). Two concurrent preparations, or a pruned checkpoint, would then cause a traceback. ``os.walk`` skips removed
+# folders. By default it also skips folders that a faulty disk cannot list, so a count or copy would silently miss files; here, that is an error.
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yields the path of every file in ``folder`` and its folders, in no order; a folder that is missing or may not be read holds none.
+    """Yield the path of every file in ``folder`` and its folders, in no order. A missing or unreadable folder has none.
 
-    A symbolic link to a file counts as a file; one to a folder is not followed. A file may have gone when its path is used. Raises
-    ``OSError`` for a folder that cannot be listed for another reason, as after an error of its disk.
+    A symbolic link to a file counts as a file; a link to a folder is not followed. A file may be gone when its path is used. Raises ``OSError`` for a
+    folder that cannot be listed for another reason, such as a disk error.
     """
     for parent, _, names in os.walk(folder, onerror=_raise_unless_gone):
         for name in names:
@@ -144,7 +142,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def folders_below(folder: Path) -> Iterator[Path]:
-    """Yields the path of ``folder`` and of every folder in it, in no order. Errors are those of ``files_below``."""
+    """Yield the path of ``folder`` and of every folder in it, in no order. Raises the errors of ``files_below``."""
     for parent, _, _ in os.walk(folder, onerror=_raise_unless_gone):
         yield Path(parent)
 
@@ -154,13 +152,13 @@ def _raise_unless_gone(error: OSError) -> None:
         raise error
 
 
-# Temporary folders: one does not outlive its process, even one that is killed, unless it is renamed.
+# Temporary folders that do not outlive their process, even if it is killed, unless they are renamed.
 #
-# Who uses it holds a lock (``flock``) on the folder, which the kernel lets go when the process has ended, however that came. Whoever makes
-# the next folder of the same kind removes those that nobody holds.
+# The process holds a lock (``flock``) on its folder, which the kernel releases when the process ends for any reason. The next process that creates a folder
+# with the same prefix removes unlocked ones.
 
 
-# Of NFS, which needs a descriptor that can write for an exclusive lock (flock(2)), as no folder's can; and of file systems that know no locks.
+# Errors of NFS, which needs a writable descriptor for an exclusive lock (flock(2)), impossible for folders, and of file systems without locks.
 _WITHOUT_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -172,28 +170,28 @@ def held_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """
     root = parent or Path(tempfile.gettempdir())
     _sweep(root, prefix)
-    with ExitStack() as made:
-        yield _new(root, prefix, 0o777 if parent is not None else 0o700, made)
+    with ExitStack() as cleanup:
+        yield _new(root, prefix, 0o777 if parent is not None else 0o700, cleanup)
 
 
-def _new(root: Path, prefix: str, mode: int, made: ExitStack) -> Path:
+def _new(root: Path, prefix: str, mode: int, cleanup: ExitStack) -> Path:
     while True:
         folder = root / f"{prefix}{secrets.token_hex(8)}"
-        made.callback(shutil.rmtree, folder, ignore_errors=True)  # before a signal can come in between
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)  # before a signal can interrupt
         folder.mkdir(mode)
         try:
-            made.callback(os.close, _held(folder))
+            cleanup.callback(os.close, _lock_folder(folder))
             return folder
         except OSError as error:
             with suppress(OSError):
-                folder.rmdir()  # nothing is in it, and anything else would need a descriptor
-            # Between making it and locking it, another's sweep may have taken it: then it is made once more.
+                folder.rmdir()  # it is empty, and rmtree would need a descriptor
+            # Another process may have removed the folder before it was locked: then create it again.
             if not isinstance(error, BlockingIOError | FileNotFoundError):
                 raise
 
 
-def _held(folder: Path) -> int:
-    """A descriptor that holds the lock of ``folder``; where folders have no locks, which nobody sweeps then, a plain one. Raises ``OSError``."""
+def _lock_folder(folder: Path) -> int:
+    """Open and lock ``folder``; without support for locks, only open it. Returns the descriptor. Raises ``OSError``."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:
@@ -213,11 +211,11 @@ def _sweep(root: Path, prefix: str) -> None:
     with suppress(OSError):
         for name in os.listdir(root):
             if name.startswith(prefix):
-                _take(root / name)
+                _remove_unlocked(root / name)
 
 
-def _take(folder: Path) -> None:
-    """Removes ``folder`` if nobody holds it. Others' it cannot remove, and leaves."""
+def _remove_unlocked(folder: Path) -> None:
+    """Remove ``folder`` if it is not locked. Folders of other users are left."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -227,10 +225,10 @@ def _take(folder: Path) -> None:
             os.close(descriptor)
 
 
-# Locks on ranges of a file that keep out other processes and other threads alike, and end with their holder.
+# Locks on ranges of a file that exclude other processes and threads, and end with their process.
 #
-# They belong to an open file description (fcntl(2), F_OFD_SETLKW), so each is taken by a description of its own: threads that share one do not
-# keep each other out. The kernel lets go when the description is closed, however its process ended.
+# They belong to an open file description (fcntl(2), F_OFD_SETLKW), so each lock opens the file again: threads with a shared description would not exclude
+# each other. The kernel releases the lock when the description is closed, for any reason.
 
 
 _FLOCK = "hhqqi4x"
@@ -239,10 +237,9 @@ _FLOCK = "hhqqi4x"
 
 @contextmanager
 def range_locked(path: Path, start: int, stop: int) -> Iterator[None]:
-    """Holds bytes ``start`` to ``stop`` of the file, once nobody else does.
+    """Hold a lock on bytes ``start`` to ``stop`` of the file; waits until it is free.
 
-    Where there are no such locks (another system or file system, a file that was removed) it is as if nobody else held them: for work that may be
-    done twice.
+    If such locks are not available (another system or file system, a removed file), nothing is locked. So use it only for work that may be done twice.
     """
     with ExitStack() as stack:
         with suppress(OSError):
@@ -253,11 +250,11 @@ def range_locked(path: Path, start: int, stop: int) -> Iterator[None]:
         yield
 
 
-# The user's home: the place of caches and settings, if no variable names another.
+# The user's home: the default location of caches and settings.
 
 
 def home() -> Path:
-    """The user's home folder; a temporary folder of this user alone if there is none, as of a user without a name in a container."""
+    """Return the user's home folder. If there is none, as for an unnamed user in a container, return a temporary folder of this user."""
     try:
         return Path.home()
     except RuntimeError:
@@ -266,26 +263,26 @@ def home() -> Path:
 
 @cache
 def temporary_home() -> Path:
-    """Return a folder for temporary files that is this user's alone."""
+    """Return a folder for temporary files that only this user can access."""
     folder = Path(tempfile.gettempdir()) / f"phalanx-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         state = folder.lstat()
     except OSError:
         return Path(tempfile.mkdtemp(prefix="phalanx-"))
-    # In a folder that others may write to, another user may have made it first; libraries are loaded from it.
+    # In a shared folder, another user may have created it first. Libraries are loaded from it, so it must be private.
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
         return Path(tempfile.mkdtemp(prefix="phalanx-"))
     return folder
 
 
-# Small files that survive a crash: a reader finds the old content or the new one, never half of it.
+# Small files that survive a crash: a reader finds the old or the new content, never a part of it.
 #
-# The order is the usual one (Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014): write a temporary file in the
-# same folder, fsync it, rename it over the target, fsync the folder. Without the first fsync the name may point to an empty file
-# after a power cut; without the second the old file may be back although the caller was told that the new one is there.
+# The steps are those of Pillai et al. ("All File Systems Are Not Created Equal", OSDI 2014): write a temporary file in the same folder, fsync it,
+# rename it over the target, and fsync the folder. Without the first fsync, the file may be empty after a power cut. Without the second, the old file
+# may return after the write was reported as complete.
 #
-# It stands on the ground floor because every floor writes such files: the loss curve, run records, checkpoint indexes, the
+# The code is at the bottom of the dependency order, because all packages write such files: the loss curve, run records, checkpoint indexes, the
 # coordinator's journal.
 
 
@@ -293,13 +290,13 @@ _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644, durable: bool = True) -> None:
-    """Replaces the file at ``path`` (or makes it, with permissions ``mode``), durable when this returns.
+    """Replace the file at ``path`` (or create it with permissions ``mode``). It is durable when this returns.
 
-    With ``durable=False`` neither the file nor the folder is fsynced: after a power cut the file may be old or empty, but no
-    process ever reads half of it. This is for a status that is written again soon, by a thread that must not wait for a disk.
+    With ``durable=False``, neither the file nor the folder is fsynced. After a power cut the file may be old or empty, but no process ever reads a
+    part of it. Use it for a status that is written often, by a thread that must not wait for a disk.
 
-    Several processes and threads of any machines and containers may write one path at once: the last rename wins. Raises ``OSError``; the old content is
-    intact then, unless the last step, the fsync of the folder, is what failed.
+    Processes and threads on any machines and in containers may write one path at the same time: the last rename wins. Raises ``OSError``; the old
+    content is then intact, unless only the last step, the fsync of the folder, failed.
     """
     temporary = _temporary(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -313,19 +310,22 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644, durable: 
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # of a full disk the system speaks without a name
+            error.filename = str(path)  # the error for a full disk has no name
         raise
     if durable:
         sync(path.parent)
 
 
 def _temporary(path: Path) -> Path:
-    """A new name beside ``path``, of the form that ``remove_temporaries`` knows. Containers that share a folder number their processes and threads alike, so it is drawn."""
+    """Return a new random name beside ``path`` that ``remove_temporaries`` recognizes.
+
+    It is random because process and thread numbers can be equal in containers that share a folder.
+    """
     return path.with_name(f".{path.name}.{int.from_bytes(os.urandom(7))}.tmp")
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's content, or the names in a folder, are on the disk (fsync)."""
+    """Wait until a file's content, or the names in a folder, are on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -334,9 +334,9 @@ def sync(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> list[str]:
-    """Removes what ``write_atomically`` left in ``folder`` when its process was killed, and returns the names.
+    """Remove leftovers of killed ``write_atomically`` calls in ``folder``, and return their names.
 
-    For whoever owns the folder: a write under way elsewhere would fail.
+    Only the folder's owner may call it: a concurrent write would fail.
     """
     stale = sorted(name for name in os.listdir(folder) if _TEMPORARY.fullmatch(name))
     for name in stale:
@@ -345,10 +345,9 @@ def remove_temporaries(folder: Path) -> list[str]:
 
 
 def create_once(path: Path, content: bytes) -> bytes:
-    """Makes the file at ``path`` if nobody has, whole from the first moment; returns what is in it, one's own or another's.
+    """Create the file at ``path`` atomically if it does not exist. Returns its content, which may be from another process.
 
-    Of several processes on any machines, one succeeds. (On a file system without links, in a race of milliseconds, the last.) Raises
-    ``OSError``.
+    Of several processes on any machines, one succeeds. (On a file system without links, in a race of milliseconds, the last one.) Raises ``OSError``.
     """
     temporary = _temporary(path)
     try:

@@ -1,9 +1,8 @@
-"""The lineage of a run: which checkpoint of which run its state came from, and which fields may differ from there on.
+"""The lineage of a run: the checkpoint from which it began, and the fields that may change from there.
 
-A *child run* takes a whole state over from a checkpoint of its parent: weights, optimizer state, number of steps and place
-in the data (``checkpoint.init_with = "training"``). Fields that act step by step, such as the learning rate, the batch size or
-the number of steps, may have other values from that step on. Fields that the state itself was made with may not: with another
-one it could not be read, or would mean something else.
+A *child run* continues from a complete checkpoint of its parent: weights, optimizer state, number of steps and position in the data
+(``checkpoint.init_with = "training"``). Fields that act in each step, such as the learning rate, the batch size or the number of steps, may change
+at that step. Fields on which the state depends may not: with other values, the state could not be read or would have another meaning.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _FIXED = {
     "optimizer.state": "the checkpoint holds the optimizer's moments in the parent's format",
     "optimizer.block_size": "the checkpoint holds the optimizer's statistics in the parent's blocks",
 }
-"""Fields, or sections, in which a child run may not differ, and why. ``data.path`` may name a copy of the same data."""
+"""Fields or sections in which a child run must equal its parent, with reasons. ``data.path`` may name a copy of the same data."""
 _OF_OPTIMIZER = ("optimizer.name", "optimizer.state", "optimizer.block_size")
-"""Fields that are also fixed where only weights and optimizer state are taken over; shapes are compared tensor by tensor."""
+"""Fixed fields for runs that take over only weights and optimizer state. Shapes are compared tensor by tensor."""
 _ANEW = 'start a run of its own from the weights: checkpoint.init_from, with init_with = "weights"'
 
 
@@ -41,9 +40,9 @@ class Origin:
     """A checkpoint that a run began from."""
 
     run_dir: str
-    """The directory of the run that saved it, the parent."""
+    """Directory of the parent, the run that saved it."""
     identity: str
-    """The parent's identity; empty if it is not known, as of an imported model."""
+    """The parent's identity; empty if unknown, as for an imported model."""
     step: int
     """The parent's step."""
     weights_sha256: str
@@ -53,12 +52,12 @@ class Origin:
 
     def __str__(self) -> str:
         name = f" (identity {self.identity[:12]})" if self.identity else ""
-        kept = {"weights": ", its weights alone", "optimizer": ", its weights and optimizer state"}
-        return f"step {self.step} of {self.run_dir}{name}, weights {self.weights_sha256[:12]}{kept.get(self.init_with, '')}"
+        scopes = {"weights": ", its weights alone", "optimizer": ", its weights and optimizer state"}
+        return f"step {self.step} of {self.run_dir}{name}, weights {self.weights_sha256[:12]}{scopes.get(self.init_with, '')}"
 
 
 def read_lineage(record: Mapping[str, object]) -> list[Origin]:
-    """The origins that a run directory's ``record.json`` lists, the oldest first and the run's own last."""
+    """Return the origins in a run directory's ``record.json``, oldest first and the run's own last."""
     try:
         return msgspec.convert(record.get("lineage", []), list[Origin])
     except msgspec.ValidationError:
@@ -66,57 +65,57 @@ def read_lineage(record: Mapping[str, object]) -> list[Origin]:
 
 
 def lineage_table(lineage: list[Origin]) -> list[dict[str, object]]:
-    """The inverse of ``read_lineage``, for ``record.json``."""
+    """Return the origins for ``record.json``: the inverse of ``read_lineage``."""
     return [asdict(origin) for origin in lineage]
 
 
 def reason_fixed(path: str) -> str | None:
-    """Why a child run may not differ from its parent in the field ``path``; ``None`` if it may."""
+    """Return the reason why a child run must equal its parent in the field ``path``; ``None`` if it may differ."""
     return next(
         (reason for fixed, reason in _FIXED.items() if path == fixed or path.startswith(f"{fixed}.")), None
     )
 
 
 def taken_over_problems(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
-    """The fields of ``child`` that keep it from taking over the parts in ``checkpoint.init_with`` from a checkpoint of ``parent``.
+    """Yield the fields of ``child`` that prevent it from taking over the state selected by ``checkpoint.init_with`` from ``parent``.
 
     Both runs are resolved.
     """
-    parents, childs = run_owned(parent), run_owned(child)
-    for path in sorted(parents.keys() | childs.keys()):
+    old, new = run_owned(parent), run_owned(child)
+    for path in sorted(old.keys() | new.keys()):
         reason = reason_fixed(path)
-        if reason is None or parents.get(path) == childs.get(path):
+        if reason is None or old.get(path) == new.get(path):
             continue
         if child.checkpoint.init_with == "training" or path in _OF_OPTIMIZER:
-            finding = f"{childs.get(path)!r} is not the parent's {parents.get(path)!r}: {reason}"
-            yield Problem(path, finding, f"leave it as it is, or {_ANEW}")
+            problem = f"{new.get(path)!r} is not the parent's {old.get(path)!r}: {reason}"
+            yield Problem(path, problem, f"leave it as it is, or {_ANEW}")
     if child.checkpoint.init_with == "training":
         yield from _past_of_data(parent, child)
 
 
 def _past_of_data(parent: RunSpec, child: RunSpec) -> Iterator[Problem]:
-    """The fields by which the child would draw other samples from its sources before the checkpoint than the parent did.
+    """Yield the fields with which the child's samples before the checkpoint would differ from the parent's.
 
-    Stages that begin after it may be others, and sources may be added that have no weight before.
+    Later stages may differ, and sources without a weight before may be added.
     """
     if not parent.data.sources and not child.data.sources:
         return
     if bool(parent.data.sources) != bool(child.data.sources):
-        finding = "a dataset alone and a mixture have other orders, in which the place in the data would mean nothing"
-        yield Problem("data.sources", finding, f"name the parent's data, or {_ANEW}")
+        problem = "a dataset alone and a mixture have other orders, in which the place in the data would mean nothing"
+        yield Problem("data.sources", problem, f"name the parent's data, or {_ANEW}")
         return
     if parent.train.batch_size != child.train.batch_size:
-        finding = f"{child.train.batch_size} is not the parent's {parent.train.batch_size}, by which its samples were drawn from data.sources"
-        yield Problem("train.batch_size", finding, f"leave it as it is, or {_ANEW}")
+        problem = f"{child.train.batch_size} is not the parent's {parent.train.batch_size}, by which its samples were drawn from data.sources"
+        yield Problem("train.batch_size", problem, f"leave it as it is, or {_ANEW}")
     step = step_of(Path(child.checkpoint.init_from)) or 0
     if _drawn_by(parent, step) != _drawn_by(child, step):
-        finding = f"other samples would have been drawn in the first {step:,} steps, which are the parent's"
+        problem = f"other samples would have been drawn in the first {step:,} steps, which are the parent's"
         remedy = f"change the weights of stages that begin at step {step:,} or later alone, or {_ANEW}"
-        yield Problem("data.sources", finding, remedy)
+        yield Problem("data.sources", problem, remedy)
 
 
 def shares_past(parent: RunSpec, child: RunSpec, step: int) -> bool:
-    """True if both runs draw the same samples in their first ``step`` steps, by their sources."""
+    """Return True if both runs draw the same samples from their sources in the first ``step`` steps."""
     if not parent.data.sources and not child.data.sources:
         return True
     same_batches = parent.train.batch_size == child.train.batch_size
@@ -128,8 +127,8 @@ def shares_past(parent: RunSpec, child: RunSpec, step: int) -> bool:
 
 
 def _drawn_by(spec: RunSpec, step: int) -> object:
-    """All that decides what is drawn from sources in the first ``step`` steps."""
-    stages = [stage for stage in stages_of(spec.data) if stage < step or stage == 0]
+    """Return the settings that determine the draws from sources in the first ``step`` steps."""
+    stages = [start for start in stages_of(spec.data) if start < step or start == 0]
     used = {
         source.name: (source.weights[: len(stages)], source.use)
         for source in spec.data.sources
@@ -138,20 +137,20 @@ def _drawn_by(spec: RunSpec, step: int) -> object:
     return stages, used
 
 
-def extending_command(run_dir: Path, step: int, changes: Mapping[str, object]) -> str | None:
-    """The command that goes on from a run's checkpoint of ``step`` with ``changes`` from there on, by field.
+def extending_command(run_dir: Path, step: int, values: Mapping[str, object]) -> str | None:
+    """Return the command that continues from a run's checkpoint of ``step`` with new ``values`` by field.
 
-    ``None`` if one of the fields is fixed, or cannot be written, so that there is no such command.
+    ``None`` if a field is fixed or cannot be given on the command line.
     """
     if (
-        any(reason_fixed(path) or path.startswith("checkpoint.init_") for path in changes)
-        or None in changes.values()
-        or any(path.startswith("data.sources.") and path.endswith(".name") for path in changes)
+        any(reason_fixed(path) or path.startswith("checkpoint.init_") for path in values)
+        or None in values.values()
+        or any(path.startswith("data.sources.") and path.endswith(".name") for path in values)
     ):
         return None
-    settings = [
+    changes = [
         word
-        for path, value in changes.items()
+        for path, value in values.items()
         for word in ("--set", f"{path}={json.dumps(value, ensure_ascii=False)}")
     ]
-    return shlex.join(["phalanx", "train", str(run_dir), "--from", str(step), *settings])
+    return shlex.join(["phalanx", "train", str(run_dir), "--from", str(step), *changes])

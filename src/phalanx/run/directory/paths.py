@@ -1,24 +1,24 @@
 """Names of the files in a run directory and of the committed checkpoints in it, in one place.
 
     runs/quickstart-1f3a9c04/
-        run.toml          the resolved run file: every field with its value
+        run.toml          the resolved run file, with all defaults written out
         record.json       the run's identity and its data's fingerprint
-        events.jsonl      all that happened; the display and the curve are drawn from it
-        steps.bin         the numbers of logged steps again, for fast curves; only a cache (observe/event_log.py)
-        ranks.bin         what each rank measured of itself, window after window (observe/rank_stream.py)
+        events.jsonl      the event stream, from which the display and the curve are drawn
+        steps.bin         a cache of the numbers of logged steps, for fast curves (observe/event_log.py)
+        ranks.bin         measurements of each rank by window (observe/rank_stream.py)
         checkpoints/      committed steps: step-00000100/checkpoint.json and so on
-        tokenizer/        a copy of the tokenizer, so that the folder can generate text by itself
-        published/        of an imported model: its publisher's files, without the weights
-        logs/             what each process printed and logged, as lines of JSON, and why it failed
+        tokenizer/        a copy of the tokenizer, so that the folder is enough to generate text
+        published/        the publisher's files of an imported model, without the weights
+        logs/             output and log of each process as lines of JSON, with failures
         code/             changes of the code against its commit, and the packages that were installed
         machines/         hardware, driver and libraries of every node
-        serving/          notes of the servers of its weights
+        serving/          status files of servers of its weights
         packs/            weights of single steps in the order of their layers, for serving (checkpoint/pack/)
-        labels.json       tags and a note that people gave it
+        labels.json       tags and a note by users
         loss.svg, result.json
 
-A step is committed if and only if its folder has an index, ``checkpoint.json``: the folder gets its name by one rename, as
-the last thing that a save does (``checkpoint/tiers/disk.py``). So steps can be listed without opening a file.
+A step is committed if and only if its folder has an index, ``checkpoint.json``. A save renames the folder as its last operation
+(``checkpoint/tiers/disk.py``), so steps can be listed without opening files.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ CHECKPOINT_INDEX = "checkpoint.json"
 FLEET_NAMES = frozenset(
     ("targets", "fleet", "fleet.json", "fleet.token", "fleet.operator-token", "faults", "launch")
 )
-"""The names of what a fleet and its engine put into a run directory beside ``RunDirectory.names``."""
+"""Names of the files of a fleet and its engine in a run directory, in addition to ``RunDirectory.names``."""
 _STEP = re.compile(r"step-(\d{8,})")
 _JOURNAL = re.compile(r"journal-(\d+)\.jsonl")
 
 
 class RunDirectoryError(RuntimeError):
-    """The run directory cannot be used; the message has the reason and the remedy."""
+    """The run directory cannot be used; the message has the reason and a remedy."""
 
 
 class DamagedRecordError(RunDirectoryError):
@@ -65,23 +65,23 @@ class DamagedRecordError(RunDirectoryError):
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """The folder of a committed step in the folder of checkpoints ``root``: ``root/step-00000100``."""
+    """Return the folder of a committed step in the folder of checkpoints ``root``: ``root/step-00000100``."""
     return root / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint's folder is named after; ``None`` if it has no such name."""
+    """Return the step in the name of a checkpoint's folder; ``None`` if it has no such name."""
     match = _STEP.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def is_committed(folder: Path) -> bool:
-    """True if ``folder`` is a committed checkpoint."""
+    """Return True if ``folder`` is a committed checkpoint."""
     return step_of(folder) is not None and (folder / CHECKPOINT_INDEX).exists()
 
 
 def committed_steps(root: Path) -> list[int]:
-    """The steps that are committed in the folder of checkpoints ``root``, oldest first. Raises ``OSError``."""
+    """Return the committed steps in the folder of checkpoints ``root``, oldest first. Raises ``OSError``."""
     folders = [root / name for name in os.listdir(root)]
     return sorted(
         step for folder in folders if (step := step_of(folder)) is not None and is_committed(folder)
@@ -89,29 +89,29 @@ def committed_steps(root: Path) -> list[int]:
 
 
 def locate_checkpoints(path: Path, step: int | None = None) -> tuple[Path, int | None]:
-    """The folder of checkpoints that ``path`` stands for, and the step that is meant: that of ``path``, or ``step``.
+    """Return the folder of checkpoints for ``path``, and the step: that of ``path``, or ``step``.
 
-    ``path`` is a run directory, a folder of checkpoints, or one committed checkpoint; there need not be any.
-    Raises ``RunDirectoryError`` if ``path`` is a checkpoint of another step than ``step``.
+    ``path`` is a run directory, a folder of checkpoints, or one committed checkpoint. The folder may be empty. Raises ``RunDirectoryError`` if ``path``
+    is a checkpoint of another step than ``step``.
     """
     if is_committed(path):
-        named = step_of(path)
-        if step is not None and step != named:
+        own_step = step_of(path)
+        if step is not None and step != own_step:
             raise RunDirectoryError(
-                f"{path} is the checkpoint of step {named}, not {step}; leave the step out"
+                f"{path} is the checkpoint of step {own_step}, not {step}; leave the step out"
             )
-        return path.parent, named
+        return path.parent, own_step
     inside = RunDirectory(path).checkpoints
     return (inside if inside.is_dir() else path), step
 
 
 def is_published(folder: Path) -> bool:
-    """True if ``folder`` holds a model of Hugging Face, and is no run directory."""
+    """Return True if ``folder`` has a Hugging Face model and is not a run directory."""
     return (folder / "config.json").is_file() and not (folder / RUN_FILE).exists()
 
 
 def import_first(folder: Path) -> str:
-    """The rest of a sentence on ``folder``, which is no run directory, with the command that makes it one; empty unless it holds a model of Hugging Face."""
+    """Return the end of a message about ``folder``, which is not a run directory: the command to import its Hugging Face model, or ""."""
     if not (folder / "config.json").exists():
         return ""
     return f"; a model of Hugging Face has to be made one first: phalanx import {shlex.quote(str(folder))} --out RUN_DIR"
@@ -119,7 +119,7 @@ def import_first(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The names in a run directory, and its small records."""
+    """The paths in a run directory, and its small records."""
 
     path: Path
 
@@ -155,7 +155,7 @@ class RunDirectory:
 
     @property
     def weights_elsewhere(self) -> Path:
-        """The file that is in the place of ``checkpoints`` where a published model's own files hold the weights."""
+        """The file that replaces ``checkpoints`` if the weights are in a published model's own files."""
         return self.path / "weights.json"
 
     @property
@@ -165,7 +165,7 @@ class RunDirectory:
 
     @property
     def published(self) -> Path:
-        """The publisher's own files of the imported model that the run is, or started from; it exists only for such a run."""
+        """The publisher's files of the imported model that the run is or started from; exists only for such a run."""
         return self.path / "published"
 
     @property
@@ -180,7 +180,7 @@ class RunDirectory:
 
     @property
     def targets(self) -> Path:
-        """The folder of files with the addresses of metrics of a fleet's processes (``observe/metrics/endpoint.py``)."""
+        """The folder of files with the addresses at which a fleet's processes serve their metrics (``observe/metrics/endpoint.py``)."""
         return self.path / "targets"
 
     @property
@@ -195,22 +195,22 @@ class RunDirectory:
 
     @property
     def code(self) -> Path:
-        """The folder of patches against the commit that the code is of, and of lists of installed packages."""
+        """The folder of patches against the code's commit, and of lists of installed packages."""
         return self.path / "code"
 
     @property
     def machines(self) -> Path:
-        """The folder of what each node's machine is."""
+        """The folder of descriptions of each node's machine."""
         return self.path / "machines"
 
     @property
     def labels(self) -> Path:
-        """Tags and a note that people gave the run."""
+        """Tags and a note by users."""
         return self.path / "labels.json"
 
     @property
     def profiles(self) -> Path:
-        """The folder of profiles: what was recorded of a few steps, each in a folder of its own; it exists once one was requested."""
+        """The folder of profiles of a few steps, each in its own folder; exists once a profile was requested."""
         return self.path / "profiles"
 
     @property
@@ -220,16 +220,16 @@ class RunDirectory:
 
     @property
     def serving(self) -> Path:
-        """The folder of notes of servers of the run's weights; it exists once one has served (``observe/record/notes.py``)."""
+        """The folder of status files of servers of the run's weights; exists once one has served (``observe/record/notes.py``)."""
         return self.path / "serving"
 
     @property
     def lock(self) -> Path:
-        """The file that a start of the run holds locked."""
+        """The file that a running start of the run keeps locked."""
         return self.path / "lock"
 
     def names(self) -> set[str]:
-        """The names of all that a run without a fleet puts here."""
+        """Return the names of all files of a run without a fleet."""
         own = (
             *(self.lock, self.run_file, self.record, self.events, self.steps, self.ranks, self.checkpoints),
             *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.profiles),
@@ -238,22 +238,21 @@ class RunDirectory:
         return {path.name for path in own}
 
     def log(self, attempt: int, rank: int) -> Path:
-        """The log of one rank in one attempt."""
+        """Return the log of one rank in one attempt."""
         return self.named_log(attempt, f"rank-{rank:05d}")
 
     def named_log(self, attempt: int, name: str) -> Path:
-        """The log of the process ``name`` in one attempt, as ``phalanx.observe.logs`` writes it."""
+        """Return the log of the process ``name`` in one attempt, written by ``phalanx.observe.logs``."""
         return self.logs / f"attempt-{attempt:03d}-{name}.jsonl"
 
     def committed_steps(self) -> list[int]:
-        """The steps with a committed checkpoint, oldest first. Raises ``OSError``."""
+        """Return the steps with a committed checkpoint, oldest first. Raises ``OSError``."""
         return committed_steps(self.checkpoints) if self.checkpoints.is_dir() else []
 
     def read_record(self) -> JsonObject:
-        """The content of ``record.json``; empty if there is none.
+        """Return the content of ``record.json``; empty if there is none.
 
-        Raises ``DamagedRecordError`` if it is damaged: without it nobody knows which data the run was trained on, or how often it was
-        started.
+        Raises ``DamagedRecordError`` if it is damaged: the run's data and its number of starts are then unknown.
         """
         try:
             record = plain_json(read_small(self.record))
@@ -270,45 +269,44 @@ class RunDirectory:
         )
 
     def journal(self, attempt: int) -> Path:
-        """The journal of a fleet's coordinator in one attempt."""
+        """Return the journal of a fleet's coordinator in one attempt."""
         return self.fleet / f"journal-{attempt:03d}.jsonl"
 
     def next_journal(self) -> int:
-        """The lowest attempt without a journal, nor one of a later attempt: a new attempt must not replay an old one."""
+        """Return the lowest attempt above all attempts with a journal: a new attempt must not replay an old one."""
         names = os.listdir(self.fleet) if self.fleet.is_dir() else []
-        numbers = [int(match[1]) for name in names if (match := _JOURNAL.fullmatch(name))]
-        return max(numbers, default=-1) + 1
+        attempts = [int(match[1]) for name in names if (match := _JOURNAL.fullmatch(name))]
+        return max(attempts, default=-1) + 1
 
     def newest_attempt(self) -> int:
-        """The number of the newest start that took this directory. Raises ``RunDirectoryError`` if nobody ever did."""
+        """Return the number of the newest start in this directory. Raises ``RunDirectoryError`` if there was none."""
         started = self.read_record().get("attempts", 0)
         if not started:
             raise RunDirectoryError(f"{self.path} is no run directory: nobody has started a run there yet")
         return int(started) - 1
 
     def finished_result(self) -> RunResult | None:
-        """The result of a complete run, or ``None``."""
+        """Return the result of a complete run, or ``None``."""
         return read_result(read_small_json(self.result))
 
     def write_result(self, result: RunResult) -> None:
-        """Marks the run complete."""
+        """Mark the run as complete."""
         write_atomically(self.result, (json.dumps(result.to_json(), indent=1) + "\n").encode())
 
 
 def read_small_json(path: Path) -> JsonObject:
-    """A small JSON object; empty if the file is missing or damaged (it can be made anew)."""
+    """Return a small JSON object; empty if the file is missing or damaged, for files that can be created again."""
     try:
-        value = plain_json(read_small(path))
+        table = plain_json(read_small(path))
     except (OSError, ValueError, RecursionError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return table if isinstance(table, dict) else {}
 
 
 def read_resolved(directory: RunDirectory) -> RunSpec:
-    """The resolved run of a run directory.
+    """Return the resolved run of a run directory.
 
-    Raises ``RunDirectoryError`` if there is none, or if its run file is not one of this version: damaged, or written by a
-    version that named a field differently.
+    Raises ``RunDirectoryError`` if there is none, or if its run file is damaged or from a version with other field names.
     """
     try:
         table = tomllib.loads(read_small(directory.run_file).decode())
@@ -323,7 +321,7 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
         else:
             remedy = import_first(directory.path)
         raise RunDirectoryError(f"{directory.path} {kind}: {reason}{remedy}") from error
-    # Runs from before there was a choice of numerics are native.
+    # Runs of versions without a choice of numerics are native.
     if isinstance(runtime := table.get("runtime", {}), dict):
         table["runtime"] = {"numerics": "native", **runtime}
     spec, problems = spec_from_table({**table, "model": {**table.get("model", {}), "preset": ""}}, {})
@@ -337,7 +335,7 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
     return spec
 
 
-# The result of a finished run, as it is compared, printed and written to ``result.json``.
+# The result of a finished run, for comparison, output and ``result.json``.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,17 +345,17 @@ class RunResult:
     run_dir: str = ""
     step: int
     loss: float | None = None
-    """Training loss of the last step whose loss was finite, in nats a token."""
+    """Training loss of the last step with a finite loss, in nats per token."""
     tokens: int = 0
     """Training tokens over the whole run."""
     tokens_per_s: float | None = None
     """Tokens per second in the median step."""
     mfu: float | None = None
     peak_flops_per_s: float = 0.0
-    """The rate of all ranks together that counts as 100% MFU."""
+    """Total rate of all ranks that counts as 100% MFU."""
     peak_source: str = ""
     held_out_loss: float | None = None
-    """Nats a token, in the last evaluation; ``None`` if the dataset holds no text out."""
+    """Nats per token in the last evaluation; ``None`` without held-out text."""
     bits_per_byte: float | None = None
     """Bits needed for a byte of the held-out text."""
     xz_bits_per_byte: float | None = None
@@ -370,27 +368,27 @@ class RunResult:
     weights_sha256: str
 
     def to_json(self) -> dict[str, object]:
-        """The fields as a JSON object."""
+        """Return the fields as a JSON object."""
         return asdict(self)
 
 
 def read_result(table: Mapping[str, object]) -> RunResult | None:
-    """The result in a JSON object; ``None`` if it is not that of a finished run."""
+    """Return the result in a JSON object; ``None`` if it is not that of a finished run."""
     try:
         return msgspec.convert(table, RunResult)
     except msgspec.ValidationError:
         return None
 
 
-# The keeper of the small files of a run directory while a fleet runs: ``record.json`` and the resolved run file.
+# Repair of a run directory's small files while a fleet runs: ``record.json`` and the resolved run file.
 #
-# A start of a run on a damaged one is refused, since nobody then knows which data the run was trained on, or which run it is. A fleet that
-# runs does know: its coordinator, and its launcher before it starts a process again, remember the last good content, tell of the damage by name,
-# and write the file anew, before a process that begins has to read it. A file that says the same in other words is left as it is.
+# A run does not start with a damaged file, because its data or identity would be unknown. A running fleet can repair it: its coordinator, and its
+# launcher before it restarts a process, keep the last valid content, report the damage, and write the file again before a new process reads it. A file
+# with equivalent content is not changed.
 
 
 class DirectoryKeeper:
-    """Remembers the small files of a run directory, and mends them."""
+    """Keeps the content of a run directory's small files, and repairs them."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self._checks: dict[Path, Callable[[], object]] = {
@@ -398,15 +396,15 @@ class DirectoryKeeper:
             directory.run_file: self._require_same_run,
         }
         self._directory = directory
-        self._kept: dict[Path, bytes] = {}
+        self._valid_content: dict[Path, bytes] = {}
         self._spec: RunSpec | None = None
 
     def look(self) -> list[str]:
-        """Check the files, and write again which of them is damaged or removed; returns lines to log.
+        """Check the files, and restore damaged or removed ones. Returns messages about them.
 
-        A file that was damaged before this process first saw it stays as it is. Raises ``OSError`` if one cannot be read or written.
+        A file that was damaged when this process first read it is not changed. Raises ``OSError`` if one cannot be read or written.
         """
-        return [line for path, check in self._checks.items() if (line := self._look_at(path, check))]
+        return [message for path, check in self._checks.items() if (message := self._look_at(path, check))]
 
     def _require_same_run(self) -> None:
         """Raises ``RunDirectoryError`` if the run file cannot be read, or describes another run: an empty one has every default."""
@@ -416,20 +414,20 @@ class DirectoryKeeper:
         self._spec = spec
 
     def _look_at(self, path: Path, check: Callable[[], object]) -> str:
-        kept = self._kept.get(path)
+        valid = self._valid_content.get(path)
         try:
             content = read_small(path)
-            if content == kept:
+            if content == valid:
                 return ""
             check()
         except FileNotFoundError:
-            damage = f"{path} was removed"
+            event = f"{path} was removed"
         except RunDirectoryError:
-            damage = f"{path} was damaged or changed"
+            event = f"{path} was damaged or changed"
         else:
-            self._kept[path] = content
+            self._valid_content[path] = content
             return ""
-        if kept is None:
+        if valid is None:
             return ""
-        write_atomically(path, kept)
-        return f"{damage}; it has been written anew as it was"
+        write_atomically(path, valid)
+        return f"{event}; it has been written anew as it was"

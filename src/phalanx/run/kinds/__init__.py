@@ -1,5 +1,5 @@
-"""Kinds of layers that a run file can describe: one file each, with all that is known of a layer without building it.
+"""Kinds of layers that a run file can describe: one file each, with the facts about a layer that need no module.
 
-A kind's file has its legality, its parameters, its operations, its decode cache and its miniature; the module is in
-``phalanx.model.layers``. The files stand on the ground floor because a run file's rules are applied when it is read.
+A kind's file has its rules, its parameters, its operations, its decode cache and its miniature. The module is in ``phalanx.model.layers``. The
+files are in this package because a run file's rules are applied when it is read.
 """

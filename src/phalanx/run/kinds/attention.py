@@ -1,7 +1,6 @@
-"""The contract of a kind of attention, and the choice of the kind that a model has.
+"""The interface of a kind of attention, and the choice of a model's kind.
 
-A kind is a file of this folder with the functions of ``AttentionKind``; ``phalanx.model.transformer`` has the
-``nn.Module`` that computes it.
+A kind is a file in this folder with the functions of ``AttentionKind``. ``phalanx.model.transformer`` selects the ``nn.Module`` that computes it.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from phalanx.run.spec import ModelSpec, RopeScalingSpec
 
 
 class AttentionKind(Protocol):
-    """All that is known of a kind of attention without building it. But for the first five functions, models are resolved."""
+    """Facts about a kind of attention without building it. Models are resolved, except for the first five functions."""
 
     TITLE: str
     """Its name in messages."""
     OWN_FIELDS: tuple[str, ...]
-    """Fields of ``[model]`` that other kinds have not got, and refuse."""
+    """Fields of ``[model]`` that only this kind has; other kinds refuse them."""
 
     def problems(self, model: ModelSpec) -> Iterator[Problem]:
-        """Yields the problems among a model's fields."""
+        """Yield the problems among a model's fields."""
 
     def head_dim(self, model: ModelSpec) -> int:
         """Width of a head's query and key."""
@@ -35,7 +34,7 @@ class AttentionKind(Protocol):
         """Fields, with their values, that the number of tensor ranks must divide."""
 
     def key_heads(self, model: ModelSpec) -> int:
-        """Key and value heads, each of which several tensor ranks may hold alike."""
+        """Number of key and value heads. Several tensor ranks may hold the same ones."""
 
     def undivided(self, model: ModelSpec) -> Iterator[tuple[str, Problem]]:
         """Axes ("tensor", "context", "pipeline") whose degree must be 1, with the reason."""
@@ -53,22 +52,22 @@ class AttentionKind(Protocol):
         """Elements of a head that are rotated to their position."""
 
     def cache_row(self, model: ModelSpec) -> tuple[int, int, int]:
-        """The row that the key-value cache keeps of a token: heads, and the widths of a head's two tensors."""
+        """Shape of a token's row in the key-value cache: heads, and the widths of a head's two tensors."""
 
     def tiny(self, model: ModelSpec, tensor: int) -> ModelSpec:
-        """The same with the smallest widths that ``tensor`` ranks can divide."""
+        """The same model with the smallest widths that ``tensor`` ranks can divide."""
 
 
 _KINDS: tuple[AttentionKind, ...] = (grouped_attention, latent_attention)
 
 
 def attention_kind(model: ModelSpec) -> AttentionKind:
-    """The kind of attention of ``model``."""
+    """Return the kind of attention of ``model``."""
     return grouped_attention if model.mla is None else latent_attention
 
 
 def _factor_problems(scaling: RopeScalingSpec, frequencies: int) -> Iterator[Problem]:
-    """Yields the problems of LongRoPE's factors, of which there is one for each frequency, or with other methods none."""
+    """Yield the problems of LongRoPE's factors: one is needed for each frequency, and none for other methods."""
     expected = frequencies if scaling.kind == "longrope" else 0
     for name, factors in (("short_factors", scaling.short_factors), ("long_factors", scaling.long_factors)):
         if len(factors) != expected or not all(factor > 0 for factor in factors):
@@ -81,14 +80,16 @@ def _factor_problems(scaling: RopeScalingSpec, frequencies: int) -> Iterator[Pro
 
 
 def attention_problems(model: ModelSpec) -> Iterator[Problem]:
-    """Yields the problems of the kind that ``model`` has, fields of other kinds among them."""
-    mine = attention_kind(model)
-    yield from mine.problems(model)
+    """Yield the problems of the model's kind, including fields of other kinds."""
+    own_kind = attention_kind(model)
+    yield from own_kind.problems(model)
     if model.rope_scaling is not None:
-        yield from _factor_problems(model.rope_scaling, mine.rotated_width(model) // 2)
+        yield from _factor_problems(model.rope_scaling, own_kind.rotated_width(model) // 2)
     defaults = {field.name: field.default for field in dataclasses.fields(ModelSpec)}
-    chosen_by = tuple(f"model.{name}" for name in mine.OWN_FIELDS if getattr(model, name) != defaults[name])
-    for name in (name for kind in _KINDS if kind is not mine for name in kind.OWN_FIELDS):
+    chosen_by = tuple(
+        f"model.{name}" for name in own_kind.OWN_FIELDS if getattr(model, name) != defaults[name]
+    )
+    for name in (name for kind in _KINDS if kind is not own_kind for name in kind.OWN_FIELDS):
         if getattr(model, name) != defaults[name]:
             remedy = f"set it to {json.dumps(defaults[name])}"
-            yield Problem(f"model.{name}", f"{mine.TITLE} has none", remedy, chosen_by)
+            yield Problem(f"model.{name}", f"{own_kind.TITLE} has none", remedy, chosen_by)

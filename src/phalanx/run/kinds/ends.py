@@ -1,4 +1,4 @@
-"""Both ends of a model: the embedding, and the final norm with the output projection (``phalanx.model.transformer``)."""
+"""The ends of a model: the embedding, and the final norm with the output projection (``phalanx.model.transformer``)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
 
 
 def embedding_parts(model: ModelSpec, predictions: int) -> Iterator[Parameter]:
-    """The embedding, which multiplies too where it is the output projection of ``predictions`` tokens."""
+    """Yield the embedding. If it is also the output projection, it multiplies for ``predictions`` tokens."""
     shape, products = (model.vocab_size, model.dim), predictions if model.tie_embeddings else 0
     yield Parameter(
         "embedding.weight", shape, "embedding", tensor_dim=0, products=products, section="embedding"
@@ -45,7 +45,7 @@ def embedding_parts(model: ModelSpec, predictions: int) -> Iterator[Parameter]:
 
 
 def head_parts(model: ModelSpec, predictions: int) -> Iterator[Parameter]:
-    """The final norm, and the output projection of ``predictions`` tokens where it is a matrix of its own."""
+    """Yield the final norm, and the output projection of ``predictions`` tokens if it is a separate matrix."""
     yield from under("norm", norm(model.dim), section="end")
     if not model.tie_embeddings:
         shape = model.vocab_size, model.dim

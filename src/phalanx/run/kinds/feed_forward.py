@@ -19,14 +19,14 @@ from phalanx.run.spec import ModelSpec
 
 
 def default_width(model: ModelSpec) -> int:
-    """The inner width that 0 stands for."""
+    """Return the inner width for ``ffn_dim`` 0."""
     # Three matrices of 8/3 dim hold as much as two of 4 dim (Shazeer, arXiv 2002.05202).
     inner = 8 * model.dim / 3 if is_gated(model) else 4 * model.dim
     return 64 * math.ceil(inner / 64)
 
 
 def is_gated(model: ModelSpec) -> bool:
-    """True if the activation multiplies with a gate, for which there is a matrix more."""
+    """Return True if the activation multiplies with a gate, which has another matrix."""
     return model.ffn != "gelu"
 
 

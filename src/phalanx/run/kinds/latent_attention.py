@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1); its module is ``phalanx.model.layers.attention.mla``.
 
-The projections into latents are small and alike on all tensor ranks; a rank computes them for its piece of the sequence and
-gathers the latents, which are narrower than hidden states.
+The projections into latents are small and equal on all tensor ranks. A rank computes them for its piece of the sequence and gathers the latents,
+which are narrower than hidden states.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _latents(model: ModelSpec) -> MlaSpec:
 
 
 def is_absorbed(model: ModelSpec) -> bool:
-    """True if heads attend to latents themselves (``model.mla.absorbed``), with one key head that all share; false of other attention."""
+    """Return True if heads attend to latents directly (``model.mla.absorbed``), with one shared key head; False for other attention."""
     return model.mla is not None and model.mla.absorbed
 
 
@@ -76,7 +76,7 @@ def tensor_sizes(model: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def key_heads(model: ModelSpec) -> int:
-    """As many as query heads."""
+    """Return the number of query heads: there are as many key heads."""
     return model.heads
 
 
@@ -135,7 +135,7 @@ def operations(model: ModelSpec) -> tuple[Operation, ...]:
 
 
 def _expanded(model: ModelSpec) -> tuple[Operation, ...]:
-    """Operations on queries, expanded keys and values before attention."""
+    """Return the operations on queries, expanded keys and values before attention."""
     queries, values = model.heads * head_dim(model), model.heads * _latents(model).value_head_dim
     return (
         # The rotated parts, and each joined to its head: the shared key's to that of every head.
@@ -146,8 +146,7 @@ def _expanded(model: ModelSpec) -> tuple[Operation, ...]:
 
 
 def _absorbed(model: ModelSpec) -> tuple[Operation, ...]:
-    """Operations on queries and latents before attention, and on its result: rows of a head are put together for its product, and what is
-    rotated is joined."""
+    """Return the operations on queries and latents before attention, and on its result: rows are regrouped by head for products, and rotated parts joined."""
     mla, heads = _latents(model), core(model)
     fixed, values = model.heads * mla.nope_head_dim, model.heads * mla.value_head_dim
     queries, mixed = heads.heads * heads.query_width, heads.heads * heads.value_width
@@ -160,7 +159,7 @@ def _absorbed(model: ModelSpec) -> tuple[Operation, ...]:
         KeptTensor("latent_up", "tokens", key_width),
         # The result as the product reads it, which is another order, and what that makes of it for the output projection.
         KeptTensor("out", "tokens", mixed + values, "tensor"),
-        # Keys and values alike are latents, which every head has.
+        # Keys and values are latents, which all heads share.
         LayerExchange("core", "context", 2 * key_width, "none"),
     )
 

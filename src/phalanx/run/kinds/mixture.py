@@ -35,7 +35,7 @@ def is_mixture(model: ModelSpec, layer: int) -> bool:
 
 
 def dense_width(model: ModelSpec) -> int:
-    """Width of the dense feed-forward layers of a resolved model; 0 where all layers are mixtures, for any ``model.ffn_dim``."""
+    """Return the width of dense feed-forward layers of a resolved model; 0 if all layers are mixtures."""
     return 0 if all(is_mixture(model, layer) for layer in range(model.layers)) else model.ffn_dim
 
 
@@ -159,7 +159,7 @@ def operations(model: ModelSpec, moe: MoeSpec) -> tuple[Operation, ...]:
         # Scores, the choice, its balance and its loss: some twenty small kernels (Megatron Core's TopKRouter).
         Pointwise("router", "local", 8 * moe.experts, 4 * moe.experts, kernels=20),
         KeptTensor("router", "local", 2 * moe.experts, bytes=4),
-        # The router computes in the format of activations, whatever the experts do.
+        # The router computes in the format of activations, even if the experts do not.
         KeptTensor("norm", "local", dim, beside=True),
         # In backward the gradients of the router, of the experts and of those that are shared are added up.
         Pointwise("router", "local", 0, 3 * dim * (1 + (moe.shared > 0))),

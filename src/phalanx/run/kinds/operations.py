@@ -41,7 +41,7 @@ class MatrixProduct:
 
     @property
     def key_columns(self) -> int:
-        """The ``columns`` that are key and value heads, of which several ranks may hold the same."""
+        """Number of ``columns`` for key and value heads, which several ranks may hold in common."""
         return sum(weight.shape[-2] for weight in self.weights if weight.most_parts)
 
     @property
@@ -93,7 +93,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary embedding of ``width`` elements of a row, of the ``whole`` queries and keys, which tensor ranks divide."""
+    """Rotary embedding of ``width`` elements of a row, among ``whole`` elements of queries and keys, which tensor ranks divide."""
 
     width: int
     whole: int
@@ -191,7 +191,7 @@ class LossOfScores:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """An operation limited by memory bandwidth: elements read and written for each row, whatever the stack."""
+    """An operation limited by memory bandwidth: elements read and written for each row, with any stack."""
 
     part: str
     rows: Rows
@@ -199,7 +199,7 @@ class Pointwise:
     backward: float
     over: Axis = "none"
     kernels: int = 1
-    """Kernels of forward; the host launches twice as many backward, unless ``backward_kernels`` is set."""
+    """Number of forward kernels. The number of backward kernels is twice this, unless ``backward_kernels`` is set."""
     backward_kernels: int = 0
     experts: int = 0
     """Experts of the model, where every expert on a rank launches so many kernels for itself."""
@@ -234,7 +234,7 @@ class KeptTensor:
     operand: bool = False
     """True if it is an operand of a product, which may be kept in the format of products."""
     bytes: int = 0
-    """Bytes of an element, where the precision does not set them."""
+    """Bytes of an element if they do not depend on the precision."""
     beside: bool = False
     """True if it is a second form of a tensor: there is none where products are computed in the format of activations."""
 
@@ -289,7 +289,7 @@ class Parameter:
     stacked: bool = False
     """True for a stack of matrices ``(experts, rows, columns)`` or of biases ``(experts, rows)``, each of its own, rather than one."""
     tensor_dim: int | None = None
-    """The dimension that the tensor axis divides (of a stack, the axis of experts' matrices); ``None`` if all ranks hold it alike."""
+    """Dimension that the tensor axis divides (for a stack, the axis of experts' matrices); ``None`` if all ranks hold it."""
     most_parts: int = 0
     """The most parts that the tensor axis can divide it into; more ranks hold copies. 0 if there is no such bound."""
     products: int = 0
@@ -337,7 +337,7 @@ def linear(
         "weight", (outputs, inputs), kind, tensor_dim=tensor_dim, most_parts=most_parts, products=1
     )
     if bias:
-        # Where ranks divide the inputs, their results are added up, and the bias is alike on all of them.
+        # If ranks divide the inputs, their results are added, and all ranks hold the complete bias.
         divided = tensor_dim == 0
         yield Parameter(
             "bias",

@@ -25,9 +25,9 @@ def without(model: ModelSpec) -> ModelSpec:
 def undivided(model: ModelSpec) -> Iterator[tuple[str, Problem]]:
     """Axes whose degree must be 1, with the reason."""
     if model.mtp_depth:
-        finding = "predicting further ahead needs the embedding, which only the first stage has"
+        problem = "predicting further ahead needs the embedding, which only the first stage has"
         remedy = "set parallel.pipeline = 1, or model.mtp_depth = 0"
-        yield "pipeline", Problem("model.mtp_depth", finding, remedy, ("parallel.pipeline",))
+        yield "pipeline", Problem("model.mtp_depth", problem, remedy, ("parallel.pipeline",))
 
 
 def parts(model: ModelSpec, depth: int) -> Iterator[Parameter]:

@@ -1,6 +1,6 @@
-"""The rules of a model's fields that concern all its layers together, and the parallel degrees that they allow.
+"""Rules for a model's fields that concern all its layers, and the parallel degrees that they allow.
 
-Everything here looks at the kinds of layers that a model has, and at no field by itself.
+The rules use only the model's kinds of layers, and no single fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_LAYER = "rope_scaling"
 
 
 def resolve(spec: ModelSpec, vocab_size: int = 0) -> ModelSpec:
-    """The same model with every dimension written out (no zeros that stand for a rule)."""
+    """Return the same model with all dimensions written out, without zeros for defaults."""
     ffn_dim, moe = spec.ffn_dim or feed_forward.default_width(spec), spec.moe
     return dataclasses.replace(
         spec,
@@ -39,7 +39,7 @@ def problems(model: ModelSpec) -> Iterator[Problem]:
 
 
 def described_layers(model: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Fields that select a kind of layer that only this project's transformer has, with how to take them back."""
+    """Yield fields that select a layer that only this project's transformer has, with a remedy."""
     for field in dataclasses.fields(model):
         if field.name != _NO_LAYER and dataclasses.is_dataclass(getattr(model, field.name)):
             remedy = (
@@ -85,8 +85,8 @@ def tiny(model: ModelSpec, tensor: int) -> ModelSpec:
 
 # The blocks of the optimizer's 8-bit state, and the tensor degrees that cut through one.
 #
-# An int8 moment has one scale for ``INT8_BLOCK`` elements of a row. Where tensor ranks divide the rows of a matrix, each must hold
-# whole blocks, or two ranks would need one scale. The layout's check, the planner's search and the optimizer ask this one rule.
+# An int8 moment has one scale for ``INT8_BLOCK`` elements of a row. If tensor ranks divide the rows of a matrix, each must hold
+# complete blocks, because two ranks cannot share a scale. The layout's check, the planner's search and the optimizer use this rule.
 
 
 INT8_BLOCK = 64

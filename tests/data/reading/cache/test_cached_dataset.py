@@ -382,7 +382,7 @@ def test_a_failure_of_what_is_read_ahead_is_told_to_nobody_until_it_is_needed(
     shards.read_ahead(np.array([0]), 10)
     with pytest.raises(
         DatasetError,
-        match=r"has not answered for 3 s; training goes on from its last checkpoint.*data\.timeout_s",
+        match=r"has not answered for 3 s; training continues from its last checkpoint.*data\.timeout_s",
     ):
         samples(shards, [0], 10)
     store.before = lambda _operation, _key: None

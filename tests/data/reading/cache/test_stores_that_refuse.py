@@ -68,8 +68,10 @@ def test_a_store_that_refuses_samples_or_is_too_busy_ends_the_reading_with_its_l
     assert told in str(caught.value)
     if answer == BUSY:
         assert "no success within 2 s" in str(caught.value)
-        assert "training goes on from its last checkpoint when the store answers again" in str(caught.value)
-        assert "data.timeout_s is how long it waits" in str(caught.value)
+        assert "training continues from its last checkpoint when the store responds again" in str(
+            caught.value
+        )
+        assert "data.timeout_s limits the wait" in str(caught.value)
 
 
 def test_a_store_that_nobody_answers_for_is_given_up_after_the_time_that_the_run_gives_it(

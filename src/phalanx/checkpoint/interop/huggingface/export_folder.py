@@ -37,7 +37,7 @@ from phalanx.checkpoint.interop.huggingface.folders import (
 )
 from phalanx.checkpoint.interop.huggingface.names import Published, published, shared_copies
 from phalanx.checkpoint.tiers.tier import Tier
-from phalanx.data.chat.encode import kept_template, save_template, turn_ends
+from phalanx.data.chat.encode import save_template, saved_template, turn_ends
 from phalanx.data.tokenizers.tokenizer import load_tokenizer
 from phalanx.run.fields import JsonObject
 from phalanx.run.kinds.whole_model import resolve
@@ -83,7 +83,7 @@ def export_hf(
             "give the tokenizer that the model was trained with"
         )
     end_token = tokenizer.end_of_document if tokenizer is not None else None
-    template = kept_template(tokenizer_dir) if tokenizer_dir is not None else None
+    template = saved_template(tokenizer_dir) if tokenizer_dir is not None else None
     carried_over = kept_by_export(published_dir, spec, tokenizer, max_seq_len, trained_seq_len)
     published_model_type = published_type(published_dir)
     context = carried_over.config.get("max_position_embeddings")

@@ -1,6 +1,6 @@
-"""Executors: processes of this machine, and clusters of Dask, Ray, Spark and Slurm.
+"""Executors: local processes, and clusters of Dask, Ray, Spark and Slurm.
 
-Each process of this machine is a Python of its own that reads tasks line by line (``worker.py``). No client package is imported before it is used.
+Each local process runs Python and reads tasks as lines (``worker.py``). Client packages are imported only when used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMMAND = (sys.executable, "-P", "-m", "phalanx.data.portions.executors.worker"
 
 
 class Processes:
-    """Runs tasks in ``workers`` processes; one that dies is replaced."""
+    """Runs tasks in ``workers`` local processes; a process that dies is replaced."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -60,7 +60,7 @@ class Processes:
     def _feed(
         self, stage: str, url: str, todo: queue.SimpleQueue[int], outcomes: queue.SimpleQueue[TaskOutcome]
     ) -> None:
-        """Gives one worker after another tasks until there are none."""
+        """Send tasks to a worker until none are left; replace the worker if it dies."""
         process: LineChild | None = None
         while True:
             try:
@@ -98,17 +98,17 @@ def _how_it_ended(code: int) -> str:
     return describe_exit(code) + ("; out of memory?" if code == -signal.SIGKILL else "")
 
 
-# A cluster of Dask distributed: plain futures, one a task, without data frames.
+# Dask distributed: one future per task, without data frames.
 #
-# The workers need this package, and to reach the sources and the place of the dataset by the same URLs. Dask sends functions and arguments as pickles, so
-# whoever reaches its scheduler can run code in its workers: that is a matter of the cluster.
+# Workers need this package and access to the sources and the dataset by the same URLs. Dask sends functions and arguments as pickles, so anyone
+# who can reach the scheduler can run code in its workers. The cluster must restrict access.
 
 
 _CONNECT_S = 30
 
 
 class DaskCluster:
-    """Runs tasks on the workers of the scheduler at ``address``, such as ``tcp://10.0.0.1:8786``. Raises ``PreparationError``."""
+    """Runs tasks on the workers of a Dask scheduler at ``address``, for example ``tcp://10.0.0.1:8786``. Raises ``PreparationError``."""
 
     def __init__(self, address: str, *, connect_timeout_s: float = _CONNECT_S) -> None:
         """``connect_timeout_s``: Limit for the scheduler's first response."""
@@ -127,7 +127,7 @@ class DaskCluster:
         self._as_completed = distributed.as_completed
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
-        # A name of its own for each call: Dask would give the outcome of an earlier one of the same name.
+        # Each call needs a unique key: Dask would return an earlier result for the same key.
         call = secrets.token_hex(4)
         futures = {
             self._client.submit(task_at, url, stage, task, key=f"{stage}-{task}-{call}", pure=False): task
@@ -150,19 +150,19 @@ class DaskCluster:
         self._client.close()
 
 
-# A cluster of Ray: Ray Core tasks, one for each task, without Ray Data.
+# Ray: one Ray Core task per task, without Ray Data.
 #
-# The workers need this package, and to reach the sources and the place of the dataset by the same URLs. Ray sends functions as pickles, so whoever
-# reaches the cluster can run code in its workers: that is a matter of the cluster.
+# Workers need this package and access to the sources and the dataset by the same URLs. Ray sends functions as pickles, so anyone who can reach
+# the cluster can run code in its workers. The cluster must restrict access.
 
 
 LOCAL = "local"
-"""The address of a Ray of this machine, which is started and ended with the preparation."""
+"""Address for a local Ray that starts and ends with the preparation."""
 _LOST = ("WorkerCrashedError", "NodeDiedError", "OutOfMemoryError", "RaySystemError", "LocalRayletDiedError")
 
 
 class RayCluster:
-    """Runs tasks on the workers of the cluster at ``address``: ``auto``, ``HOST:6379``, or ``local``. Raises ``PreparationError``."""
+    """Runs tasks on the workers of a Ray cluster at ``address``: ``auto``, ``HOST:6379``, or ``local``. Raises ``PreparationError``."""
 
     def __init__(self, address: str) -> None:
         try:
@@ -187,12 +187,12 @@ class RayCluster:
         remote = self._ray.remote(num_cpus=1, max_retries=0)(task_at)
         running = {remote.remote(url, stage, task): task for task in tasks}
         while running:
-            (done,), _ = self._ray.wait(list(running), num_returns=1)
-            yield self._outcome(stage, running.pop(done), done)
+            (finished,), _ = self._ray.wait(list(running), num_returns=1)
+            yield self._outcome(stage, running.pop(finished), finished)
 
-    def _outcome(self, stage: str, task: int, done: object) -> TaskOutcome:
+    def _outcome(self, stage: str, task: int, reference: object) -> TaskOutcome:
         try:
-            return TaskOutcome(task, failed=self._ray.get(done))
+            return TaskOutcome(task, failed=self._ray.get(reference))
         except Exception as error:
             if type(error).__name__ in _LOST:
                 return TaskOutcome(task, lost=f"{type(error).__name__}; out of memory?")
@@ -203,17 +203,17 @@ class RayCluster:
         self._ray.shutdown()
 
 
-# A cluster of Spark: one job a stage, ``sc.parallelize(tasks).map(f)``, without data frames or a shuffle.
+# Spark: one job per stage, ``sc.parallelize(tasks).map(f)``, without data frames or a shuffle.
 #
-# The executors' Pythons need this package, and to reach the sources and the place of the dataset by the same URLs. Spark's answer to a job comes when the
-# last task is done; so how far a stage is, is told by the manifests in the store.
+# The executors' Pythons need this package and access to the sources and the dataset by the same URLs. Spark returns a job's results only after the
+# last task, so progress is read from the manifests in the store.
 
 
 _LOOK_S = 1.0
 
 
 class SparkCluster:
-    """Runs tasks on the executors of a ``master``: ``spark://HOST:7077``, ``yarn``, ``local[8]``. Raises ``PreparationError``."""
+    """Runs tasks on the executors of a Spark ``master``: ``spark://HOST:7077``, ``yarn``, ``local[8]``. Raises ``PreparationError``."""
 
     def __init__(self, master: str) -> None:
         try:
@@ -226,35 +226,35 @@ class SparkCluster:
         conf.set("spark.ui.showConsoleProgress", "false")
         if master.startswith("local"):
             conf.set("spark.ui.enabled", "false").set("spark.driver.host", "127.0.0.1")
-            # Else whichever `python3` comes first is taken.
+            # Otherwise the first `python3` in PATH is used.
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         try:
             self._context: Any = pyspark.SparkContext(conf=conf, environment=one_thread_each())
-        except Exception as error:  # Java's own errors come as they are
+        except Exception as error:  # includes Java errors
             raise PreparationError(f"--spark {master}: {_first_line(error)}") from error
         self._context.setLogLevel("OFF")
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
-        answers: list[TaskOutcome] = []
-        job = threading.Thread(target=self._run, args=(stage, url, tasks, answers), daemon=True)
+        outcomes: list[TaskOutcome] = []
+        job = threading.Thread(target=self._run, args=(stage, url, tasks, outcomes), daemon=True)
         job.start()
         waiting = set(tasks)
         place = Workplace(url)
-        (planned,) = (one for one in stages_of(place.plan) if one.name == stage)
+        (stage_tasks,) = (candidate for candidate in stages_of(place.plan) if candidate.name == stage)
         while job.is_alive():
             job.join(_LOOK_S)
-            for task in sorted(waiting & place.done(planned)):
+            for task in sorted(waiting & place.done(stage_tasks)):
                 waiting.remove(task)
                 yield TaskOutcome(task)
-        yield from (answer for answer in answers if answer.task in waiting)
+        yield from (outcome for outcome in outcomes if outcome.task in waiting)
 
-    def _run(self, stage: str, url: str, tasks: Sequence[int], answers: list[TaskOutcome]) -> None:
+    def _run(self, stage: str, url: str, tasks: Sequence[int], outcomes: list[TaskOutcome]) -> None:
         try:
             numbers = self._context.parallelize(tasks, len(tasks))
-            found = numbers.map(functools.partial(_outcome, url, stage)).collect()
-            answers += [TaskOutcome(task, failed=failed) for task, failed in found]
-        except Exception as error:  # Java's own errors come as they are
-            answers += [
+            results = numbers.map(functools.partial(_outcome, url, stage)).collect()
+            outcomes += [TaskOutcome(task, failed=failed) for task, failed in results]
+        except Exception as error:  # includes Java errors
+            outcomes += [
                 TaskOutcome(task, lost=f"Spark ended the job: {_first_line(error)}") for task in tasks
             ]
 
@@ -267,38 +267,38 @@ def _outcome(url: str, stage: str, task: int) -> tuple[int, str]:
 
 
 def _first_line(error: Exception) -> str:
-    """What went wrong: of an error of Java, whose text is a stack of calls, its message."""
+    """Return the first line of an error. For a Java error, whose text is a stack trace, this is its message."""
     java = getattr(error, "java_exception", None)
     text = str(error if java is None else java.getMessage()).strip() or type(error).__name__
     line = text.splitlines()[0][:300]
     return f"{line} Is Java installed, 17 or later, and JAVA_HOME right?" if "Java gateway" in line else line
 
 
-# Slurm: one array of jobs that go through all stages (``phalanx data work``), watched from here.
+# Slurm: one job array that runs all stages (``phalanx data work``), monitored from here.
 #
-# Jobs and this process tell each other nothing: what is done stands in the store, who still works says ``squeue``, and why one has failed says its log, which
-# lies where the command was given. The array's name says which place and which plan it works on, so that a command that is given again, after the first
-# was killed, finds the jobs that still run; those of a command with another number of jobs it ends. Partition, account and time limit are what sbatch's own variables say (``SBATCH_PARTITION``,
-# ``SBATCH_ACCOUNT``, ``SBATCH_TIMELIMIT``: https://slurm.schedmd.com/sbatch.html, "INPUT ENVIRONMENT VARIABLES").
+# Jobs and this process do not communicate. Completed tasks are in the store, ``squeue`` lists running jobs, and a failed job's log in the working
+# directory has the reason. The array's name depends on the dataset's location and plan. So if the command is killed and repeated, it finds the jobs
+# that still run; it ends those of a command with another number of jobs. sbatch's variables set partition, account and time limit
+# (``SBATCH_PARTITION``, ``SBATCH_ACCOUNT``, ``SBATCH_TIMELIMIT``: https://slurm.schedmd.com/sbatch.html, "INPUT ENVIRONMENT VARIABLES").
 
 
 _SLURM_LOOK_S = 1.0
-_ASK_S = 5.0
-_ANSWER_S = 60.0
+_POLL_S = 5.0
+_RESPONSE_S = 60.0
 _TRIES = 4
-"""Times that squeue is asked before the array is given up: a quarter of a minute, or four minutes without an answer."""
+"""Attempts of squeue before the preparation fails: 15 seconds, or four minutes without a response."""
 _FAILED = "Error: "
-"""How the command line begins the line that says why it ends."""
+"""Prefix of the line with the command's error message."""
 
 
 class SlurmArray:
-    """Runs tasks in ``jobs`` jobs of an array; one that is gone with work left is submitted again. Raises ``PreparationError``."""
+    """Runs tasks in an array of ``jobs`` jobs; a job that ends early is submitted again. Raises ``PreparationError``."""
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
         self._name = ""
         self._array: dict[int, str] = {}
-        """The array that each job was submitted with last, by the job's number from 1."""
+        """The last array in which each job was submitted, by the job's number from 1."""
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
         place = Workplace(url)
@@ -306,66 +306,68 @@ class SlurmArray:
         if not self._name:
             self._name = f"phalanx-data-{mark}-{self._jobs}"
             self._end_other_arrays(f"phalanx-data-{mark}-")
-        (planned,) = (one for one in stages_of(place.plan) if one.name == stage)
-        waiting, asked_s = set(tasks), -_ASK_S
+        (stage_tasks,) = (candidate for candidate in stages_of(place.plan) if candidate.name == stage)
+        waiting, polled_s = set(tasks), -_POLL_S
         while waiting:
-            for task in sorted(waiting & place.done(planned)):
+            for task in sorted(waiting & place.done(stage_tasks)):
                 waiting.remove(task)
                 yield TaskOutcome(task)
-            if waiting and time.monotonic() - asked_s >= _ASK_S:
-                alive, asked_s = self._alive(), time.monotonic()
-                if gone := [job for job in range(1, self._jobs + 1) if job not in alive]:
-                    missing = waiting & set(tasks) - place.done(planned)
-                    yield from self._outcomes(gone, missing)
-                    # One without work of its own here is submitted again once a stage has some: else it might end, and come back, for ever.
-                    if needed := [job for job in gone if job not in self._array or self._mine(job, missing)]:
+            if waiting and time.monotonic() - polled_s >= _POLL_S:
+                alive, polled_s = self._alive(), time.monotonic()
+                if ended_jobs := [job for job in range(1, self._jobs + 1) if job not in alive]:
+                    missing = waiting & set(tasks) - place.done(stage_tasks)
+                    yield from self._outcomes(ended_jobs, missing)
+                    # A job without tasks in this stage is submitted again only in a stage with tasks. Otherwise it could end and return forever.
+                    if needed := [
+                        job for job in ended_jobs if job not in self._array or self._own_tasks(job, missing)
+                    ]:
                         self._submit(needed, url)
             if waiting:
                 time.sleep(_SLURM_LOOK_S)
 
     def close(self) -> None:
-        """Take what is left of the array out of the queue."""
+        """Cancel the rest of the array."""
         if self._name:
             _slurm("scancel", "--me", "--quiet", "--name", self._name, may_fail=True)
 
     def _end_other_arrays(self, begin: str) -> None:
-        """Take arrays of another number of jobs, as a command that was killed has left them, out of the queue: both would do the same work."""
+        """Cancel arrays with another number of jobs that a killed command has left: both would do the same work."""
         names = set(_slurm("squeue", "--me", "-h", "-o", "%j", tries=_TRIES).split())
         if others := sorted(name for name in names if name.startswith(begin) and name != self._name):
             _slurm("scancel", "--me", "--quiet", "--name", ",".join(others), may_fail=True)
 
-    def _outcomes(self, gone: Sequence[int], missing: set[int]) -> Iterator[TaskOutcome]:
-        """What became of tasks that belong to jobs that have ended before they did them."""
-        for job in gone:
-            mine = self._mine(job, missing)
+    def _outcomes(self, ended_jobs: Sequence[int], missing: set[int]) -> Iterator[TaskOutcome]:
+        """Yield outcomes of tasks whose jobs ended before completing them."""
+        for job in ended_jobs:
+            own_tasks = self._own_tasks(job, missing)
             log = Path(f"{self._name}-{self._array[job]}_{job}.log") if job in self._array else None
             if log is None:
                 continue
             lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-            said = [line.removeprefix(_FAILED) for line in lines if line.startswith(_FAILED)]
-            for task in mine or sorted(missing)[:1] if said else mine:
-                if said:
-                    yield TaskOutcome(task, failed=f"{said[-1]} (job {self._array[job]}_{job})")
+            messages = [line.removeprefix(_FAILED) for line in lines if line.startswith(_FAILED)]
+            for task in own_tasks or sorted(missing)[:1] if messages else own_tasks:
+                if messages:
+                    yield TaskOutcome(task, failed=f"{messages[-1]} (job {self._array[job]}_{job})")
                 else:
                     yield TaskOutcome(
                         task, lost=f"job {self._array[job]}_{job} ended early; its log is {log}"
                     )
 
-    def _mine(self, job: int, missing: set[int]) -> list[int]:
-        """Those of ``missing`` that are dealt to a job."""
+    def _own_tasks(self, job: int, missing: set[int]) -> list[int]:
+        """Return those of ``missing`` that are assigned to a job."""
         return sorted(task for task in missing if task % self._jobs == job - 1)
 
     def _alive(self) -> set[int]:
-        """Numbers of the jobs that are queued or run. A controller that begins anew does not answer for a moment."""
+        """Return the numbers of the queued or running jobs. A restarting controller does not respond for a moment."""
         rows = _slurm("squeue", "--me", "-h", "-r", "--name", self._name, "-o", "%F %K", tries=_TRIES).split()
-        found = {int(number): array for array, number in zip(rows[::2], rows[1::2], strict=True)}
-        self._array.update(found)
-        return set(found)
+        arrays = {int(number): array for array, number in zip(rows[::2], rows[1::2], strict=True)}
+        self._array.update(arrays)
+        return set(arrays)
 
     def _submit(self, jobs: Sequence[int], url: str) -> None:
         variables = " ".join(f"{name}={value}" for name, value in one_thread_each().items())
         work = f"{shlex.quote(sys.executable)} -m phalanx data work {shlex.quote(url)} --task $SLURM_ARRAY_TASK_ID/{self._jobs}"
-        said = _slurm(
+        output = _slurm(
             "sbatch",
             "--parsable",
             f"--job-name={self._name}",
@@ -373,30 +375,32 @@ class SlurmArray:
             f"--output={self._name}-%A_%a.log",
             f"--wrap={variables} exec {work}",
         )
-        self._array.update(dict.fromkeys(jobs, said.strip().split(";")[0]))
+        self._array.update(dict.fromkeys(jobs, output.strip().split(";")[0]))
 
 
-def _slurm(*words: str, may_fail: bool = False, tries: int = 1) -> str:
-    """What one of Slurm's commands prints. Raises ``PreparationError`` with its own words, when it has failed so many times."""
+def _slurm(*command: str, may_fail: bool = False, tries: int = 1) -> str:
+    """Return the output of a Slurm command. Raises ``PreparationError`` with its message if it fails ``tries`` times."""
     trouble = ""
     for attempt in range(tries):
         if attempt:
-            time.sleep(_ASK_S)
+            time.sleep(_POLL_S)
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+            process = subprocess.run(
+                command, capture_output=True, text=True, timeout=_RESPONSE_S, check=False
+            )
         except FileNotFoundError:
             if may_fail:
                 return ""
             raise PreparationError(
-                f"--slurm needs {words[0]}, which is not here: give the command on a machine that jobs are submitted from, or leave --slurm out"
+                f"--slurm needs {command[0]}, which is not here: give the command on a machine that jobs are submitted from, or leave --slurm out"
             ) from None
         except subprocess.TimeoutExpired:
-            trouble = f"{words[0]} has not answered for {_ANSWER_S:.0f} s: is Slurm's controller up? Give the same command again"
+            trouble = f"{command[0]} has not answered for {_RESPONSE_S:.0f} s: is Slurm's controller up? Give the same command again"
             continue
-        if not done.returncode:
-            return done.stdout
-        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        trouble = f"--slurm: {words[0]}: {said}; SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT say where and for how long jobs run"
+        if not process.returncode:
+            return process.stdout
+        output = " ".join((process.stderr or process.stdout).split()) or f"exit code {process.returncode}"
+        trouble = f"--slurm: {command[0]}: {output}; SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT say where and for how long jobs run"
     if may_fail:
         return ""
     raise PreparationError(trouble)

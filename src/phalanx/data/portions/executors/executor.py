@@ -1,7 +1,7 @@
-"""What an executor is: whoever can have ``do_task(place, stage, task)`` called somewhere for each of a list of numbers.
+"""Executors call ``do_task(place, stage, task)`` on some machine for each of a list of task numbers.
 
-An executor promises little: it gives outcomes in any order, may have a task done twice, and may lose one. What counts are the manifests in the store,
-so no executor can change a byte of the output.
+An executor may return outcomes in any order, run a task twice, or lose one. Only manifests in the store count, so an executor cannot change the
+output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.store.store import StoreError
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What became of a task: done, failed with a message for the user, or lost with the worker that had it."""
+    """The outcome of a task: done, failed with a message for the user, or lost with its worker."""
 
     task: int
     failed: str = ""
@@ -30,7 +30,7 @@ class Executor(Protocol):
     """Runs tasks of one stage at a time."""
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
-        """Have each of ``tasks`` done at the place ``url``: outcomes in any order, at least one of each task that was not lost silently."""
+        """Run ``tasks`` for the dataset at ``url``. Yields outcomes in any order, at least one for each task that was not lost silently."""
         ...
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class Executor(Protocol):
 
 
 class InOrder:
-    """Does tasks in this process, one after another."""
+    """Runs tasks in this process, one after another."""
 
     def map(self, stage: str, url: str, tasks: Sequence[int]) -> Iterator[TaskOutcome]:
         place = Workplace(url)
@@ -51,7 +51,7 @@ class InOrder:
 
 
 def outcome_of(place: Workplace, stage: str, task: int) -> TaskOutcome:
-    """Do a task; errors that have a message for the user become its outcome."""
+    """Run a task; errors with a message for the user become its outcome."""
     try:
         do_task(place, stage, task)
     except (DataError, StoreError) as error:
@@ -60,16 +60,16 @@ def outcome_of(place: Workplace, stage: str, task: int) -> TaskOutcome:
 
 
 def task_at(url: str, stage: str, task: int) -> str:
-    """Do a task in a cluster's worker, which may be asked again; returns what failed, "" if nothing."""
+    """Run a task in a cluster's worker, which may run further tasks. Returns the failure's message, or ""."""
     return outcome_of(_place(url), stage, task).failed
 
 
 @functools.lru_cache(maxsize=1)
 def _place(url: str) -> Workplace:
-    """The place, whose plan and tokenizer are read once in each worker."""
+    """Return the workplace. It is cached, so that each worker reads plan and tokenizer once."""
     return Workplace(url)
 
 
 def one_thread_each() -> dict[str, str]:
-    """The environment of workers, as many as cores: each with threads of its own for every core would only be in each other's way."""
+    """Return environment variables that limit each worker to one thread, because there are as many workers as cores."""
     return {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,4 +1,4 @@
-"""A worker process: reads tasks as lines of JSON, does them, and answers each with a line (``Processes`` starts it)."""
+"""A worker process: reads tasks as lines of JSON, runs them, and writes one line per task. ``Processes`` starts it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from phalanx.process.child import watch_parent
 
 
 def main() -> None:
-    """Serve until the parent closes the pipe or is gone; nothing is lost by ending at any moment."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # What a filter of the user prints must not be taken for an answer.
+    """Serve until the parent closes the pipe or ends. It is safe to kill this process at any time."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # Output of a user's filter must not be read as an answer.
     os.dup2(2, 1)
     watch_parent()
     place: Workplace | None = None
@@ -28,8 +28,8 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             failed = f"task {request['task']} of stage {request['stage']}: {type(error).__name__}: {error}"
-        answers.write(json.dumps({"failed": failed}) + "\n")
-        answers.flush()
+        replies.write(json.dumps({"failed": failed}) + "\n")
+        replies.flush()
 
 
 if __name__ == "__main__":

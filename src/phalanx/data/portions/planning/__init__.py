@@ -1,1 +1,1 @@
-"""What is prepared: recipes and named files, cut into portions."""
+"""Plan a preparation: recipes and named files, divided into portions."""

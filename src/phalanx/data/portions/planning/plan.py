@@ -1,8 +1,8 @@
-"""The plan of a preparation: raw files cut into portions, which follow from the listing and the recipe alone.
+"""The plan of a preparation: raw files divided into portions. It depends only on the listing and the recipe.
 
-A portion is what one task reads: pieces of files, in the order of their URLs, of ``portion_bytes`` or a little more in all. The plan is written
-to the place of the dataset before anything else, by a create that fails if another one lies there; so it is the identity of all that is
-prepared there. It is one small object; the pieces, of which there can be millions, lie beside it and are named by their digest.
+A portion is the input of one task: pieces of files in the order of their URLs, with a total of ``portion_bytes`` or slightly more. The plan is
+stored first, with a create operation that fails if another plan exists. So it identifies everything prepared there. The plan is one small
+object; the pieces, of which there can be millions, are a separate object named by its digest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from phalanx.store.store import ExistsError, MissingObjectError, Store
 from phalanx.version import __version__
 
 PREPARATION = PREPARATION_FOLDER
-"""Everything of a dataset's preparation lies below this key, beside the dataset."""
+"""Key prefix of all objects of a dataset's preparation, beside the dataset."""
 PLAN_KEY = f"{PREPARATION}/plan.json"
 INDEX_KEY = "index.json"
 _PLAN_VERSION = 1
@@ -63,20 +63,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """What is to be done, in which portions."""
+    """The inputs and portions of a preparation."""
 
     recipe: PreparationRecipe
     tokenizer: str
-    """"bytes", "bpe" if it is to be trained, or "file:" and the fingerprint of the one given."""
+    """"bytes", "bpe" for one that is trained, or "file:" and the fingerprint of an existing one."""
     portion_bytes: int
     files: tuple[RawFile, ...]
     formats: tuple[Format, ...]
     """The format of each file."""
     portions: tuple[tuple[Piece, ...], ...]
     software: dict[str, str]
-    """Versions of whatever decides bytes of the output."""
+    """Versions of the software that affects the output."""
     held_out_end: HeldOutEnd | None = None
-    """``None``: names alone decide which split a document is in."""
+    """``None``: only a document's hash decides its split."""
 
     @property
     def split_rule(self) -> SplitRule:
@@ -125,17 +125,17 @@ class PreparationPlan:
         return sha256_hex(self.text)
 
     def bytes_of(self, portion: int) -> int:
-        """Bytes of raw files, as stored, that a portion reads."""
+        """Return the stored bytes of raw files that a portion reads."""
         return sum(piece.span.file_bytes for piece in self.portions[portion])
 
 
 def make_plan(
     recipe: PreparationRecipe, folder: Path, files: Sequence[RawFile] | None = None, *, out: str = ""
 ) -> tuple[PreparationPlan, Tokenizer | None]:
-    """The plan of a recipe whose file lies in ``folder``, and the tokenizer that it names, if that is there already.
+    """Return the plan of a recipe whose file is in ``folder``, and its tokenizer if it exists already.
 
-    Lists the sources but for what lies below ``out``, unless their ``files`` are given in the order that they are to have, and looks into each file's beginning. Raises
-    ``CorpusError``, ``TokenizerError`` and ``StoreError``.
+    Lists the sources except what is below ``out``, unless ``files`` are given in order, and reads the beginning of each file. Raises ``CorpusError``,
+    ``TokenizerError`` and ``StoreError``.
     """
     recipe = replace(recipe, step=tuple(resolved(step, folder) for step in recipe.step))
     tokenizer = named_tokenizer(recipe.output.tokenizer, folder)
@@ -150,9 +150,9 @@ def make_plan(
         for number, file in enumerate(files):
             options = read_options(recipe, file.source)
             source = recipe.source[file.source]
-            form, found = _looked_into(file, portion_bytes, options, scratch, source)
+            form, file_spans = _inspected(file, portion_bytes, options, scratch, source)
             formats.append(form)
-            pieces += [Piece(number, span) for span in found]
+            pieces += [Piece(number, span) for span in file_spans]
     if not pieces:
         raise CorpusError("the sources of the recipe hold no text: every file is empty")
     portions = tuple(_portions(pieces, portion_bytes))
@@ -164,10 +164,10 @@ def make_plan(
 
 
 def _with_template(recipe: PreparationRecipe, folder: Path, tokenizer: Tokenizer) -> PreparationRecipe:
-    """The recipe with the text of its chat template. Raises ``TokenizerError`` if there is none that can be used."""
+    """Return the recipe with the text of its chat template. Raises ``TokenizerError`` if there is none that can be used."""
     output = recipe.output
-    given = folder / output.chat_template if output.chat_template else None
-    template = template_beside(folder / output.tokenizer, given)
+    template_file = folder / output.chat_template if output.chat_template else None
+    template = template_beside(folder / output.tokenizer, template_file)
     ChatEncoder(tokenizer, ChatLayout(template), output.seq_len)
     return replace(
         recipe,
@@ -176,7 +176,7 @@ def _with_template(recipe: PreparationRecipe, folder: Path, tokenizer: Tokenizer
 
 
 def software_of(recipe: PreparationRecipe) -> dict[str, str]:
-    """Versions, on this machine, of what decides bytes of the output. Raises ``PreparationError`` if a package is missing."""
+    """Return the versions, on this machine, of software that affects the output. Raises ``PreparationError`` if a package is missing."""
     near = recipe.dedup is not None and recipe.dedup.near is not None
     if near:
         require_rensa()
@@ -190,11 +190,11 @@ def software_of(recipe: PreparationRecipe) -> dict[str, str]:
 
 
 def default_portion_bytes(total_bytes: int) -> int:
-    """64 MiB, or what gives 32,768 portions, rounded up to a power of two."""
+    """Return 64 MiB, or the size that gives 32,768 portions, rounded up to a power of two."""
     return 1 << (max(_LEAST_PORTION_BYTES, -(-total_bytes // _MOST_PORTIONS)) - 1).bit_length()
 
 
-def _looked_into(
+def _inspected(
     file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path, source: RawSource
 ) -> tuple[Format, list[Span]]:
     local = LocalBytes(file, scratch)
@@ -211,7 +211,7 @@ def _looked_into(
             return form, [Span(0, 1 << 40, 0, file.nbytes)]
         require_text(local.path, form, options)
         if local.is_copy and form.kind is Kind.TEXT:
-            # Where a text is cut depends on its line ends, for which all of it would have to be fetched.
+            # Cuts of a text depend on its line ends, which would require fetching the complete file.
             return form, [Span(0, file.nbytes, 0, file.nbytes)]
         return form, spans(local.path, form, portion_bytes, options)
     except CorpusError as error:
@@ -222,7 +222,7 @@ def _looked_into(
 
 
 def bring_parquet_footer(local: LocalBytes, nbytes: int) -> None:
-    """Have the footer of a Parquet file, whose length stands in the 8 bytes before its end."""
+    """Fetch the footer of a Parquet file. Its length is in the 8 bytes before the end."""
     with local.path.open("rb") as copy:
         copy.seek(nbytes - 8)
         length = int.from_bytes(copy.read(4), "little")
@@ -243,20 +243,24 @@ def _portions(pieces: Sequence[Piece], portion_bytes: int) -> Iterator[tuple[Pie
 
 
 def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None) -> None:
-    """Write the plan and its tokenizer to the store, or find the same there.
+    """Store the plan and its tokenizer, unless the same plan is stored already.
 
-    Raises ``PreparationError`` if another plan or other files lie there; nothing of them is changed.
+    Raises ``PreparationError`` if another plan or other files are there; they are not changed.
     """
-    found = _plan_bytes(store)
-    if found is None:
-        other = next((info.key for info in store.list() if not info.key.startswith(f"{PREPARATION}/")), None)
-        # What is there may be of a preparation of the same that has begun since.
-        if other is not None and (found := _plan_bytes(store)) is None:
-            what = "a dataset that was not prepared in portions" if _is_there(store, INDEX_KEY) else other
-            raise PreparationError(
-                f"{store.url} holds something else ({what}); choose another --out, or remove it"
+    stored = _plan_bytes(store)
+    if stored is None:
+        other_key = next(
+            (info.key for info in store.list() if not info.key.startswith(f"{PREPARATION}/")), None
+        )
+        # The other files may be from the same preparation, started in the meantime.
+        if other_key is not None and (stored := _plan_bytes(store)) is None:
+            description = (
+                "a dataset that was not prepared in portions" if _is_there(store, INDEX_KEY) else other_key
             )
-    if found is None:
+            raise PreparationError(
+                f"{store.url} holds something else ({description}); choose another --out, or remove it"
+            )
+    if stored is None:
         store.put(_pieces_key(str(plan.head["pieces_sha256"])), plan.pieces_object)
         if tokenizer is not None:
             put_tokenizer(store, tokenizer)
@@ -264,29 +268,29 @@ def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None
             store.create(PLAN_KEY, plan.text)
             return
         except ExistsError:
-            found = store.get(PLAN_KEY)
-    if found != plan.text:
+            stored = store.get(PLAN_KEY)
+    if stored != plan.text:
         raise PreparationError(_how_it_differs(store, plan))
 
 
 def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
-    there = read_plan(store).head  # which says of a damaged one that it is
-    names = differences(there, plan.head)
+    stored_head = read_plan(store).head  # raises an error for a damaged plan
+    names = differences(stored_head, plan.head)
     remedy = "choose another --out, or remove that one"
     listing = {"pieces_sha256", "files", "bytes", "portions", "portion_bytes"}
-    # What follows from the listing and from what is in the files.
+    # Fields that depend on the listing and the files' content.
     listing |= {name for name in names if name.startswith("held_out_end")}
     if names and set(names) <= listing:
         before = {file.url: file for file in read_plan(store).files}
         now = {file.url: file for file in plan.files}
         changed = [url for url in sorted({*before, *now}) if before.get(url) != now.get(url)]
         first = changed[0] if changed else "a source"
-        how = "is new" if first not in before else "is gone" if first not in now else "changed"
+        change = "is new" if first not in before else "is gone" if first not in now else "changed"
         more = f", and {len(changed) - 1:,} more files" if len(changed) > 1 else ""
-        return f"{first} {how} since the plan at {store.url} was made{more}; plan again: {remedy}"
+        return f"{first} {change} since the plan at {store.url} was made{more}; plan again: {remedy}"
     if all(name.startswith("software") for name in names):
         return (
-            f"{store.url} was planned with other software ({', '.join(names)}: {there['software']}, here {plan.software}); "
+            f"{store.url} was planned with other software ({', '.join(names)}: {stored_head['software']}, here {plan.software}); "
             f"use that, or {remedy}"
         )
     shown = [name.removeprefix("recipe.").removeprefix("output.") for name in names if name not in listing]
@@ -296,7 +300,7 @@ def _how_it_differs(store: Store, plan: PreparationPlan) -> str:
 def put_tokenizer(
     store: Store, saved: Tokenizer | Encoding, below: str = f"{PREPARATION}/tokenizer/"
 ) -> list[str]:
-    """Write the files of a tokenizer, or of an encoding with its chat template; returns their keys."""
+    """Store the files of a tokenizer, or of an encoding with its chat template; returns their keys."""
     with scratch_folder("phalanx-tokenizer-") as scratch:
         saved.save(scratch)
         files = sorted(scratch.iterdir())
@@ -306,7 +310,7 @@ def put_tokenizer(
 
 
 def read_plan(store: Store) -> PreparationPlan:
-    """The plan that lies in the store. Raises ``PreparationError`` if there is none, or it is damaged."""
+    """Return the plan in the store. Raises ``PreparationError`` if there is none, or if it is damaged."""
     text = _plan_bytes(store)
     if text is None:
         raise PreparationError(
@@ -335,7 +339,7 @@ def read_plan(store: Store) -> PreparationPlan:
             head["software"],
             HeldOutEnd(**head["held_out_end"]) if "held_out_end" in head else None,
         )
-        # What was written is what is read back, whatever zlib made of it.
+        # Check that the parsed plan gives the stored text, independent of zlib's output.
         if plan.text != text:
             raise ValueError("it is not what was written")
     except (RecursionError, ValueError, KeyError, TypeError, zlib.error, MissingObjectError) as error:

@@ -1,8 +1,8 @@
-"""Raw files of the sources of a recipe: what exists, whether it is still what was planned, and temporary copies of it.
+"""Raw files of a recipe's sources: listing, change detection and temporary copies.
 
-Files are listed by path or URL in its order, each with its size and a mark that changes with its content: the store's etag, or a local
-file's time of modification. A local file is read where it is. Of an object, the bytes that a portion needs are brought into a sparse local
-file, at the places where they lie in the object, so that the same readers serve both.
+Files are listed in order of path or URL, each with its size and a mark that changes with its content: the store's etag, or a local file's
+modification time. Local files are read in place. The needed bytes of a remote object are copied into a sparse local file at the same offsets, so
+the same readers work for both.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ _WILDCARD = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class RawFile:
-    """A raw file as it was listed."""
+    """A raw file at the time it was listed."""
 
     url: str
     """An absolute path, or the URL of an object."""
     name: str
-    """What its documents are called after: the path below the source's folder, or below the part before the first wildcard."""
+    """Base of its documents' names: the path below the source's folder, or below the part before the first wildcard."""
     nbytes: int
     mark: str
-    """Changes when the content does: the store's etag, or the time of modification of a local file in ns."""
+    """Changes with the content: the store's etag, or a local file's modification time in ns."""
     source: int
     """Number of its ``[[source]]``."""
 
 
 def list_raw_files(sources: Sequence[RawSource], folder: Path, out: str = "") -> list[RawFile]:
-    """All files of the sources with a byte in them, in the order of their URLs; relative paths are below ``folder``.
+    """Return all non-empty files of the sources in the order of their URLs. Relative paths are below ``folder``.
 
-    A file that several sources name belongs to the first. Nothing below ``out``, where the dataset is written, is listed. Raises ``CorpusError`` for a source without any file, and ``StoreError``.
+    A file in several sources belongs to the first. Files below ``out``, the dataset's location, are not listed. Raises ``CorpusError`` for a source
+    without files, and ``StoreError``.
     """
     files: dict[str, RawFile] = {}
     own = below(out)
@@ -56,12 +57,12 @@ def list_raw_files(sources: Sequence[RawSource], folder: Path, out: str = "") ->
             if is_remote(source.url)
             else _local_files(source.url, number, folder)
         )
-        found = [file for file in listed if not (own and file.url.startswith(own))]
-        if not found:
+        kept_files = [file for file in listed if not (own and file.url.startswith(own))]
+        if not kept_files:
             raise CorpusError(
                 f"no file matches source.url {source.url!r}; check it (a folder counts its visible files, a relative path begins at the recipe)"
             )
-        for file in found:
+        for file in kept_files:
             files.setdefault(file.url, file)
     return sorted((file for file in files.values() if file.nbytes), key=lambda file: file.url)
 
@@ -69,15 +70,17 @@ def list_raw_files(sources: Sequence[RawSource], folder: Path, out: str = "") ->
 def _local_files(url: str, number: int, folder: Path) -> Iterable[RawFile]:
     path = folder / os.path.expanduser(local_path(url))
     if path.is_file():
-        named = [(path.name, path)]
+        entries = [(path.name, path)]
     elif path.is_dir():
-        named = [(file.relative_to(path).as_posix(), file) for file in files_below(path)]
+        entries = [(file.relative_to(path).as_posix(), file) for file in files_below(path)]
     else:
         parts = path.parts
         first = next((i for i, part in enumerate(parts) if _WILDCARD.search(part)), len(parts))
         top = Path(*parts[:first])
-        named = [(Path(m).relative_to(top).as_posix(), Path(m)) for m in glob.glob(str(path), recursive=True)]
-    for name, file in named:
+        entries = [
+            (Path(m).relative_to(top).as_posix(), Path(m)) for m in glob.glob(str(path), recursive=True)
+        ]
+    for name, file in entries:
         if file.is_file() and not any(part.startswith(".") for part in name.split("/")):
             stat = file.stat()
             yield RawFile(str(file.resolve()), name, stat.st_size, str(stat.st_mtime_ns), number)
@@ -117,22 +120,24 @@ def _glob_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def store_of(url: str) -> tuple[Store, str]:
-    """The store of a remote URL's bucket, and the key in it."""
-    scheme, _, rest = url.partition("://")  # not as a URL: "?" and "#" may stand in a key, and "?" in a glob
-    bucket, _, key = rest.partition("/")
+    """Return the store of a remote URL's bucket, and the key in it."""
+    scheme, _, location = url.partition(
+        "://"
+    )  # not parsed as a URL: keys may contain "?" and "#", and globs "?"
+    bucket, _, key = location.partition("/")
     return open_store(f"{scheme}://{bucket}"), key.strip("/")
 
 
 def require_unchanged(file: RawFile) -> None:
-    """Raises ``PreparationError`` if the file is not the one that was listed."""
+    """Raises ``PreparationError`` if the file has changed since it was listed."""
     try:
         if is_remote(file.url):
             store, key = store_of(file.url)
             info = store.info(key)
-            nbytes, mark, what = info.nbytes, info.etag, "etag"
+            nbytes, mark, mark_name = info.nbytes, info.etag, "etag"
         else:
             stat = os.stat(file.url)
-            nbytes, mark, what = stat.st_size, str(stat.st_mtime_ns), "time of modification"
+            nbytes, mark, mark_name = stat.st_size, str(stat.st_mtime_ns), "time of modification"
     except (OSError, MissingObjectError):
         raise PreparationError(
             f"{file.url} is gone since the plan was made; bring it back, or plan again with another --out"
@@ -140,7 +145,7 @@ def require_unchanged(file: RawFile) -> None:
     if nbytes != file.nbytes:
         raise PreparationError(_changed(file, f"{nbytes:,} bytes, it had {file.nbytes:,}"))
     if mark != file.mark:
-        raise PreparationError(_changed(file, f"{what} {mark}, it was {file.mark}"))
+        raise PreparationError(_changed(file, f"{mark_name} {mark}, it was {file.mark}"))
 
 
 def _changed(file: RawFile, how: str) -> str:
@@ -148,7 +153,7 @@ def _changed(file: RawFile, how: str) -> str:
 
 
 class LocalBytes:
-    """The bytes of a raw file that a reader needs, in a local file at the same places."""
+    """The needed bytes of a raw file, in a local file at the same offsets."""
 
     def __init__(self, file: RawFile, scratch: Path) -> None:
         self._file = file
@@ -162,11 +167,11 @@ class LocalBytes:
 
     @property
     def is_copy(self) -> bool:
-        """True if the bytes had to be brought here."""
+        """True if the bytes are copied from a store."""
         return self._store is not None
 
     def bring(self, start: int, stop: int) -> None:
-        """Have the bytes from ``start`` up to ``stop`` in the local file."""
+        """Copy the bytes from ``start`` to ``stop`` into the local file."""
         if self._store is None:
             return
         stop = min(stop, self._file.nbytes)
@@ -185,7 +190,7 @@ class LocalBytes:
             ) from error
 
     def bring_line_end(self, start: int) -> None:
-        """Have the rest of the line that ``start`` lies in."""
+        """Copy the rest of the line that contains ``start``."""
         if self._store is None:
             return
         at = start
@@ -199,16 +204,16 @@ class LocalBytes:
             at = stop
 
     def named(self, message: str) -> str:
-        """A message about the local file as one about the raw file."""
+        """Return a message about the local file with the raw file's name."""
         return message.replace(str(self.path), self._file.url) if self.is_copy else message
 
 
-# A temporary folder of a task, whose full disk is an error that names it.
+# A task's temporary folder. An error for a full disk names the folder.
 
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A folder that is removed at the end. Raises ``PreparationError`` if there is no room for it, or for what is written to it."""
+    """Yield a folder that is removed at the end. Raises ``PreparationError`` if there is no room for it or its files."""
     try:
         with tempfile.TemporaryDirectory(prefix=prefix) as folder:
             yield Path(folder)

@@ -1,7 +1,7 @@
-"""The recipe of a prepared dataset: a TOML file that says which raw files become which tokens.
+"""The recipe of a prepared dataset: a TOML file that specifies how raw files become tokens.
 
-Whatever decides a byte of the output stands here and nowhere else; how many workers there are, and on which engine, does not. A file is read
-with the reader of run files, so that every mistake in it is named at once with the nearest right word.
+All settings that affect the output are in the recipe. The number of workers and the engine are not. The reader of run files parses it, so all
+mistakes are reported together, each with the nearest valid word.
 """
 
 from __future__ import annotations
@@ -25,45 +25,45 @@ class RawSource:
     url: str
     """A file, a folder (all visible files below it) or a glob (``*``, ``**``, ``?``); a path, or a URL of an object store."""
     text_field: str = "text"
-    """Field of JSON lines, or column of tables, that holds the text; of conversations "messages", unless it is another one."""
+    """Field of JSON lines, or column of tables, with the text. For conversations, the default is "messages"."""
     on_bad: Literal["stop", "skip"] = "stop"
-    """What a line or file that holds no text does: end the preparation with its name, or be left out and counted."""
+    """For a line or file without text: stop the preparation with an error, or skip and count it."""
     as_text: bool = False
-    """Read JSON lines as the text that they are, with their braces."""
+    """Read JSON lines as plain text, including braces."""
 
 
 @dataclass(frozen=True)
 class OutputRecipe:
-    """``[output]``: how texts become shards of tokens."""
+    """``[output]``: options for turning texts into shards of tokens."""
 
     layout: Literal["text", "chat"] = "text"
-    """Rows are texts, or conversations, of which only the assistant's words are learned (``phalanx.data.chat``)."""
+    """Rows are texts, or conversations with a loss only on the assistant's text (``phalanx.data.chat``)."""
     chat_template: str = ""
-    """The path of a Jinja template for conversations; empty is the one beside the tokenizer."""
+    """Path of a Jinja template for conversations; if empty, the template beside the tokenizer."""
     too_long: Literal["drop", "cut"] = "drop"
     """Leave out conversations longer than a record, or cut them after an answer."""
     template: str = ""
-    """The template's text, which the plan enters, as it does the special tokens that it may name."""
+    """The template's text. The plan sets it and the special tokens."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     tokenizer: str = "bpe"
     """"bpe" (trained on a sample of the training split), "bytes", or the path of a byte-level ``tokenizer.json``."""
     vocab_size: Annotated[int, ValueRange(at_least=257)] = 32_768
-    """Tokens of a BPE that is trained, at most."""
+    """Maximum number of tokens of a trained BPE tokenizer."""
     tokenizer_bytes: Annotated[int, ValueRange(at_least=1)] = 1 << 30
-    """Bytes of text that a BPE is trained on, at most: taken from portions that are spread evenly."""
+    """Maximum bytes of text to train a BPE tokenizer on, from evenly spaced portions."""
     seq_len: Annotated[int, ValueRange(at_least=0)] = 0
-    """Tokens of a record that documents are packed into whole; 0 joins them end to end."""
+    """Tokens of a record into which documents are packed; 0 joins documents end to end."""
     length_classes: tuple[int, ...] = ()
-    """Lengths in tokens, rising, up to which documents are packed with each other alone; longer ones likewise. Empty packs all together."""
+    """Increasing limits of length classes, in tokens. Only documents of one class, or longer than all, are packed together. Empty: one class."""
     held_out: Annotated[float, ValueRange(at_least=0, below=1)] = 0.001
     """Share of documents held out."""
     hold_out_by: Literal["name", "text"] = "name"
-    """The part of a document whose hash decides whether it is held out: its name, or of its text in normal form. With "text" all copies of a text are in one split,
-    and names of files do not matter."""
+    """Part of a document whose hash decides its split: its name, or its text in normal form. With "text", all copies of a text are in
+    one split, and file names do not matter."""
     shard_mib: Annotated[int, ValueRange(at_least=1, at_most=1 << 14)] = 256
-    """Size of a shard at most; a worker holds one of each split in memory."""
+    """Maximum size of a shard. A worker keeps one shard of each split in memory."""
     portion_bytes: Annotated[int, ValueRange(at_least=0)] = 0
-    """Bytes of raw files, as stored, in a portion; 0 is 64 MiB, or more so that there are 32,768 portions at most."""
+    """Stored bytes of raw files in a portion. 0 means 64 MiB, or more to have at most 32,768 portions."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class NearDuplicates:
     rows: Annotated[int, ValueRange(at_least=1)] = 8
     ngram: Annotated[int, ValueRange(at_least=1)] = 5
     least_similarity: Annotated[float, ValueRange(at_least=0, at_most=1)] = 0.65
-    """Estimated similarity below which two documents that agree in a band are none the less different."""
+    """Minimum estimated similarity of near duplicates that agree in a band."""
 
 
 @dataclass(frozen=True)
 class Deduplication:
-    """``[dedup]``: of documents with the same or almost the same text, the first stays."""
+    """``[dedup]``: of documents with equal or similar text, only the first is kept."""
 
     exact: bool = True
     near: NearDuplicates | None = None
@@ -87,22 +87,22 @@ class Deduplication:
 
 @dataclass(frozen=True)
 class PreparationRecipe:
-    """A whole recipe file."""
+    """A complete recipe file."""
 
     source: tuple[RawSource, ...] = ()
     output: OutputRecipe = field(default_factory=OutputRecipe)
     step: tuple[AnyStep, ...] = ()
-    """What each document goes through, in order."""
+    """Steps applied to each document, in order."""
     dedup: Deduplication | None = None
 
 
 def read_recipe(path: Path) -> PreparationRecipe:
-    """The recipe in the TOML file at ``path``. Raises ``RunFileError`` with everything that is wrong with it."""
+    """Return the recipe in the TOML file at ``path``. Raises ``RunFileError`` with all mistakes."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        found = f"cannot be read: {error.strerror}"
-        raise RunFileError(path, [Problem("", found, "give the path of a recipe, a TOML file")]) from None
+        problem = f"cannot be read: {error.strerror}"
+        raise RunFileError(path, [Problem("", problem, "give the path of a recipe, a TOML file")]) from None
     except (ValueError, RecursionError) as error:
         raise RunFileError(path, [Problem("", f"not valid TOML: {error}", "see https://toml.io")]) from None
     problems: list[Problem] = []
@@ -113,8 +113,8 @@ def read_recipe(path: Path) -> PreparationRecipe:
 
 
 def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> PreparationRecipe | None:
-    """The recipe that ``table`` describes; mistakes are added to ``problems``."""
-    # A step's fields depend on its kind, which the reader of sections does not know.
+    """Return the recipe that ``table`` describes; mistakes are added to ``problems``."""
+    # A step's fields depend on its kind, which the reader of sections does not support.
     sections = {name: section for name, section in table.items() if name != "step"}
     recipe = read_section(PreparationRecipe, sections, problems)
     steps = read_steps(table.get("step", ()), problems)
@@ -138,7 +138,7 @@ def recipe_of(table: Mapping[str, object], problems: list[Problem]) -> Preparati
 
 
 def _chat_problems(output: OutputRecipe) -> Iterator[Problem]:
-    """What conversations need, and what is about them alone."""
+    """Yield missing settings for conversations, and settings that are only valid for them."""
     chats = output.layout == "chat"
     if chats and not output.seq_len:
         yield Problem(
@@ -147,13 +147,13 @@ def _chat_problems(output: OutputRecipe) -> Iterator[Problem]:
     if chats and output.tokenizer in ("bpe", "bytes"):
         remedy = "the folder of the model that is to learn them, or its tokenizer.json"
         yield Problem("output.tokenizer", f"{output.tokenizer!r} has no chat template", remedy)
-    for name, given in (("chat_template", output.chat_template), ("too_long", output.too_long != "drop")):
-        if given and not chats:
+    for name, is_set in (("chat_template", output.chat_template), ("too_long", output.too_long != "drop")):
+        if is_set and not chats:
             yield Problem(f"output.{name}", "is about conversations", 'layout = "chat", or leave it out')
 
 
 def _class_problems(output: OutputRecipe) -> Iterator[Problem]:
-    """Classes of lengths are of packed documents, and rise."""
+    """Yield problems of length classes, which need packed documents and must increase."""
     classes = output.length_classes
     if classes and not output.seq_len:
         yield Problem(
@@ -170,15 +170,15 @@ def _class_problems(output: OutputRecipe) -> Iterator[Problem]:
 
 
 def read_options(recipe: PreparationRecipe, source: int) -> ReadOptions:
-    """How documents are taken from the files of a source."""
+    """Return the options for reading documents from the files of a source."""
     chats, name = recipe.output.layout == "chat", recipe.source[source].text_field
     return ReadOptions(None if chats and name == RawSource.text_field else name, chats)
 
 
 def recipe_table(recipe: PreparationRecipe) -> JsonObject:
-    """The recipe as plain values, which ``recipe_of`` reads back.
+    """Return the recipe as plain values for ``recipe_of``.
 
-    A field that plans of earlier releases did not have is left out at its default: their text, which is their identity, stays what it is.
+    Fields that earlier releases did not have are omitted at their defaults, so that the plan's text, which identifies it, does not change.
     """
     table = asdict(recipe)
     for source in table["source"]:
@@ -191,18 +191,18 @@ def recipe_table(recipe: PreparationRecipe) -> JsonObject:
     return table
 
 
-def differences(found: object, wanted: object, path: str = "") -> list[str]:
-    """Dotted names of the fields in which two tables of plain values differ."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
+def differences(first: object, second: object, path: str = "") -> list[str]:
+    """Return dotted names of the fields in which two tables of plain values differ."""
+    if isinstance(first, dict) and isinstance(second, dict):
         return [
             name
-            for key in sorted({*found, *wanted})
-            for name in differences(found.get(key), wanted.get(key), f"{path}.{key}" if path else key)
+            for key in sorted({*first, *second})
+            for name in differences(first.get(key), second.get(key), f"{path}.{key}" if path else key)
         ]
-    if isinstance(found, list | tuple) and isinstance(wanted, list | tuple) and len(found) == len(wanted):
-        pairs = enumerate(zip(found, wanted, strict=True))
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple) and len(first) == len(second):
+        pairs = enumerate(zip(first, second, strict=True))
         return [name for number, pair in pairs for name in differences(*pair, f"{path}[{number}]")]
-    return [] if found == wanted else [path]
+    return [] if first == second else [path]
 
 
 def sha256_hex(data: bytes) -> str:

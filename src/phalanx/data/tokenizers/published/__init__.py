@@ -1,1 +1,1 @@
-"""Tokenizers as others publish them, brought into the one form that is kept: a ``tokenizer.json``."""
+"""Published tokenizers in several formats, converted to a ``tokenizer.json``."""

@@ -1,9 +1,8 @@
-"""BPE on characters with byte fallback, as sentencepiece trains it (Llama 2, Mistral 7B, Gemma), and added tokens that keep the text.
+"""BPE on characters with byte fallback, as trained by sentencepiece (Llama 2, Mistral 7B, Gemma), and added tokens that preserve text.
 
-A space is written as U+2581 ("▁"), and a character that the vocabulary has not as its bytes, ``<0xE2>`` and so on, so that every text
-can be spelled. Most of them also put a space before a text, which decoding takes off again. Nothing is lost by either, with
-one exception that is mended here: a "▁" in the text itself would come back as a space. It is spelled by its three bytes.
-For all other text the ids are those of sentencepiece and transformers.
+A space is written as U+2581 ("▁"), and a character outside the vocabulary as its bytes, such as ``<0xE2>``, so every text can be encoded. Most
+of these tokenizers also add a space before a text, which decoding removes. Both are lossless with one exception: a "▁" in the text would be
+decoded as a space. Here it is encoded as its three bytes. For all other text, the ids equal those of sentencepiece and transformers.
 """
 
 import json
@@ -29,15 +28,15 @@ from phalanx.data.tokenizers.published.files import (
 
 # Added tokens of a published ``tokenizer.json``, which must not change the text in which they occur.
 #
-# An added token is cut out of a text before the text is split into words. By its flags ``lstrip`` and ``rstrip`` it takes the white space
-# beside it along, which decoding does not give back; with ``normalized`` it is also found where the text only normalizes to it. Special tokens
-# are not concerned: in a text they are found nowhere.
+# Added tokens are extracted before a text is split into words. With the flags ``lstrip`` and ``rstrip``, a token absorbs adjacent white space, which
+# decoding does not restore. With ``normalized``, it also matches text that only normalizes to it. Special tokens are not affected, because
+# they are never matched in a text.
 
 _MOST_GROWTH = 8
 
 
 def without_stripping(serialized: str) -> str:
-    """Return the ``tokenizer.json`` with added tokens that leave the white space beside them in the text."""
+    """Return the ``tokenizer.json`` with added tokens changed so that they do not absorb adjacent white space."""
     content = json.loads(serialized)
     stripping = [
         token
@@ -50,11 +49,11 @@ def without_stripping(serialized: str) -> str:
 
 
 def require_bounded(hf: HfTokenizer) -> None:
-    """Raise ``TokenizerError`` if normalizing makes a text several times as long: steps that do so, one after another, take all memory."""
+    """Raises ``TokenizerError`` if normalization makes a text several times as long: a sequence of such steps would exhaust memory."""
     normalizer, text = hf.normalizer, PROBE
     steps = [normalizer]
     if isinstance(normalizer, normalizers.Sequence):
-        steps = [normalizer[place] for place in range(len(normalizer))]
+        steps = [normalizer[index] for index in range(len(normalizer))]
     for step in filter(None, steps):
         text = step.normalize_str(text)
         if len(text) > _MOST_GROWTH * len(PROBE):
@@ -70,9 +69,9 @@ def require_lossless(
     byte_count: Callable[[NDArray[np.uint32]], int],
     remedy: str,
 ) -> None:
-    """Raise ``TokenizerError`` if a sample of text, or text around one of the added tokens of ``hf``, does not come back as it was.
+    """Raises ``TokenizerError`` if a sample text, or text around an added token of ``hf``, is changed by encoding and decoding.
 
-    ``byte_count`` returns the bytes of text that ids stand for.
+    ``byte_count`` returns the number of text bytes of ids.
     """
     texts = [PROBE, *_texts_with_added_tokens(hf)]
     for text, ids in zip(texts, encode(texts), strict=True):
@@ -88,14 +87,14 @@ def _texts_with_added_tokens(hf: HfTokenizer) -> Iterator[str]:
 
 
 def lengths_of(spelled: Sequence[bytes]) -> NDArray[np.int64]:
-    """Return the bytes of each token, ``(vocab_size,)``, read-only."""
+    """Return the text bytes of each token, ``(vocab_size,)``, read-only."""
     lengths = np.fromiter(map(len, spelled), np.int64, len(spelled))
     lengths.flags.writeable = False
     return lengths
 
 
 def longest_token(spelled: Sequence[bytes], hf: HfTokenizer) -> int:
-    """Return the bytes of the longest of these tokens, special ones of ``hf`` by their names."""
+    """Return the bytes of the longest of these tokens, with special ones of ``hf`` by their names."""
     names = (len(added.content.encode()) for added in hf.get_added_tokens_decoder().values())
     return max(chain(map(len, spelled), names))
 
@@ -114,7 +113,7 @@ _SPLIT_AT_SPACES = {"String": " "}
 
 
 def is_byte_fallback(model: dict[str, object]) -> bool:
-    """True if the ``model`` of a ``tokenizer.json`` is a BPE of characters that can fall back to every byte."""
+    """Return True if the ``model`` of a ``tokenizer.json`` is a BPE on characters with fallback to all bytes."""
     vocab = model.get("vocab")
     return (
         model.get("type", "BPE") == "BPE"
@@ -126,26 +125,26 @@ def is_byte_fallback(model: dict[str, object]) -> bool:
 
 @dataclass(frozen=True)
 class FallbackTokenizer:
-    """A BPE with byte fallback, held as the text of its ``tokenizer.json``."""
+    """A BPE with byte fallback, stored as the text of its ``tokenizer.json``."""
 
     serialized: str = field(repr=False)
     end_token: str
     kind: str = field(default="bpe", init=False)
     end_of_document: int = field(init=False, compare=False)
     prefix_bytes: int = field(init=False, compare=False)
-    """1 if a space is put before a text, which decoding takes off, else 0."""
+    """1 if encoding adds a space before a text, which decoding removes, else 0."""
     _hf: HfTokenizer = field(init=False, repr=False, compare=False)
-    """Encodes what stands amid a text: without a space before it."""
+    """Encodes text that is not at the beginning, without a space before it."""
 
     def __post_init__(self) -> None:
-        """Raises ``TokenizerError`` if it does not give text back as it was."""
+        """Raises ``TokenizerError`` if encoding and decoding change a text."""
         serialized = without_stripping(self.serialized)
-        theirs = _unlimited(HfTokenizer.from_str(serialized))
-        require_bounded(theirs)
-        end_of_document = theirs.token_to_id(self.end_token)
+        original = _unlimited(HfTokenizer.from_str(serialized))
+        require_bounded(original)
+        end_of_document = original.token_to_id(self.end_token)
         if end_of_document is None:
             raise TokenizerError(f"the tokenizer has no token {self.end_token!r} to end documents with")
-        first = theirs.encode("a", add_special_tokens=False).tokens[0]
+        first = original.encode("a", add_special_tokens=False).tokens[0]
         object.__setattr__(self, "end_of_document", end_of_document)
         object.__setattr__(self, "prefix_bytes", int(first.startswith(SPACE)))
         object.__setattr__(self, "_hf", _unlimited(HfTokenizer.from_str(_without_prefix(serialized))))
@@ -153,7 +152,7 @@ class FallbackTokenizer:
             raise TokenizerError(
                 f"text that spells {self.end_token!r} would end its document: mark that token as special"
             )
-        if self.encode(PROBE) != theirs.encode(PROBE, add_special_tokens=False).ids:
+        if self.encode(PROBE) != original.encode(PROBE, add_special_tokens=False).ids:
             raise TokenizerError(
                 "the tokenizer puts text into pieces in a way that is not known here; give the model's tokenizer.model, or "
                 "train one ('bpe')"
@@ -173,7 +172,7 @@ class FallbackTokenizer:
     @cached_property
     def document_start(self) -> tuple[int, ...]:
         encoded = HfTokenizer.from_str(self.serialized).encode("a", add_special_tokens=True)
-        first = next(place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
+        first = next(index for index, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
         return tuple(encoded.ids[:first])
 
     @property
@@ -193,7 +192,7 @@ class FallbackTokenizer:
 
     @cached_property
     def _spelled(self) -> list[bytes]:
-        """The bytes of text that each token stands for; none for special ones."""
+        """The text bytes of each token; empty for special tokens."""
         spelled = [b""] * self.vocab_size
         for token, number in self._hf.get_vocab(with_added_tokens=False).items():
             byte = _BYTE.fullmatch(token)
@@ -204,19 +203,19 @@ class FallbackTokenizer:
         return spelled
 
     @cached_property
-    def _spelled_space(self) -> list[int]:
+    def _space_ids(self) -> list[int]:
         vocab = self._hf.get_vocab(with_added_tokens=False)
         return [vocab[f"<0x{byte:02X}>"] for byte in SPACE.encode()]
 
     def encode(self, text: str) -> list[int]:
-        first, *others = self._with_prefix(text).split(SPACE)
-        ids = self._amid(first)
-        for other in others:
-            ids += self._spelled_space + self._amid(other)
+        first, *parts = self._with_prefix(text).split(SPACE)
+        ids = self._encode_part(first)
+        for part in parts:
+            ids += self._space_ids + self._encode_part(part)
         return ids
 
     def encode_template(self, text: str) -> list[int]:
-        """As transformers encodes, the name of a special token being that token: for what a chat template has made."""
+        """Encode the output of a chat template like transformers: the name of a special token becomes that token."""
         return list(self._for_templates.encode(text, add_special_tokens=False).ids)
 
     @cached_property
@@ -235,7 +234,7 @@ class FallbackTokenizer:
 
     def decode(self, ids: Sequence[int], *, at_start: bool = True) -> str:
         require_known_ids(ids, self.vocab_size)
-        # The library's decoder makes a U+FFFD of each byte of a character that is not whole, which cannot be shown as it comes.
+        # The library's decoder replaces each byte of an incomplete character with U+FFFD, which is unsuitable for streaming.
         text = b"".join(self._spelled[token] for token in ids).decode(errors="replace")
         return text[1:] if at_start and self.prefix_bytes and text.startswith(" ") else text
 
@@ -245,12 +244,12 @@ class FallbackTokenizer:
     def _with_prefix(self, text: str) -> str:
         return " " + text if text and self.prefix_bytes else text
 
-    def _amid(self, text: str) -> list[int]:
+    def _encode_part(self, text: str) -> list[int]:
         return list(self._hf.encode(text, add_special_tokens=False).ids)
 
 
 def _unlimited(hf: HfTokenizer) -> HfTokenizer:
-    """The tokenizer, which cuts and pads nothing, and for which the name of a special token in a text is text."""
+    """Return the tokenizer without truncation and padding, and with names of special tokens encoded as text."""
     hf.no_truncation()
     hf.no_padding()
     hf.encode_special_tokens = True
@@ -258,39 +257,39 @@ def _unlimited(hf: HfTokenizer) -> HfTokenizer:
 
 
 def _without_prefix(serialized: str) -> str:
-    """The ``tokenizer.json`` without the space that it puts before a text, and with words encoded one by one where that is the same.
+    """Return the ``tokenizer.json`` without the space before a text, and with words encoded one by one if the result is the same.
 
-    It is the same where no token has a space behind another character: then no merge crosses the begin of a word. It makes texts of
-    a megabyte twice as fast (measured: 3.2 against 1.5 MB per CPU-s), and short ones no slower.
+    It is the same if no token has a space after another character: then no merge crosses the start of a word. Texts of a megabyte are encoded twice as
+    fast (measured: 3.2 against 1.5 MB per CPU-s), and short ones not slower.
     """
     content = json.loads(serialized)
     normalizers = _steps(content.get("normalizer"), "normalizers")
     normalizers = [step for step in normalizers if step["type"] != "Prepend"]
-    before = content.get("pre_tokenizer")
-    if before and before["type"] == "Metaspace" and before.get("split", True) is False:
+    pre_tokenizer = content.get("pre_tokenizer")
+    if pre_tokenizer and pre_tokenizer["type"] == "Metaspace" and pre_tokenizer.get("split", True) is False:
         normalizers.append(_REPLACE_SPACES)
-        before = None
-    elif before and before["type"] == "Metaspace":
-        before = {**before, "prepend_scheme": "never"}
-        before.pop("add_prefix_space", None)
+        pre_tokenizer = None
+    elif pre_tokenizer and pre_tokenizer["type"] == "Metaspace":
+        pre_tokenizer = {**pre_tokenizer, "prepend_scheme": "never"}
+        pre_tokenizer.pop("add_prefix_space", None)
     elif (
-        before
-        and before["type"] == "Split"
-        and before["pattern"] == _SPLIT_AT_SPACES
+        pre_tokenizer
+        and pre_tokenizer["type"] == "Split"
+        and pre_tokenizer["pattern"] == _SPLIT_AT_SPACES
         and _REPLACE_SPACES in normalizers
     ):
-        before = None  # no space is left to split at
+        pre_tokenizer = None  # no space is left to split at
     merged = (pair if isinstance(pair, str) else "".join(pair) for pair in content["model"]["merges"])
-    if before is None and not any(_SPACE_WITHIN.search(pair.replace(" ", "")) for pair in merged):
-        before = _SPLIT_WORDS
+    if pre_tokenizer is None and not any(_SPACE_WITHIN.search(pair.replace(" ", "")) for pair in merged):
+        pre_tokenizer = _SPLIT_WORDS
     content["normalizer"] = {"type": "Sequence", "normalizers": normalizers} if normalizers else None
-    content["pre_tokenizer"] = before
+    content["pre_tokenizer"] = pre_tokenizer
     content["post_processor"] = None
     return json.dumps(content, ensure_ascii=False)
 
 
 def _steps(step: dict[str, object] | None, name: str) -> list[dict[str, object]]:
-    """The steps of a sequence of normalizers, or the one that there is."""
+    """Return the steps of a sequence of normalizers, or a single one as a list."""
     if step is None:
         return []
     inner = step[name] if step["type"] == "Sequence" else [step]

@@ -1,4 +1,4 @@
-"""The files that a tokenizer is kept in, ``tokenizer.json`` and ``tokenizer_config.json``: read with errors that name them, and written."""
+"""Read and write a tokenizer's files ``tokenizer.json`` and ``tokenizer_config.json``, with errors that name them."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ COMMON_END_TOKENS = (
     "<|end▁of▁sentence|>",
 )
 PROBE = "It's naïve:\tx  ==   1234567\r\n\n  日本語 👩‍🚀 \x00\x7f <|endoftext|></s> end "
-"""In normal form C, so that tokenizers which normalize (Qwen's) pass; spells an end token, as scraped text does."""
+"""Sample text in normal form C, so that normalizing tokenizers (Qwen's) pass. It spells an end token, as scraped text may."""
 
 
 def save_tokenizer(directory: Path, serialized: str, end_token: str, kind: str) -> None:
@@ -30,12 +30,12 @@ def save_tokenizer(directory: Path, serialized: str, end_token: str, kind: str) 
 
 
 def fingerprint_of(serialized: str, end_token: str) -> str:
-    """The SHA-256, in hex, of all that decides how a tokenizer with a ``tokenizer.json`` encodes text."""
+    """Return the SHA-256, in hex, of the inputs that determine how a tokenizer with a ``tokenizer.json`` encodes text."""
     return hashlib.sha256(f"{end_token}\0{serialized}".encode()).hexdigest()
 
 
 def read_config(directory: Path, name: str = CONFIG_FILE) -> dict[str, object]:
-    """The ``tokenizer_config.json`` in ``directory``, or another file of JSON; empty if there is none. Raises ``TokenizerError``."""
+    """Return the content of ``tokenizer_config.json`` or another JSON file in ``directory``; empty if there is none. Raises ``TokenizerError``."""
     file = directory / name
     if not file.exists():
         return {}
@@ -49,7 +49,7 @@ def read_config(directory: Path, name: str = CONFIG_FILE) -> dict[str, object]:
 
 
 def named_token(config: dict[str, object], name: str) -> str | None:
-    """A token that the configuration names, as a string or as an object with its ``content``."""
+    """Return a token in the configuration, stored as a string or as an object with its ``content``."""
     token = config.get(name)
     if isinstance(token, dict):
         token = token.get("content")
@@ -57,7 +57,7 @@ def named_token(config: dict[str, object], name: str) -> str | None:
 
 
 def read_bytes(file: Path) -> bytes:
-    """The content of a tokenizer's file. Raises ``TokenizerError``."""
+    """Return the content of a tokenizer's file. Raises ``TokenizerError``."""
     try:
         return read_small(file, follow=True)
     except OSError as error:
@@ -67,7 +67,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def decoded(content: bytes, file: Path) -> str:
-    """The content of ``file`` as text. Raises ``TokenizerError``."""
+    """Return the content of ``file`` as text. Raises ``TokenizerError``."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -1,9 +1,8 @@
-"""Published tokenizers of other formats converted to a ``tokenizer.json``: sentencepiece's ``tokenizer.model`` and tiktoken's ranks.
+"""Convert published tokenizers in other formats to a ``tokenizer.json``: sentencepiece's ``tokenizer.model`` and tiktoken's ranks.
 
-The file is a protocol buffer (``sentencepiece_model.proto`` of https://github.com/google/sentencepiece) of which a dozen fields are needed, so
-it is read here, without the library. A BPE's scores say in which order pairs are merged; the merges are listed as
-transformers' converter lists them. What does not give text back as it was is refused: models that normalize or join
-spaces, that have no bytes to fall back to, and unigram models, which T5 and its like have.
+A ``tokenizer.model`` is a protocol buffer (``sentencepiece_model.proto`` of https://github.com/google/sentencepiece). Only a dozen fields are needed, so it
+is parsed here without the library. The scores of a BPE give the order of merges, which are listed as in transformers' converter. Tokenizers that lose
+text are refused: models that normalize or join spaces, that have no byte fallback, and unigram models (such as T5's).
 """
 
 import base64
@@ -27,7 +26,7 @@ _OTHER_BASE = "choose a model of another kind, or train a tokenizer ('bpe')"
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a ``tokenizer.model`` says, as far as it decides how text is encoded."""
+    """The fields of a ``tokenizer.model`` that determine how text is encoded."""
 
     pieces: list[tuple[str, float, int]]
     """Text, score and type of each id."""
@@ -44,7 +43,7 @@ class SentencePieceModel:
 
 
 def read_model(content: bytes) -> SentencePieceModel:
-    """The model in the bytes of a ``tokenizer.model``. Raises ``TokenizerError`` if they are none."""
+    """Parse the bytes of a ``tokenizer.model``. Raises ``TokenizerError`` if they are not a model."""
     try:
         return _model(content)
     except (IndexError, ValueError, struct.error) as error:
@@ -54,10 +53,10 @@ def read_model(content: bytes) -> SentencePieceModel:
 def to_tokenizer_json(
     model: SentencePieceModel, *, add_bos: bool | None, special: frozenset[str] = frozenset()
 ) -> tuple[str, str | None]:
-    """The text of the ``tokenizer.json`` that encodes as the model does, and its end token.
+    """Return the text of an equivalent ``tokenizer.json``, and the model's end token.
 
-    ``add_bos`` says if a text begins with the model's first token; None: if it has one. ``special`` names further tokens that
-    text cannot spell. Raises ``TokenizerError`` for models that lose text.
+    ``add_bos`` is True if a text begins with the model's first token; None means that it does if there is one. ``special`` has names of further
+    tokens that text cannot spell. Raises ``TokenizerError`` for models that lose text.
     """
     _require_lossless(model)
     vocab = {piece: number for number, (piece, _, _) in enumerate(model.pieces)}
@@ -114,27 +113,27 @@ def _require_lossless(model: SentencePieceModel) -> None:
     elif any(kind == _UNUSED for _, _, kind in model.pieces):
         reason = "has pieces that are switched off, which is not known here"
     elif any(kind == _USER_DEFINED and SPACE in piece for piece, _, kind in model.pieces):
-        # Matching them needs the space that is put before a text, and those that it holds, at once.
+        # Matching such tokens would need both the added space before a text and the spaces in it.
         reason = "has tokens of its own that hold spaces, which is not known here; give its tokenizer.json"
     if reason:
         raise TokenizerError(f"the sentencepiece model {reason}; {_OTHER_BASE}")
 
 
 def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece: those of the best score first, of one piece by the ids of the two."""
+    """Return all pairs of pieces that form a piece, best score first; pairs of one piece in the order of their ids."""
     ids = {piece: number for number, (piece, _, kind) in enumerate(model.pieces) if kind == _NORMAL}
-    found: list[tuple[float, int, int, int, str, str]] = []
+    candidates: list[tuple[float, int, int, int, str, str]] = []
     for piece, number in ids.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in ids and right in ids:
-                found.append((-model.pieces[number][1], number, ids[left], ids[right], left, right))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+                candidates.append((-model.pieces[number][1], number, ids[left], ids[right], left, right))
+    candidates.sort()
+    return [(left, right) for *_, left, right in candidates]
 
 
 def _control(model: SentencePieceModel, number: int) -> str | None:
-    """The piece of this id if it is a control token."""
+    """Return the piece with this id if it is a control token."""
     if 0 <= number < len(model.pieces) and model.pieces[number][2] == _CONTROL:
         return model.pieces[number][0]
     return None
@@ -177,36 +176,36 @@ def _model(content: bytes) -> SentencePieceModel:
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a message (https://protobuf.dev/programming-guides/encoding/)."""
-    at = 0
-    while at < len(content):
-        key, at = _varint(content, at)
+    """Yield number and value of each field of a message (https://protobuf.dev/programming-guides/encoding/)."""
+    offset = 0
+    while offset < len(content):
+        key, offset = _varint(content, offset)
         match key & 7:
             case 0:
                 value: int | bytes
-                value, at = _varint(content, at)
+                value, offset = _varint(content, offset)
             case 1:
-                value, at = content[at : at + 8], at + 8
+                value, offset = content[offset : offset + 8], offset + 8
             case 2:
-                length, at = _varint(content, at)
-                value, at = content[at : at + length], at + length
+                length, offset = _varint(content, offset)
+                value, offset = content[offset : offset + length], offset + length
             case 5:
-                value, at = content[at : at + 4], at + 4
+                value, offset = content[offset : offset + 4], offset + 4
             case kind:
                 raise ValueError(f"wire type {kind}")
-        if at > len(content):
+        if offset > len(content):
             raise ValueError("ends early")
         yield key >> 3, value
 
 
-def _varint(content: bytes, at: int) -> tuple[int, int]:
+def _varint(content: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = content[at]
-        at += 1
+        byte = content[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value, at
+            return value, offset
         shift += 7
         if shift > 63:
             raise ValueError("a number without end")
@@ -228,28 +227,28 @@ def _float(value: int | bytes) -> float:
     return float(struct.unpack("<f", _bytes(value))[0])
 
 
-# tiktoken's files, lines of a token in base64 and its rank, converted to a ``tokenizer.json``.
+# Convert tiktoken's files, whose lines have a token in base64 and its rank, to a ``tokenizer.json``.
 #
-# Such a file says neither how text is split into words nor which special tokens there are. Of OpenAI's own encodings, which their
-# numbers of ranks tell apart, both are known here (``tiktoken_ext/openai_public.py`` of https://github.com/openai/tiktoken). For others
-# a ``tokenizer_config.json`` beside the file says them: ``pat_str`` and ``special_tokens``, as in ``tiktoken.Encoding``.
+# Such a file has neither the word pattern nor the special tokens. For OpenAI's encodings, both are listed here by the number of ranks
+# (``tiktoken_ext/openai_public.py`` of https://github.com/openai/tiktoken). For others, they must be in a ``tokenizer_config.json`` beside the file:
+# ``pat_str`` and ``special_tokens``, as in ``tiktoken.Encoding``.
 
 
 _FIRST_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|$)")
 _NOT_TRANSLATED = re.compile(r"\{\d+(,\d*)?\}\+|(?<!\\)\$|\(\?P<")
-"""What the two libraries' regular expressions take for different things: possessive counts, the end of text, named groups."""
+"""Regular expressions with a different meaning in the two libraries: possessive counts, the end of text, named groups."""
 _END = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
 class Splitting:
-    """How text is split into words, and the tokens that no text spells, with their ids."""
+    """The pattern that splits text into words, and the special tokens with their ids."""
 
     pattern: str
     special_tokens: Mapping[str, int]
 
 
-# The patterns in the form without possessive quantifiers, which its authors give as equal for GPT-2's, and which cl100k_base had before.
+# Patterns without possessive quantifiers: tiktoken's authors document this form as equal for GPT-2, and cl100k_base had it before.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -275,16 +274,16 @@ KNOWN: Mapping[int, Splitting] = {
     ),
     199_998: Splitting(_O200K, {_END: 199_999, "<|endofprompt|>": 200_018}),
 }
-"""By the number of ranks: r50k_base, p50k_base, cl100k_base, o200k_base."""
+"""Encodings by number of ranks: r50k_base, p50k_base, cl100k_base, o200k_base."""
 
 
 def is_ranks(content: bytes) -> bool:
-    """True if the first line is a token in base64 and a rank."""
+    """Return True if the first line is a token in base64 and a rank."""
     return _FIRST_LINE.match(content) is not None
 
 
 def read_ranks(content: bytes) -> dict[bytes, int]:
-    """The rank of each token. Raises ``TokenizerError`` if a line is damaged or a byte has no token."""
+    """Return the rank of each token. Raises ``TokenizerError`` if a line is damaged or a byte has no token."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
@@ -304,9 +303,9 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
 
 
 def splitting_of(ranks: Mapping[bytes, int], config: Mapping[str, object]) -> Splitting:
-    """How the tokenizer with these ranks splits text: as its configuration says, or as is known of its encoding.
+    """Return the splitting of the tokenizer with these ranks, from its configuration or the known encodings.
 
-    Raises ``TokenizerError`` if neither tells.
+    Raises ``TokenizerError`` if neither has it.
     """
     pattern, special = config.get("pat_str"), config.get("special_tokens", {})
     if pattern is None and len(ranks) in KNOWN:
@@ -316,19 +315,19 @@ def splitting_of(ranks: Mapping[bytes, int], config: Mapping[str, object]) -> Sp
             f"how does this tokenizer of {len(ranks):,} ranks split text? Give the model's tokenizer.json instead, or write pat_str and "
             f"special_tokens into a {CONFIG_FILE} beside the file, as in tiktoken.Encoding"
         )
-    if found := _NOT_TRANSLATED.search(pattern):
+    if unsupported := _NOT_TRANSLATED.search(pattern):
         raise TokenizerError(
-            f"pat_str has {found[0]!r}, which means something else in the library that splits text here; give the model's tokenizer.json"
+            f"pat_str has {unsupported[0]!r}, which means something else in the library that splits text here; give the model's tokenizer.json"
         )
     return Splitting(pattern, {str(token): int(number) for token, number in special.items()})
 
 
 def ranks_to_tokenizer_json(ranks: Mapping[bytes, int], splitting: Splitting) -> str:
-    """The text of the ``tokenizer.json`` that encodes as tiktoken does with these ranks."""
-    taken = set(ranks.values()) & set(splitting.special_tokens.values())
-    if taken:
+    """Return the text of a ``tokenizer.json`` that encodes like tiktoken with these ranks."""
+    conflicting = set(ranks.values()) & set(splitting.special_tokens.values())
+    if conflicting:
         raise TokenizerError(
-            f"special tokens have ids of other tokens: {sorted(taken)[:5]}; mend special_tokens"
+            f"special tokens have ids of other tokens: {sorted(conflicting)[:5]}; mend special_tokens"
         )
     spelling = bytes_spelling()
     spelled = {token: "".join(spelling[byte] for byte in token) for token in ranks}
@@ -356,11 +355,11 @@ def ranks_to_tokenizer_json(ranks: Mapping[bytes, int], splitting: Splitting) ->
 
 
 def bytes_spelling() -> list[str]:
-    """Byte-level BPE's spelling of each byte: printable ones as themselves, the others from U+0100 on, in order."""
+    """Return byte-level BPE's character for each byte: printable ones as themselves, the others from U+0100 on, in order."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
         *range(ord("®"), ord("ÿ") + 1),
     }
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    replacements = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]

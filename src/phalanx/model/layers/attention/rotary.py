@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al., arXiv 2104.09864), scaled to longer contexts by position interpolation, Llama 3, YaRN or LongRoPE.
 
 Pairs are element ``i`` and element ``i + head_dim / 2`` of a head, the layout of the published Llama and Qwen weights in Hugging Face
-format, so that those load unchanged. (For DeepSeek's latent attention, see ``mla.py``.)
+format, so that those load unchanged. (DeepSeek's latent attention documents its own layout.)
 """
 
 from __future__ import annotations
