@@ -32,25 +32,25 @@ class TrainSpec:
     with either, the bits do not depend on the number of ranks, though they differ between the two; "fast" is a plain
     reduce-scatter, whose order the library chooses."""
     expert_sums: Annotated[Literal["micro-batch", "slot"], LATER] = "micro-batch"
-    """What is added first where ranks share experts and slots have several micro-batches: with "micro-batch" the slots of each, so that a
-    rank keeps one set of its experts' gradients; with "slot" the micro-batches of each, so that parallel.expert changes no bit, for a
-    set of gradients for each slot that the ranks compute at once."""
+    """Order of sums where ranks share experts and slots have several micro-batches. "micro-batch" first adds the slots of each micro-batch: a
+    rank keeps one set of its experts' gradients. "slot" first adds the micro-batches of each slot: parallel.expert then changes no bit,
+    and a rank keeps a set of gradients for each slot that the ranks compute at once."""
     on_nonfinite: Annotated[Literal["stop", "skip"], FLEET] = "stop"
     """Action when the loss or the gradient is infinite or NaN: stop the run, or skip the step."""
     max_skipped: Annotated[int, FLEET, POSITIVE] = 10
     """Consecutive skipped steps after which the run stops even if on_nonfinite or on_spike is "skip"."""
     on_spike: Annotated[Literal["continue", "stop", "skip"], LATER] = "continue"
-    """Action when a step's loss or gradient norm is far above that of the steps before: go on and say so; stop before the step, saved; or skip
+    """Action when a step's loss or gradient norm is far above that of the steps before: continue with a warning; stop before the step, saved; or skip
     the step, so that its samples are left out. The checkpoint before a spike is kept."""
     spike_window: Annotated[int, LATER, ValueRange(at_least=8, at_most=1024)] = 128
-    """Steps that say which loss and gradient norm are usual; half of them must be done before any step can be a spike."""
+    """Number of last steps that define the usual loss and gradient norm; half of them must be done before any step can be a spike."""
     spike_deviations: Annotated[float, LATER, ValueRange(above=0)] = 8.0
     """Deviations above the window's median (1.4826 times its median absolute deviation) from which a step is a spike."""
     document_mask: bool | None = None
-    """If true, attention does not cross the ends of documents; positions are not reset there. Left out, it is true of packed datasets whose index
-    asks for it, as all do that are prepared now, and else false; models of a user's own do without."""
+    """If true, attention does not cross the ends of documents; positions are not reset there. By default true for packed datasets whose index
+    requires it, as all new ones do, and false otherwise; models of a user's own do without."""
     targets_within_documents: Annotated[bool, LATER] = False
-    """If true, the token after the end of a document, the first of another one or padding, is no target. Always true of packed datasets."""
+    """If true, the token after the end of a document, the first of another one or padding, is no target. Always true for packed datasets."""
     end_of_document: Annotated[int, ValueRange(at_least=-1)] = -1
     """Token id that ends a document, for document_mask and targets_within_documents; -1 means the tokenizer's."""
     loss_chunk: Annotated[int, POSITIVE] = 2048
@@ -157,11 +157,11 @@ class SourceSpec:
     path: Annotated[str, FLEET] = ""
     """Folder of the prepared dataset. All sources have the same tokenizer."""
     weights: tuple[float, ...] = (1.0,)
-    """Weight in each stage of the run: its share of the samples is its weight over the sum of all. Taken as the decimals that are written."""
+    """Weight in each stage of the run: its share of the samples is its weight over the sum of all. Read as exact decimals."""
     use: tuple[float, ...] = (0.0, 1.0)
-    """Part of the dataset's sequences that is drawn from, as fractions [from, to]: the others stay unseen, for another source or run."""
+    """Part of the dataset's sequences that is used, as fractions [from, to]; the others are left for another source or run."""
     epochs: Annotated[float, FLEET, NOT_NEGATIVE] = 1.0
-    """Times that the part may be read by the end of the run, at most; a run that would read it more often is not started. 0 means no limit."""
+    """Most times that the part is read by the end of the run; a run that would read it more often is refused. 0 means no limit."""
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,12 @@ class DataSpec:
     sources: Annotated[tuple[SourceSpec, ...], LATER] = ()
     """Prepared datasets that the run draws from, instead of data.path; each is a table [[data.sources]]."""
     cache: Annotated[str, FLEET] = ""
-    """Folder of each machine's own where what was read of datasets in object stores is kept for all its ranks and runs; empty is
+    """Local folder of each machine that caches data of object stores for all its ranks and runs; empty means
     ~/.cache/phalanx/datasets."""
     cache_gib: Annotated[float, FLEET, ValueRange(above=0)] = 64.0
-    """GiB that this folder may grow to; what was fetched longest ago goes first, and is fetched again if it is needed."""
+    """Largest size of this folder in GiB; the oldest data are deleted first, and fetched again if they are needed."""
     read_ahead_mib: Annotated[float, FLEET, NOT_NEGATIVE] = 64.0
-    """MiB of samples to come that each rank has fetched from object stores, so that training does not wait for slow answers."""
+    """MiB of future samples that each rank fetches ahead from object stores, so that training does not wait for slow responses."""
     timeout_s: Annotated[float, FLEET, ValueRange(above=0)] = 1800.0
     """Seconds for which training waits for an object store that does not answer."""
 
@@ -244,7 +244,7 @@ class PrecisionSpec:
     """Format of the operands of the blocks' matrix products; 8-bit formats are emulated on hardware that lacks them."""
     rows: Annotated[Literal["any", "independent"], LATER] = "any"
     """If "independent", each expert's rows are padded to a multiple of 4, so that on a CPU a token's results do not depend on which
-    others chose its expert: what serving needs to give a mixture's log-probabilities bit by bit."""
+    others chose its expert: serving needs this for exact log-probabilities of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class RuntimeSpec:
     portable on CPUs where that is possible, native on GPUs; a run that has begun keeps its arithmetic."""
     mixed_machines: Annotated[bool, LAYOUT, LATER] = False
     """If true, ranks may compute on machines whose kernels round differently; the bits then depend on which of them computed what. If
-    false, such machines are found by probes at the start, and refused."""
+    false, probes at the start detect such machines, and the run is refused."""
 
 
 # ``[evaluation]``, ``[sample]`` and ``[expect]``: held-out text, text that is generated, and the weights that others have got.
@@ -316,7 +316,7 @@ class SampleSpec:
 
 @dataclass(frozen=True)
 class ExpectSpec:
-    """The weights that a run has had elsewhere, with which the result is compared."""
+    """Hashes of the weights of the same run elsewhere, with which the result is compared."""
 
     weights: Annotated[tuple[str, ...], FLEET] = ()
     """Each "RUN SHA256": the first 8 digits or more of a run's key, as in its directory's name, and the SHA-256 of its weights at the end. The key is that
@@ -335,8 +335,8 @@ class ObserveSpec:
     memory_at_step: Annotated[int, FLEET, NOT_NEGATIVE] = 2
     """Step of each attempt in which memory is measured by kind; 0 means never."""
     ranks_every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 10
-    """Steps after which what each rank measured of itself (its computing time, its waiting for data, its memory, its temperature) is appended
-    to the run's ranks.bin; 0 means never. Stragglers are looked for in the same exchange, so a shorter fleet.straggler_window_steps counts too."""
+    """Steps after which each rank's measurements (computing time, waiting for data, memory, temperature) are appended
+    to the run's ranks.bin; 0 means never. The same exchange detects stragglers, so a shorter fleet.straggler_window_steps counts too."""
     sinks: Annotated[tuple[str, ...], FLEET] = ()
     """Experiment trackers that get a copy of every metric: "tensorboard", "wandb", "mlflow", "trackio", "otel", or one that another installed
     package offers; each needs its optional extra to be installed."""
@@ -345,7 +345,7 @@ class ObserveSpec:
     log_files: Annotated[int, FLEET, ValueRange(at_least=2)] = 4
     """Files that are kept of each process's log: the first, which has its start, and the newest."""
     accelerator_hour_price: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
-    """Price of one accelerator (or rank) for an hour, in any currency, from which the cost of the run is told; 0 means that nobody knows."""
+    """Price of one accelerator (or rank) for an hour, in any currency, for the cost of the run; 0 means unknown."""
     metrics_port: Annotated[int, FLEET, ValueRange(at_least=0, at_most=65535)] = 0
     """TCP port at which a fleet's coordinator serves its metrics to Prometheus; each agent takes the next free one after it. 0 means none."""
     metrics_host: Annotated[str, FLEET] = "127.0.0.1"
@@ -357,7 +357,7 @@ class ObserveSpec:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Start of the run on a cluster by `phalanx submit`: the engine, what it is asked for, and where in the network the ranks lie. Nothing
+    """Start of the run on a cluster by `phalanx submit`: the engine, the request to it, and the placement of ranks in the network. Nothing
     here changes a bit of the weights."""
 
     engine: Annotated[str, FLEET] = ""
@@ -381,7 +381,7 @@ class LaunchSpec:
     exclude: Annotated[str, FLEET] = ""
     """Nodes not to use, as n[1-4,7]."""
     gpus_per_node: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """GPUs to ask for on each node; 0 means one for each worker, or none if runtime.device is cpu."""
+    """GPUs to request on each node; 0 means one for each worker, or none if runtime.device is cpu."""
     exclusive: Annotated[bool, FLEET] = True
     """If true, nodes are not shared with other jobs."""
     grace_s: Annotated[float, FLEET, ValueRange(at_least=1, at_most=3600)] = 120.0
@@ -400,7 +400,7 @@ class LaunchSpec:
     """Kubernetes: nodes of a unit (launch.unit) get the same value of this node label, such as fabric.topograph.run/tier-0 (with Volcano: the number
     of the highest tier that a unit may span). Empty means that units may lie anywhere."""
     domain_labels: Annotated[tuple[str, ...], FLEET] = ()
-    """Kubernetes: node labels that name a node's network domains, from the widest to the narrowest; each pod asks for those of its node."""
+    """Kubernetes: node labels that name a node's network domains, from the widest to the narrowest; each pod reads those of its node."""
     resources: Annotated[tuple[str, ...], FLEET] = ()
     """Kubernetes: further resources of a pod, as NAME=QUANTITY: cpu=64, memory=1Ti, rdma/hca=8."""
     gpu_resource: Annotated[str, FLEET] = "nvidia.com/gpu"
@@ -414,8 +414,8 @@ class LaunchSpec:
     pod_patch: Annotated[str, FLEET] = ""
     """Kubernetes: JSON or TOML file with fields of a pod template, as metadata.annotations or spec.runtimeClassName, that are merged into the pods'."""
     environment: Annotated[tuple[str, ...], FLEET] = ()
-    """Variables for agents and workers, as NAME=VALUE, or as NAME for the value that it has where phalanx submit is called. Values of secrets belong
-    into no run file: use NAME."""
+    """Variables for agents and workers, as NAME=VALUE, or as NAME for the value that it has where phalanx submit is called. Never write
+    secrets into a run file: use NAME."""
     secrets: Annotated[str, FLEET] = ""
     """File of NAME=VALUE lines, of mode 600, whose variables agents and workers get; under Kubernetes, name of a Secret with them."""
     prologue: Annotated[tuple[str, ...], FLEET] = ()
@@ -429,7 +429,7 @@ class LaunchSpec:
     non-blocking."""
     most_lost_ms: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
     """Milliseconds of a step that the nodes which an engine gave, or which join later, may lose on slow uplinks: with more, the run does not
-    start on them, or they do not join. 0 means any; the loss is only said."""
+    start on them, or they do not join. 0 means any; the loss is only reported."""
     unit: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Nodes that are kept together below one switch; 0 means those that the axes inside a slot span. `phalanx place` prices others."""
     order: Annotated[Literal["data", "pipeline"], FLEET] = "data"
@@ -451,15 +451,15 @@ class FleetSpec:
     workers_per_node: Annotated[int, FLEET, POSITIVE] = 1
     """Workers on each node; each holds one rank."""
     min_nodes: Annotated[int, FLEET, POSITIVE] = 1
-    """Smallest number of nodes to train on; with fewer the run waits, its state in its agents' memory and in the newest checkpoint."""
+    """Smallest number of nodes to train on; with fewer the run waits, with its state in the agents' memory and in the newest checkpoint."""
     least_tensor: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Smallest tensor degree with which the run goes on when too few nodes are left for parallel.tensor, halved as often as needed: the
     bits stay, each rank holds a larger share. It needs model.lanes; 0 means parallel.tensor, so that the run waits for nodes."""
     least_context: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Smallest context degree with which the run goes on, likewise. It needs model.context_tiles; 0 means parallel.context."""
     halve_first: Annotated[Literal["planned", "tensor", "context"], FLEET] = "planned"
-    """The degree that is halved first, down to its least, where both may fall; "planned" takes the one with which the planner, asked once at the
-    start of a fleet, expects the shorter step on half of the ranks, and memory enough."""
+    """The degree that is halved first, down to its least, where both may fall; "planned" takes the one for which the planner, called once at the
+    start of a fleet, predicts the shorter step on half of the ranks, and enough memory."""
     heartbeat_s: Annotated[float, FLEET, ValueRange(above=0)] = 5.0
     """Seconds between two heartbeats of an agent."""
     lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 15.0
@@ -470,7 +470,7 @@ class FleetSpec:
     confirm_s: Annotated[float, FLEET, NOT_NEGATIVE] = 2.0
     """Seconds in which an agent whose connection broke may reconnect, unless a peer reports a broken collective."""
     coordinator_lease_s: Annotated[float, FLEET, ValueRange(above=0)] = 1800.0
-    """Seconds without a coordinator after which an agent stops its workers and ends, so that no node is kept by a run that nobody leads."""
+    """Seconds without a coordinator after which an agent stops its workers and ends, so that a run without a leader keeps no node."""
     succession_s: Annotated[float, FLEET, NOT_NEGATIVE] = 30.0
     """Seconds without a coordinator after which another node of a cluster leads the run on, and again as many for each next in line; 0 means
     never. Not on local fleets, whose launcher starts the coordinator again."""

@@ -141,8 +141,8 @@ class ModelSpec:
     """A decoder-only transformer. Dimensions are in elements."""
 
     preset: str = ""
-    """Name of a known shape, such as "llama3-8b", or the path of a run directory, whose model it then is (an imported one, say); fields
-    given beside it override it."""
+    """Name of a known shape, such as "llama3-8b", or the path of a run directory, whose model is taken (such as an imported one); fields
+    beside it override it."""
     factory: str = ""
     """A model of your own: "package.module:name" of a class or function that makes it from this section, keeping to
     layers, dim, vocab_size and tie_embeddings; empty means the transformer that this section describes."""
@@ -265,8 +265,8 @@ class RunSpec:
     run_dir: Annotated[str, FLEET] = ""
     """Path of the run directory; empty means runs/NAME-IDENTITY."""
     unfilled: Annotated[tuple[str, ...], FLEET] = ()
-    """Paths of fields that hold defaults nobody chose, as `phalanx plan --model NAME --out` leaves them. The run is not trained until each was
-    given by --set, or written into the file and taken off this list."""
+    """Paths of fields whose default nobody has confirmed, as `phalanx plan --model NAME --out` writes them. The run is refused until each is
+    given by --set, or written into the file and removed from this list."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
