@@ -198,5 +198,5 @@ def test_the_divisors_that_are_offered_are_the_nearest(number: int, wanted: int)
 
 def test_a_message_has_the_key_heads_that_a_run_leaves_out_as_they_are_resolved() -> None:
     odd = dataclasses.replace(MODEL, heads=5, head_dim=8, kv_heads=0)
-    found = [problem.found for problem in layout_problems(run(odd, tensor=2), 0)]
+    found = [problem.finding for problem in layout_problems(run(odd, tensor=2), 0)]
     assert any("model.kv_heads = 5 cannot be shared by 2 tensor ranks" in text for text in found)

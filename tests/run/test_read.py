@@ -130,12 +130,12 @@ def test_a_run_that_was_read_is_overridden_whatever_preset_it_names(tmp_path: Pa
 
 def test_an_override_without_an_equals_sign_is_explained(tmp_path: Path) -> None:
     problem = problems_of("", "train.steps", folder=tmp_path)["train.steps"]
-    assert "section.field=value" in problem.found
+    assert "section.field=value" in problem.finding
 
 
 def test_an_override_of_something_that_is_not_a_table_is_explained(tmp_path: Path) -> None:
     problem = problems_of("name = 'x'", "name.first=3", folder=tmp_path)["name.first"]
-    assert "name is not a table" in problem.found
+    assert "name is not a table" in problem.finding
 
 
 def test_a_wrong_override_is_reported_like_a_wrong_field(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_three_mistakes_are_reported_at_once_with_path_range_and_nearest_name(tm
     """
     found = problems_of(text, folder=tmp_path)
     assert set(found) == {"optimizer.lr", "trian", "parallel.sharding"}
-    assert found["optimizer.lr"].found == "-1.0 is out of range"
+    assert found["optimizer.lr"].finding == "-1.0 is out of range"
     assert found["optimizer.lr"].remedy == "must be above 0"
     assert found["trian"].remedy == "did you mean train?"
     assert "'none', 'zero2', 'zero3'" in found["parallel.sharding"].remedy
@@ -221,7 +221,7 @@ def test_the_message_names_the_file_and_every_problem(tmp_path: Path) -> None:
 def test_a_mistake_is_explained(text: str, path: str, found: str, remedy: str, tmp_path: Path) -> None:
     problems = problems_of(text, folder=tmp_path)
     assert set(problems) == {path}
-    assert found in problems[path].found
+    assert found in problems[path].finding
     assert remedy in problems[path].remedy
 
 
@@ -284,7 +284,7 @@ def test_whatever_stands_in_a_field_is_read_or_reported_and_never_raises(values:
     assert (spec is None) == bool(problems)
     for problem in problems:
         assert problem.path
-        assert problem.found
+        assert problem.finding
         assert problem.remedy
 
 

@@ -178,7 +178,7 @@ def test_a_child_run_with_another_past_is_refused(
         prepared(child_of(reference[0], tmp_path / "child", "train.steps=8", *overrides, step=4))
     (problem,) = refused.value.problems
     assert problem.path == path
-    assert says in problem.found
+    assert says in problem.finding
 
 
 def test_a_child_run_of_other_tokens_in_a_source_is_refused_by_its_name(

@@ -107,7 +107,7 @@ class Problem:
 
     path: str
     """Dotted path of the field, for example ``optimizer.lr``; empty for the file."""
-    found: str
+    finding: str
     """Description of the mistake."""
     remedy: str
     """Allowed values, or a change that resolves the mistake."""
@@ -115,7 +115,7 @@ class Problem:
     """Other fields on which the rule depends."""
 
     def __str__(self) -> str:
-        return f"{self.path or 'file'}: {self.found} ({self.remedy})"
+        return f"{self.path or 'file'}: {self.finding} ({self.remedy})"
 
 
 class RunFileError(ValueError):

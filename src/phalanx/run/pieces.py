@@ -124,7 +124,7 @@ def _widths(spec: RunSpec) -> Iterator[Problem]:
     model, lanes = spec.model, spec.model.lanes
     for axis, problem in undivided(model):
         if axis == "tensor":
-            yield Problem("model.lanes", problem.found, "set it to 0", problem.also)
+            yield Problem("model.lanes", problem.finding, "set it to 0", problem.also)
     for path, size in tensor_sizes(model):
         if size % lanes:
             yield Problem(
@@ -210,7 +210,7 @@ def _sequence(spec: RunSpec) -> Iterator[Problem]:
     tiles, pieces = spec.model.context_tiles, fixed_pieces(0, spec.model.context_tiles)
     for axis, problem in undivided(spec.model):
         if axis == "context":
-            yield Problem(_TILES, problem.found, "set it to 0", problem.also)
+            yield Problem(_TILES, problem.finding, "set it to 0", problem.also)
     if not spec.model.lanes and spec.train.seq_len % pieces:
         yield Problem(
             "train.seq_len",

@@ -165,7 +165,7 @@ def test_a_source_that_would_be_read_too_often_is_refused_with_the_step_before(
     spec = run_of(folders, steps=200)
     (problem,) = epoch_problems(spec, mixture_of(spec, index_of(spec)))
     assert problem.path == "data.sources.web.epochs"
-    assert "source 'web' would be read 1.74 times by step 200, and 1 is allowed" in problem.found
+    assert "source 'web' would be read 1.74 times by step 200, and 1 is allowed" in problem.finding
     last = int(problem.remedy.split()[-1])
     shorter, longer = (replace(spec, train=replace(spec.train, steps=steps)) for steps in (last, last + 1))
     assert not list(epoch_problems(shorter, mixture_of(shorter, index_of(spec))))

@@ -72,7 +72,7 @@ def test_a_least_degree_that_cannot_be_is_refused_with_a_remedy(
     )
     (problem,) = smaller_degree_problems(spec)
     assert problem.path == "fleet.least_tensor"
-    assert words in problem.found
+    assert words in problem.finding
     assert problem.remedy
 
 

@@ -207,7 +207,7 @@ def test_slots_divide_the_batch() -> None:
 def test_micro_batches_divide_a_slot() -> None:
     problem = only_problem(train=TrainSpec(batch_size=32, slots=4, micro_batch_size=3))
     assert problem.path == "train.micro_batch_size"
-    assert "a slot of 8 sequences" in problem.found
+    assert "a slot of 8 sequences" in problem.finding
 
 
 def test_a_replicated_model_is_not_shared() -> None:
@@ -296,7 +296,7 @@ OWN = ModelSpec(factory="models:make")
 def test_what_a_model_of_ones_own_does_not_say_is_refused(sections: dict[str, Any], path: str) -> None:
     problem = only_problem(**sections)
     assert problem.path == path
-    assert path == "model.factory" or "models:make" in problem.found
+    assert path == "model.factory" or "models:make" in problem.finding
 
 
 def test_a_model_of_ones_own_may_be_divided_over_shards_and_a_pipeline_and_have_any_heads() -> None:

@@ -101,7 +101,7 @@ def test_sources_that_fit_are_not_refused() -> None:
 def test_what_cannot_be_is_refused_by_field(data: DataSpec, path: str, says: str) -> None:
     found = list(mixture_problems(data))
     assert found[0].path == path
-    assert says in found[0].found
+    assert says in found[0].finding
 
 
 @pytest.mark.parametrize(

@@ -281,4 +281,4 @@ def test_fields_of_a_store_without_a_store_are_refused_and_fleets_may_have_one(t
 def test_a_url_that_names_no_store_is_a_problem_of_the_field(dataset: Path, tmp_path: Path) -> None:
     spec = with_store(tiny_run(dataset, tmp_path / "run"), "ftp://host/x")
     (problem,) = start_problems(spec, {ONLY: open_place(str(dataset))}, begins=True)
-    assert (problem.path, "no such kind of store" in problem.found) == ("checkpoint.store", True)
+    assert (problem.path, "no such kind of store" in problem.finding) == ("checkpoint.store", True)

@@ -136,7 +136,7 @@ def test_what_the_parents_state_was_made_with_cannot_change(
     with pytest.raises(RunFileError) as error:
         prepared(child_of(parent, tmp_path / "child", "train.steps=8", override))
     (problem, *_) = [problem for problem in error.value.problems if problem.path == field]
-    assert reason in problem.found
+    assert reason in problem.finding
     assert "init_from" in problem.remedy
 
 

@@ -81,8 +81,8 @@ def test_a_step_that_is_named_is_meant_and_need_not_be_there_yet(dataset: Path, 
     assert spec.checkpoint.init_from == start
     (problem,) = start_problems(spec, open_places(spec.data), begins=True)
     assert problem.path == "checkpoint.init_from"
-    assert "step 2 is not in the store" in problem.found
-    assert "there are none" in problem.found
+    assert "step 2 is not in the store" in problem.finding
+    assert "there are none" in problem.finding
     assert list(start_problems(spec, open_places(spec.data), begins=False)) == []
 
 
@@ -101,6 +101,6 @@ def test_another_model_and_a_whole_training_are_refused_before_a_rank_starts(
     places = open_places(DataSpec(path=str(dataset)))
     spec = beginning(dataset, tmp_path / "run", url)
     (problem,) = start_problems(replace_at(spec, "model.layers", 3), places, begins=True)
-    assert "holds the weights of another model: blocks.2." in problem.found
+    assert "holds the weights of another model: blocks.2." in problem.finding
     (problem,) = start_problems(replace_at(spec, "checkpoint.init_with", "training"), places, begins=True)
     assert problem.path == "checkpoint.init_with"

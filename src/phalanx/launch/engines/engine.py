@@ -227,7 +227,7 @@ def engine_named(name: str) -> LaunchEngine:
     if engine is None:
         problem = unknown_value("launch.engine", name, plugin_names(GROUP))
         raise EngineError(
-            f"the engine {problem.found}: {problem.remedy}, or install the package that offers it"
+            f"the engine {problem.finding}: {problem.remedy}, or install the package that offers it"
         )
     return cast("LaunchEngine", engine)
 
