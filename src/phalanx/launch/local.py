@@ -53,7 +53,7 @@ def run_locally(
     run: OpenRun,
     ranks: int,
     while_running: Callable[[Callable[[], bool]], None],
-    tell: Callable[[str], None] = lambda _words: None,
+    notify: Callable[[str], None] = lambda _words: None,
     *,
     program: str = TRAIN_RANK,
 ) -> Ending:
@@ -65,11 +65,11 @@ def run_locally(
         while_running: Called once with a function that returns whether the ranks have ended; returns after they have
             (it shows the run's progress meanwhile). If it raises, the ranks save and stop, and then the error
             is raised.
-        tell: Called with a line for the user when a request to stop arrives, and when it has been fulfilled.
+        notify: Called with a line for the user when a request to stop arrives, and when it has been fulfilled.
         program: The module that each rank's process runs.
     """
     meeting_point = _fresh_meeting_point(run)
-    orders = StopOrders(tell, STOP_WORDS)
+    orders = StopOrders(notify, STOP_WORDS)
     processes = _Ranks(orders, run.spec.launch.grace_s)
     try:
         with on_stop_signals(processes.ask_to_stop):

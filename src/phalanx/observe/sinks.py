@@ -298,12 +298,12 @@ def _describe(error: Exception) -> str:
 def close_sinks(
     sinks: Iterable[Background],
     timeout_s: float = CLOSE_TIMEOUT_S,
-    tell: Callable[[str], None] = lambda _text: None,
+    notify: Callable[[str], None] = lambda _text: None,
     silent_s: float = SILENT_S,
 ) -> list[SinkHealth]:
     """Close all at once, each within ``timeout_s``: the wait is that of the slowest, not the sum.
 
-    If it takes longer than ``silent_s``, ``tell`` receives a sentence with the sinks and the longest time.
+    If it takes longer than ``silent_s``, ``notify`` receives a sentence with the sinks and the longest time.
     """
     waiting = list(sinks)
     results: dict[int, SinkHealth] = {}
@@ -318,7 +318,7 @@ def close_sinks(
         closer.join(max(0.0, began_s + silent_s - time.monotonic()))
     late = [sink.name for sink, closer in zip(waiting, closers, strict=True) if closer.is_alive()]
     if late:
-        tell(f"waiting for {' and '.join(late)} to take what the run has sent, for at most {timeout_s:g} s")
+        notify(f"waiting for {' and '.join(late)} to take what the run has sent, for at most {timeout_s:g} s")
     for closer in closers:
         closer.join()
     return [results[i] for i in range(len(waiting))]

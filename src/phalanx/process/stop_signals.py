@@ -61,7 +61,7 @@ class StopRequest:
 class StopOrders:
     """The number of requests to a parent to stop its children, and its messages about them."""
 
-    tell: Callable[[str], None]
+    notify: Callable[[str], None]
     """Shows the user a message."""
     words: Sequence[str]
     """Messages about the first request, the second, and so on."""
@@ -78,10 +78,10 @@ class StopOrders:
         """
         if self.troubles and not self._trouble_is_shown:
             self._trouble_is_shown = True
-            self.tell(self.troubles[0])
+            self.notify(self.troubles[0])
         while self._shown < min(self.made, len(self.words)):
             self._shown += 1
-            self.tell(self.words[self._shown - 1])
+            self.notify(self.words[self._shown - 1])
 
 
 @contextmanager

@@ -292,7 +292,7 @@ class Launcher:
         """Mends what a process that is about to start will read."""
         with suppress(OSError):  # the process says what is wrong
             for told in self._keeper.look():
-                self.orders.tell(told)
+                self.orders.notify(told)
 
     def _process(self, name: str, module: str, *arguments: str) -> Child:
         run = self.run

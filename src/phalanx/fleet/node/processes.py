@@ -222,7 +222,7 @@ class Processes:
         ):
             if time.monotonic() > told_s:
                 told_s = math.inf
-                self.orders.tell(
+                self.orders.notify(
                     f"copying the last checkpoint to {self.run.spec.checkpoint.store}; asked once more, the run ends at once, and the next "
                     "start copies it"
                 )
@@ -230,7 +230,7 @@ class Processes:
         with suppress(OSError):
             standing = store_standing(self.run.spec, self.run.directory)
             if standing is not None and standing.behind:
-                self.orders.tell(str(standing))
+                self.orders.notify(str(standing))
 
     def ask_to_stop(self) -> None:
         """Counts one request to save and stop; it is passed on by the next call of ``ended``."""
@@ -271,7 +271,7 @@ class Processes:
             self.over, self.gave_up, self.hopeless = True, "coordinator", True
         elif code == EXIT_SUPERSEDED:
             self.superseded, self.stop_told = True, (0, 0)
-            self.orders.tell(
+            self.orders.notify(
                 "another node leads the run now, and this one trains on as its member: phalanx status says which"
             )
         elif code == EXIT_CANNOT_START:
@@ -332,13 +332,13 @@ class Processes:
             asyncio.run(operate(seen.coordinator, shown, StopRun(never_at_once=asked == 0)))
         except (SecurityError, TransportError) as error:
             if self.orders.made > 1:
-                self.orders.tell(
+                self.orders.notify(
                     f"this node ends; the run could not be told, and goes on where it can: {error}"
                 )
                 self.over = True
             elif time.monotonic() >= self.ask_again_s:
                 self.ask_again_s = time.monotonic() + _ASK_AGAIN_S
-                self.orders.tell(
+                self.orders.notify(
                     f"cannot ask the node that leads to stop, and tries again; asked once more, this node ends by itself: {error}"
                 )
         else:
@@ -364,7 +364,7 @@ class Processes:
         wanted = not self.agents or (seen is not None and seen.phase is FleetPhase.WAITING)
         for name, dead in list(self.dead.items()):
             if time.monotonic() >= (dead.soonest_s if wanted else dead.usually_s):
-                self.orders.tell(f"{name}: its agent {dead.how}; it is started again")
+                self.orders.notify(f"{name}: its agent {dead.how}; it is started again")
                 self._start_agent(name)
         given_up = [name for name, dead in self.dead.items() if dead.soonest_s == math.inf]
         # On a cluster nodes may still come; and while no coordinator was ever there, it is the coordinator that is at fault.
@@ -388,7 +388,7 @@ class Processes:
         missing = seen.expected_nodes - len(there)
         names = (name for number in count() if (name := f"node-{number}") not in there)
         for name in islice(names, max(0, missing)):
-            self.orders.tell(f"{name}: its agent is started, for {seen.expected_nodes} nodes are wanted")
+            self.orders.notify(f"{name}: its agent is started, for {seen.expected_nodes} nodes are wanted")
             self._start_agent(name)
 
     def _agent_died(self, name: str, how: str, at_least_s: float = 0.0) -> None:
@@ -398,7 +398,7 @@ class Processes:
         now_s = time.monotonic()
         if pause_s is None:
             self.dead[name] = _DeadAgent(how, math.inf, math.inf)
-            self.orders.tell(
+            self.orders.notify(
                 f"{name}: its agent {how}, for the {restarts.in_vain}th time without progress: given up"
             )
         else:
@@ -427,7 +427,7 @@ class Processes:
             self.way_on_s = now_s
         elif now_s - self.way_on_s > _STUCK_S:
             self.stuck = why
-            self.orders.tell(f"stopping: {why}")
+            self.orders.notify(f"stopping: {why}")
             self.ask_to_stop()
 
     # --- the end ---------------------------------------------------------------------------------

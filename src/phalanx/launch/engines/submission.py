@@ -161,7 +161,7 @@ def submitter_of(run_dir: Path) -> str:
         os.close(fd)
 
 
-def wait_for_submitter(run_dir: Path, tell: Callable[[str], None]) -> str:
+def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
     """Waits until nobody submits a run any more, so that what was started can be seen; returns who did, empty if nobody.
 
     Meanwhile the run is marked as stopped again and again: a submission that has just begun forgets that an earlier start was. Raises ``EngineError``
@@ -171,7 +171,7 @@ def wait_for_submitter(run_dir: Path, tell: Callable[[str], None]) -> str:
     while submitter := submitter_of(run_dir):
         if submitter != notified:
             notified = submitter
-            tell(f"the run is being submitted by {submitter}, which is notified and waited for")
+            notify(f"the run is being submitted by {submitter}, which is notified and waited for")
         with suppress(EngineError):
             mark_stopped(run_dir)
         if time.monotonic() > deadline_s:
