@@ -199,7 +199,7 @@ def widths_of_bins(spec: RunSpec) -> set[int]:
         spec, build_mesh(spec, dist.get_world_size(), torch.device("cpu"))
     ).model.summation
     assert isinstance(summation, IntegerSummation)
-    reducers = [*summation._reducers, *summation._whole.values()]
+    reducers = [*summation._reducers, *summation._unsharded.values()]
     return {BinFormat(reducer.summands).width for reducer in reducers}
 
 
