@@ -3,7 +3,7 @@
 A mutant (``mutants.py``) is a module with one small change. It is judged by the tests of the module (``TARGETS``): first, to
 save time, in a fork of a process that has already imported and collected everything, with few examples of each property;
 then, if it lives, in a fresh import with all examples and with wider tests. What no test tells from the original is printed,
-and docs/mutation.md says what became of it.
+and docs/evidence/mutation.md says what became of it.
 
     python -m bench.mutation                                   # all targets: an hour
     python -m bench.mutation fleet/core/decide.py --sample 50

@@ -45,7 +45,7 @@ def command(table: Path | None, as_json: bool, report: Path | None, learning: bo
     \b
       python -m validation
       python -m validation my-runs.csv --json
-      python -m validation --report docs/planner-accuracy.md
+      python -m validation --report docs/evidence/planner-accuracy.md
       python -m validation --learn
     """
     if learning and table is not None:

@@ -1,4 +1,4 @@
-"""The accuracy document, ``docs/planner-accuracy.md``, from the results of a comparison.
+"""The accuracy document, ``docs/evidence/planner-accuracy.md``, from the results of a comparison.
 
 The document is written from the comparison alone, goals that are missed included: nothing in it is typed by hand.
 """
@@ -95,7 +95,7 @@ def _times(outcomes: Iterable[Outcome]) -> tuple[Errors | None, Errors | None]:
 
 
 def document(validation: Validation, judged: Sequence[Judged] = ()) -> str:
-    """``docs/planner-accuracy.md``; with the rows as they were ``judged`` for bands, how honest these are."""
+    """``docs/evidence/planner-accuracy.md``; with the rows as they were ``judged`` for bands, how honest these are."""
     parts = (
         _INTRODUCTION,
         _goals_part(validation, judged),
@@ -113,7 +113,7 @@ def document(validation: Validation, judged: Sequence[Judged] = ()) -> str:
 
 _INTRODUCTION = """# How accurate the planner is
 
-Made by `python -m validation --report docs/planner-accuracy.md`; do not edit. The rows are those of
+Made by `python -m validation --report docs/evidence/planner-accuracy.md`; do not edit. The rows are those of
 `validation/data/published_runs.csv`, or of the file that was named. An error is predicted over measured, less one: below zero the planner is too optimistic.
 
 - *Raw*: data sheets and micro-benchmarks, and four constants that whole training steps were needed for: the scale tax, the
@@ -209,7 +209,7 @@ def _goals_part(validation: Validation, judged: Sequence[Judged]) -> str:
 
 
 _BESIDE_GOALS = """Goals that are missed are bold. How the planner does on rows that nothing was fitted to, and on flagship runs in their own layouts, is in
-[planning.md](planning.md#rows-that-nothing-was-fitted-to)."""
+[planning.md](../planning.md#rows-that-nothing-was-fitted-to)."""
 
 
 def _split_part(validation: Validation) -> str:

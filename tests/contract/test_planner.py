@@ -53,7 +53,7 @@ def check(runs: list[PublishedRun]) -> None:
     ]
     if lines:
         text = "\n  ".join(("predictions differ from tests/contract/records/planner.json:", *lines))
-        remedy = f"If the change is deliberate, run `{COMMAND}` and `python -m validation --report docs/planner-accuracy.md`."
+        remedy = f"If the change is deliberate, run `{COMMAND}` and `python -m validation --report docs/evidence/planner-accuracy.md`."
         pytest.fail(f"{text}\n{remedy}", pytrace=False)
 
 

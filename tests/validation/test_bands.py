@@ -46,7 +46,7 @@ NEVER_TOO_WIDE = pytest.param(
     "never",
     marks=pytest.mark.xfail(
         strict=True,
-        reason="a goal that is missed: bands for never-seen software, corrected for few programs, hold more of the rows (docs/planner-accuracy.md)",
+        reason="a goal that is missed: bands for never-seen software, corrected for few programs, hold more of the rows (docs/evidence/planner-accuracy.md)",
     ),
 )
 

@@ -134,7 +134,9 @@ def _expand_preset(model: object, presets: Mapping[str, ModelSpec], problems: li
             return {key: value for key, value in model.items() if key != "preset"}
         return _merge(preset, model)
     problem = unknown_value("model.preset", name, presets)
-    problems.append(Problem(problem.path, problem.finding, f"{problem.remedy}; or the path of a run directory"))
+    problems.append(
+        Problem(problem.path, problem.finding, f"{problem.remedy}; or the path of a run directory")
+    )
     return {key: value for key, value in model.items() if key != "preset"}
 
 

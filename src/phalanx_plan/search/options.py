@@ -129,12 +129,12 @@ def nothing_left(need: Requirement, before: list[Requirement], candidates: Candi
 
 LEAST_ROOM = 0.04
 """Share of an accelerator's memory that a plan should leave free: more than the median error of predicted memory over the published runs
-whose source says what it measured, which is 2.8 % (``docs/planner-accuracy.md``)."""
+whose source says what it measured, which is 2.8 % (``docs/evidence/planner-accuracy.md``)."""
 NO_ROOM = 0.006
 """Share below which nobody should go on as planned: the median error of the software whose memory is predicted best (torchtitan)."""
 _FOR_ROOM = 0.03
 """The most that room may cost, as a share of the step and of what the search minimizes: the planner's choices are 2.1 % slower than
-the best measured ones on average, and 4.2 % where it knows nothing of the software (``docs/planner-accuracy.md``), so what is as close cannot be
+the best measured ones on average, and 4.2 % where it knows nothing of the software (``docs/evidence/planner-accuracy.md``), so what is as close cannot be
 told apart."""
 
 

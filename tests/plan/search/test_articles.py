@@ -1,7 +1,7 @@
 """Figures that articles on very large training runs state, worked out again from the articles' own premises.
 
 Where a figure does not follow from its premises, the claim says so and holds the right number. The table in
-docs/planner-articles.md is compared with what is computed here.
+docs/evidence/planner-articles.md is compared with what is computed here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx_plan.whole_run.failures import FailureClass, failures_per_s, mtti_s
 from phalanx_plan.whole_run.goodput import RecoveryPhase, Risk, breakdown
 from phalanx_plan.whole_run.recovery import tiers
 
-DOC = Path(__file__).parents[3] / "docs" / "planner-articles.md"
+DOC = Path(__file__).parents[3] / "docs" / "evidence" / "planner-articles.md"
 
 HOUR_S, DAY_S, YEAR_S = 3600.0, 86_400.0, 365 * 86_400.0
 T = 1e12
