@@ -78,7 +78,7 @@ BENCHES: dict[str, Needs] = {
         ("--ranks", "--only"),
     ),
     "reproduce.layouts": Needs(
-        "error of every legal layout against one process (writes docs/parallelism.md)",
+        "error of every legal layout against one process (writes docs/evidence/parallelism.md)",
         6.0,
         60.0,
         ("--ranks", "1", "--model", "dense", "--kept", "{folder}.jsonl"),

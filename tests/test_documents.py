@@ -73,6 +73,33 @@ def test_the_terms_that_people_search_for_are_in_the_glossary() -> None:
     assert [term for term in terms if term not in text] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page: its own, and those of its headings as GitHub makes them (lower case, no punctuation, hyphens for spaces)."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    of_headings = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return of_headings | set(re.findall(r'<a id="([\w-]+)">', text))
+
+
+def test_every_link_of_the_documents_leads_to_a_file_and_a_heading() -> None:
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+    wrong = []
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+                wrong.append(f"{page.relative_to(ROOT)}: {link}")
+    assert wrong == []
+
+
 def test_the_changelog_begins_with_what_is_unreleased_and_names_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)

@@ -1,11 +1,11 @@
-"""The tables of ``docs/parallelism.md``: a dense model and a mixture of experts on every legal layout of up to 8 ranks.
+"""The tables of ``docs/evidence/parallelism.md``: a dense model and a mixture of experts on every legal layout of up to 8 ranks.
 
 For each layout, two steps of a tiny model in fp32 over real process groups: the largest error of the loss and of all
 gradients against one process, relative to the largest element of each, and the hash of the weights. Layouts that differ in
 nothing but what the fleet decides (copies, shards, stages, schedule) must have one hash.
 
     python -m bench.reproduce.layouts                                  # prints the tables
-    python -m bench.reproduce.layouts --write docs/parallelism.md      # and puts them into the document
+    python -m bench.reproduce.layouts --write docs/evidence/parallelism.md      # and puts them into the document
     python -m bench.reproduce.layouts --ranks 1 2 4 --model dense
 
 With 8 ranks on few cores this takes a while; what has been computed is kept in ``--kept``, and computed again only when
