@@ -24,7 +24,7 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.core.succession import first_claim
 from phalanx.fleet.node import processes as supervised
 from phalanx.fleet.node.launcher import Launcher, LocalFleet, SupervisionTimes
-from phalanx.fleet.node.processes import Processes, run_fleet
+from phalanx.fleet.node.processes import FleetProcesses, run_fleet
 from phalanx.process.child import Child
 from phalanx.process.restarts import MOST_DEATHS
 from phalanx.process.stop_signals import StopOrders
@@ -155,7 +155,7 @@ def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
     assert "start the run anew" in ending.message
 
 
-def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> Processes:
+def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> FleetProcesses:
     """The processes of a fleet, all of which sleep once they are started."""
     start = Child.start
 
@@ -165,7 +165,7 @@ def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Child, "start", sleep)
     orders = StopOrders(lambda _words: None, STOP_WORDS)
     tokens = {"PHALANX_RUN_TOKEN": "a" * 64}, {"PHALANX_OPERATOR_TOKEN": "b" * 64}
-    return Processes(Launcher(run, fleet, *tokens, orders), orders)
+    return FleetProcesses(Launcher(run, fleet, *tokens, orders), orders)
 
 
 def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(

@@ -97,10 +97,10 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
         succeeded = _is_succeeded(folder, options.certificates)
         if _leads(options.lead, options.coordinator) and not succeeded:
             from phalanx.cli.train.train_fleet import train_fleet
-            from phalanx.fleet.node.launcher import Lead
+            from phalanx.fleet.node.launcher import LeadNode
 
             here, port = split_address(options.coordinator)
-            lead = Lead(
+            lead = LeadNode(
                 node, options.host or here, int(port), options.domain, options.spare, options.certificates
             )
             return train_fleet(spec, run, (), options.as_json, lead), True

@@ -27,7 +27,7 @@ from phalanx.cli.train.session import (
 from phalanx.data.errors import DataError
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.fault import FaultError, FleetShape, fault_marker, read_faults
-from phalanx.fleet.node.launcher import Lead, LocalFleet
+from phalanx.fleet.node.launcher import LeadNode, LocalFleet
 from phalanx.fleet.node.processes import run_fleet
 from phalanx.hardware.catalog import cluster
 from phalanx.hardware.local.detect import system_here
@@ -46,7 +46,7 @@ from phalanx.train.start.prepare import prepare_run
 
 
 def train_fleet(
-    spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json: bool, lead: Lead | None = None
+    spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json: bool, lead: LeadNode | None = None
 ) -> int:
     """Trains as a local fleet, or as the node that leads one on a cluster; the exit code."""
     console = console_for(as_json)
