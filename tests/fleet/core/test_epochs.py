@@ -252,7 +252,7 @@ def test_a_run_is_given_up_after_one_more_fault_in_a_row_than_it_may_have() -> N
     fleet.park()
     fleet.hear(m.DiskHolds((5,)))
     last = "node 0, worker 0: illegal instruction"
-    text = f"3 faults in a row without a step between them; the last one: {last}; step 5 was saved from the memory of the nodes"
+    text = f"3 faults in a row without progress; the last one: {last}; step 5 was saved from the memory of the nodes"
     assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.FAILED, text)
     assert fleet.told("1") == [c.Shutdown(text)]
 

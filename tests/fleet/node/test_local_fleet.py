@@ -108,7 +108,7 @@ def test_a_fleet_all_of_whose_agents_die_again_and_again_ends_with_the_reason(
     ]
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert ending.message.startswith("the agent of node-")
-    assert "It was started 10 times without the run getting any further" in ending.message
+    assert "It was started 10 times without progress of the run" in ending.message
     assert MOST_DEATHS <= sleeping.count("node-0") <= MOST_DEATHS + 1
     assert sleeping.count("coordinator") == 1
 
@@ -152,7 +152,7 @@ def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
     assert (len(tries), sleeping.count("coordinator")) == (MOST_DEATHS, 1)
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert "is gone" in ending.message
-    assert "start the run anew" in ending.message
+    assert "start the run from scratch" in ending.message
 
 
 def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> FleetProcesses:

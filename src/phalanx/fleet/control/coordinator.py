@@ -141,7 +141,8 @@ class Coordinator:
         *,
         renew_journal_bytes: int = RENEW_BYTES,
     ) -> None:
-        """
+        """Restore the state, or take over that of a candidate.
+
         Args:
             args: The arguments of its process.
             spec: The run.
@@ -199,7 +200,7 @@ class Coordinator:
     # --- handlers of the server ------------------------------------------------------------------
 
     def on_report(self, report: m.AgentMessage) -> None:
-        """Queues a report of an attached agent."""
+        """Queue a report of an attached agent."""
         if isinstance(report, m.Heartbeat):
             # The later heartbeat contains all of the earlier one.
             self._inbox.heartbeats[report.node] = report
@@ -219,11 +220,11 @@ class Coordinator:
             self._inbox.wake.set()
 
     def on_disconnect(self, link: AgentLink) -> None:
-        """Queues the end of an agent's stream."""
+        """Queue the end of an agent's stream."""
         self._inbox.add(m.Disconnected(link.node, link.incarnation))
 
     async def on_operation(self, operation: m.OperatorRequest) -> str:
-        """Queues an operator's request; returns the answer for the operator."""
+        """Queue an operator's request. Return the answer for the operator."""
         if isinstance(operation, m.RotateTokens):
             return await self._rotation.rotate(operation.grace_s)
         text, event = answer(operation, self._state, self._inbox, self._spec, self._args.node)
@@ -232,7 +233,7 @@ class Coordinator:
         return text
 
     def log(self, line: str) -> None:
-        """Writes a line into this process's log."""
+        """Write a line into this process's log."""
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
     # --- the loop --------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ class Coordinator:
             try:
                 await self._turn()
             except JournalError as error:
-                self.log(f"{error}; decides nothing until it can")
+                self.log(f"{error}; no decisions until that succeeds")
                 await asyncio.sleep(RETRY_S)
             except SupersededError:
                 watching.cancel()
@@ -365,12 +366,12 @@ class Coordinator:
         stop, a finished run) are decided next turn.
         """
         self._inbox.put_back(decided.undecided)
-        kept = report_contradiction(self._journal, contradiction, self.log)
+        evidence = report_contradiction(self._journal, contradiction, self.log)
         self._state, orders = resync(self._state, decided.before, reason(contradiction))
         self._inquiry = None
         # A replay of the old journal would lead through the contradictory state again.
         await self._writing.until_written(
-            lambda: self._journal.replace_content(first_line(self._state, self._restarts), keep_as=kept)
+            lambda: self._journal.replace_content(first_line(self._state, self._restarts), keep_as=evidence)
         )
         return list(deliveries(self._state, orders))
 

@@ -284,7 +284,7 @@ async def operate(
     Raises:
         TransportError: It is not there, or refuses.
     """
-    remedy = "is the run going on? see phalanx status RUN"
+    remedy = "check with phalanx status RUN whether the run is active"
     try:
         async with asyncio.timeout(timeout_s), _opened(address, credentials) as frames:
             seals = await _proven(frames, credentials, "Operate", address)
@@ -297,7 +297,7 @@ async def operate(
         remedy = _WRONG_TOKEN if error.code == "unauthenticated" else remedy
     except WireError as error:
         reason = str(error)
-    raise TransportError(f"the coordinator at {address} did not do it ({reason}); {remedy}")
+    raise TransportError(f"the coordinator at {address} did not accept the request ({reason}); {remedy}")
 
 
 async def answers(address: str, credentials: Credentials, timeout_s: float = 5.0) -> bool:

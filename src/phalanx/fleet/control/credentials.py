@@ -252,10 +252,10 @@ class Credentials:
             return Refusal("another run", "another start", f"this is another run, {self.run[:12]}")
         if fields.get("phalanx-start") != dict(self.facts())["phalanx-start"]:
             return Refusal("another start", "another start", f"the fleet is of another start: {self.fencing}")
-        theirs = fields.get(_SOFTWARE, "a host has unknown software")
+        peer_software = fields.get(_SOFTWARE, "a host has unknown software")
         # An operator's machine may have no torch. An agent with another torch would compute other bits.
-        if method == "Attach" and not theirs.endswith(f" has {software()}"):
-            reason = f"{theirs}, and the coordinator {software()}: install the same on every node"
+        if method == "Attach" and not peer_software.endswith(f" has {software()}"):
+            reason = f"{peer_software}, and the coordinator {software()}: install the same on every node"
             return Refusal("other software", "unauthenticated", reason)
         return _clock_apart(fields.get(_CLOCK, ""), host_in(facts)) if method == "Attach" else None
 
@@ -269,7 +269,7 @@ class Credentials:
         token = self.operator_token if operates else self.token
         earlier = (self.earlier_operators if operates else self.earlier).accepted()
         if not token:
-            raise UnprovenError(f"has met a process without a token for {method}")
+            raise UnprovenError(f"has no token for {method}")
         # The facts that both ends have in common; host, software and clock differ between them.
         common = ((name, value) for name, value in self.facts() if name not in (_SOFTWARE, _CLOCK))
         shared_facts = ", ".join(f"{name} {value}" for name, value in common)
@@ -316,10 +316,10 @@ def credentials_of(
 
     Raises ``SecurityError``.
     """
-    shown = read_certificates(certificates) if certificates else None
+    own_certificates = read_certificates(certificates) if certificates else None
     join = keyring(run_dir) if "join" in roles else Keyring()
     operate = keyring(run_dir, "operate") if "operate" in roles else Keyring()
     if join.token and operate.token:
         require_two_tokens(join.token, operate.token)
     start = fencing_token(spec, attempt)
-    return Credentials(identity(spec), join.token, start, shown, operate.token, join, operate)
+    return Credentials(identity(spec), join.token, start, own_certificates, operate.token, join, operate)

@@ -319,15 +319,15 @@ class ClaimRegister:
         path = self._path(claim.term)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            made = _make_once(path, encode_claim(claim))
+            is_new = _make_once(path, encode_claim(claim))
             sync(self._folder)
         except OSError as error:
             raise ClaimError(f"cannot make the claim {path}: {error.strerror}") from error
         old = self._path(claim.term - KEPT)
         with suppress(OSError):
-            if made and old.exists():
+            if is_new and old.exists():
                 write_atomically(old, b"{}", durable=False)
-        return made
+        return is_new
 
     def _path(self, term: int) -> Path:
         return self._folder / f"{self.attempt:03d}-{term:08d}.json"

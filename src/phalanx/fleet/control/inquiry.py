@@ -100,7 +100,7 @@ class Stuck:
     def __str__(self) -> str:
         collective = f"{self.operation} number {self.number} of group {self.group[:12]}"
         if self.odd:
-            return f"{collective}: ranks {_list(self.odd)} call something else"
+            return f"{collective}: ranks {_list(self.odd)} call another operation"
         if self.absent:
             return f"{collective}: ranks {_list(self.waiting)} wait, ranks {_list(self.absent)} never came"
         return f"{collective}: ranks {_list(self.waiting)} are all in it, and it does not end"
@@ -129,9 +129,9 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if not self.stuck:
-            return "no rank is in a collective: the run hangs elsewhere, if it does"
-        named = f"rank {_list(self.culprits)}: " if self.culprits else ""
-        return f"{named}{self.stuck[0]}"
+            return "no rank is in a collective: if the run hangs, it hangs elsewhere"
+        culprits = f"rank {_list(self.culprits)}: " if self.culprits else ""
+        return f"{culprits}{self.stuck[0]}"
 
 
 def _list(ranks: Iterable[int]) -> str:

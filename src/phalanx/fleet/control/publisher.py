@@ -82,17 +82,17 @@ class Publisher:
 
     def publish_incident(self, incident: Incident) -> None:
         """Write an incident into the log and the run's event stream."""
-        named = f"{node_called(incident.node)}: {incident.what}" if incident.node else incident.what
+        text = f"{node_called(incident.node)}: {incident.what}" if incident.node else incident.what
         self._write_event(
-            EpochLeft(incident.epoch, named, incident.kind)
+            EpochLeft(incident.epoch, text, incident.kind)
             if incident.ended_epoch
-            else Message(incident.level, named, incident.kind, incident.node)
+            else Message(incident.level, text, incident.kind, incident.node)
         )
         if incident.ended_epoch:
             self._on_epoch_left()
 
     def warn(self, text: str) -> None:
-        """Writes a warning into the log and the run's event stream."""
+        """Write a warning into the log and the run's event stream."""
         self._write_event(Message("warning", text))
 
     def _write_event(self, body: EpochLeft | Message) -> None:
@@ -151,10 +151,10 @@ def _phases(fleet: FleetFile) -> Found:
 
 
 FLEET_METRICS: tuple[Derived[FleetFile], ...] = (
-    _derived("nodes", "gauge", "Nodes by what they are to the fleet.", _roles, "role"),
-    _derived("expected_nodes", "gauge", "Nodes that there should be, spares included.", lambda f: f.expected_nodes),
+    _derived("nodes", "gauge", "Nodes by their role in the fleet.", _roles, "role"),
+    _derived("expected_nodes", "gauge", "Target number of nodes, spares included.", lambda f: f.expected_nodes),
     _derived("ranks", "gauge", "Ranks of the present epoch.", lambda f: f.ranks),
-    _derived("phase", "gauge", "1 for the phase that the fleet is in.", _phases, "phase"),
+    _derived("phase", "gauge", "1 for the present phase of the fleet.", _phases, "phase"),
     _derived("epoch", "gauge", "Number of the present epoch.", lambda f: f.epoch),
     _derived("step", "gauge", "Last step completed in this epoch, by heartbeats.", lambda f: f.step if f.step != NO_STEP else None),
     _derived("usual_step_seconds", "gauge", "Seconds that a step usually takes, by heartbeats.", lambda f: f.step_s or None),
@@ -162,10 +162,10 @@ FLEET_METRICS: tuple[Derived[FleetFile], ...] = (
     _derived("regroups_total", "counter", "Epochs that were ended as planned, to grow or shrink.", lambda f: f.regroups),
     _derived("durable_step", "gauge", "Newest step that is on disk.", lambda f: max(f.durable_steps, default=None)),
     _derived("unsaved_steps", "gauge", "Completed steps that are on no disk.", lambda f: f.unsaved_steps),
-    _derived("coordinator_reign", "gauge", "1, and one more with each node that has succeeded a lost coordinator.", lambda f: f.reign),
-    _derived("coordinator_restarts_total", "counter", "Times that the coordinator was started again.", lambda f: f.restarts),
+    _derived("coordinator_reign", "gauge", "Number of the present reign: 1, and one more for each succession.", lambda f: f.reign),
+    _derived("coordinator_restarts_total", "counter", "Restarts of the coordinator.", lambda f: f.restarts),
     _derived("stale_messages_total", "counter", "Messages ignored: late, repeated, or from a fenced node.", lambda f: f.stale),
-    _derived("refused_total", "counter", "Connections and messages that the coordinator has refused.", lambda f: sum(f.refused.values())),
+    _derived("refused_total", "counter", "Connections and messages that the coordinator refused.", lambda f: sum(f.refused.values())),
     _derived("state_timestamp_seconds", "gauge", "Unix time of the state that these numbers are of.", lambda f: f.written_unix_s),
     _derived("stopping", "gauge", "1 if the run has a request to save and stop.", lambda f: float(f.stopping)),
 )  # fmt: skip
@@ -178,10 +178,8 @@ def _of_node(name: str, text: str) -> Metric:
 ATTACHED = _of_node("attached", "1 if the node's agent is connected to the coordinator.")
 SILENT = _of_node("silent_seconds", "Seconds since the node's last heartbeat.")
 RANKS = _of_node("ranks", "Ranks that the node holds.")
-BARRED = _of_node("quarantined", "1 if the node was found unfit, and holds no rank for that.")
-STRAGGLER = _of_node(
-    "straggler", "1 if the node computes slowly: taken out for it, or kept for want of a spare."
-)
+BARRED = _of_node("quarantined", "1 if the node is quarantined and holds no rank.")
+STRAGGLER = _of_node("straggler", "1 if the node is slow: quarantined, or kept for lack of a spare.")
 NODE_METRICS = (ATTACHED, SILENT, RANKS, BARRED, STRAGGLER)
 _SLOW = (IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE)
 _SLOW_FOR_S = 900.0
@@ -209,14 +207,14 @@ class FleetSampler:
         if fleet is None:
             return []
         slow = _stragglers(fleet)
-        there = [(self._node(member.name), member) for member in fleet.members if member.role != GIVEN_BACK]
+        present = [(self._node(member.name), member) for member in fleet.members if member.role != GIVEN_BACK]
         return [
             *collect(FLEET_METRICS, fleet, self._run, self._failed),
-            *(Sample(ATTACHED, labels, int(member.attached)) for labels, member in there),
-            *(Sample(SILENT, labels, member.silent_s) for labels, member in there),
-            *(Sample(RANKS, labels, len(member.ranks)) for labels, member in there),
-            *(Sample(BARRED, labels, int(member.role == "quarantined")) for labels, member in there),
-            *(Sample(STRAGGLER, labels, int(member.name in slow)) for labels, member in there),
+            *(Sample(ATTACHED, labels, int(member.attached)) for labels, member in present),
+            *(Sample(SILENT, labels, member.silent_s) for labels, member in present),
+            *(Sample(RANKS, labels, len(member.ranks)) for labels, member in present),
+            *(Sample(BARRED, labels, int(member.role == "quarantined")) for labels, member in present),
+            *(Sample(STRAGGLER, labels, int(member.name in slow)) for labels, member in present),
         ]
 
     def _node(self, name: str) -> Labels:

@@ -163,10 +163,10 @@ def read_keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
     except FileNotFoundError:
         variable = TOKEN_VARIABLES[role]
         remedy = (
-            f"a fleet cannot go on with another one. Put it back, give it in {variable}, or end what is left of the fleet and start the "
+            f"a fleet cannot continue with another one. Restore it, give it in {variable}, or end what is left of the fleet and start the "
             "run again"
             if role == "join"
-            else f"without it nobody can operate the fleet. Put it back, or give it in {variable}; agents train on meanwhile, and Ctrl-C of "
+            else f"without it nobody can operate the fleet. Restore it, or give it in {variable}; agents train on meanwhile, and Ctrl-C of "
             "the command that trains, or SIGTERM to the coordinator, saves and ends the run"
         )
         raise SecurityError(
@@ -272,7 +272,7 @@ def _write_keyring(path: Path, keys: Keyring, *, replace: bool = False) -> None:
 def _checked(token: str, where: str) -> str:
     if not token:
         raise SecurityError(
-            f"{where} is empty (a power cut can leave that): end what is left of the fleet, remove it, and start the run again: a new "
+            f"{where} is empty (a power cut can leave that): end the rest of the fleet, remove it, and start the run again: a new "
             "token is made"
         )
     if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable():

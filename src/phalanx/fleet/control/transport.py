@@ -247,11 +247,11 @@ class FleetServer:
                 link.attaches_again = False
                 link.close()
 
-    def _refuse(self, kind: str, who: str, detail: str = "") -> None:
+    def _refuse(self, kind: str, peer: str, detail: str = "") -> None:
         self.refused[kind] += 1
         count = self.refused[kind]
         if count & (count - 1) == 0:  # The 1st, 2nd, 4th, 8th ...: a flood does not fill the log.
-            self.listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
+            self.listener.log(f"refused {kind} from {peer} ({count} so far) {detail}".rstrip())
 
     async def _listen(self, listener: socket.socket, tls: ssl.SSLContext | None, most: int) -> None:
         """Accept connections until cancelled. Above ``most`` of them, each new one ends the oldest newcomer, TLS handshakes included."""
@@ -332,16 +332,16 @@ class FleetServer:
 
     def _compare_clocks(self, host: str, refusal: Refusal | None) -> Refusal | None:
         """Return the refusal, with a note if this machine's clock is the wrong one."""
-        own = socket.gethostname()
+        own_host = socket.gethostname()
         full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks
         unfit = not 0 < len(host) <= _LONGEST_NAME or not host.isprintable()
-        if host == own or full or unfit or (refusal is not None and not refusal.ahead_s):
+        if host == own_host or full or unfit or (refusal is not None and not refusal.ahead_s):
             return refusal
         self._clocks[host] = refusal.ahead_s if refusal is not None else 0.0
         if refusal is None:
             return None
         apart = {name: ahead_s for name, ahead_s in self._clocks.items() if ahead_s}
-        wrong = own_clock_is_wrong(apart, len(self._clocks) - len(apart), f"{own} (the coordinator)")
+        wrong = own_clock_is_wrong(apart, len(self._clocks) - len(apart), f"{own_host} (the coordinator)")
         return refusal._replace(reason=wrong) if wrong else refusal
 
     async def _attach(self, frames: FrameStream, seals: Seals, peer: str) -> None:
@@ -366,7 +366,7 @@ class FleetServer:
                 if not link.attaches_again:
                     self.listener.on_disconnect(link)
 
-    async def _opened(self, frames: FrameStream, seals: Seals, who: str) -> AsyncIterator[bytes]:
+    async def _opened(self, frames: FrameStream, seals: Seals, peer: str) -> AsyncIterator[bytes]:
         """Yield the unsealed messages of a stream.
 
         Ends with the stream, and at a message that is forged or too long.
@@ -375,29 +375,29 @@ class FleetServer:
             while (sealed := await frames.receive(MAX_REPORT_BYTES + SEAL_BYTES)) != END:
                 yield seals.incoming.open(sealed)
         except ForgedError as error:
-            self._refuse("forged message", who, str(error))
+            self._refuse("forged message", peer, str(error))
         except MessageError as error:
-            self._refuse("malformed message", who, str(error))
+            self._refuse("malformed message", peer, str(error))
         except EndedError:
             return
 
-    async def _decoded(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Received]:
+    async def _decoded(self, requests: AsyncIterator[bytes], peer: str) -> AsyncIterator[Received]:
         """Yield the reports of a stream. A message that cannot be decoded is refused."""
         async for body in requests:
             try:
                 yield decode_report(body)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                self._refuse("malformed message", who, str(error)[:200])
+                self._refuse("malformed message", peer, str(error)[:200])
 
-    def _attached_link(self, first: Received, who: str, token_name: str) -> AgentLink | None:
+    def _attached_link(self, first: Received, peer: str, token_name: str) -> AgentLink | None:
         """Attach the stream that begins with ``first``; return None if that is no Joined."""
         if not isinstance(first, Joined):
-            self._refuse("stream that does not begin with Joined", who)
+            self._refuse("stream that does not begin with Joined", peer)
             return None
         link = AgentLink(first.node, first.incarnation, token_name)
         before = self.links.get(first.node)
         if before is not None and before.incarnation > first.incarnation:
-            self._refuse("superseded incarnation", f"{first.node} at {who}")
+            self._refuse("superseded incarnation", f"{first.node} at {peer}")
             link.send(encode(Fence("a newer agent of this node is attached", first.incarnation)))
             link.close()
             return link
@@ -408,7 +408,7 @@ class FleetServer:
         self.listener.on_report(first)
         return link
 
-    async def _read(self, link: AgentLink, reports: AsyncIterator[Received], who: str) -> None:
+    async def _read(self, link: AgentLink, reports: AsyncIterator[Received], peer: str) -> None:
         async for report in reports:
             if self.links.get(link.node) is not link:
                 return
@@ -417,7 +417,9 @@ class FleetServer:
             if _speaks_for_itself(report, link.node):
                 self.listener.on_report(report)
             else:
-                self._refuse("message that speaks for others", f"{link.node} at {who}", type(report).__name__)
+                self._refuse(
+                    "message that speaks for others", f"{link.node} at {peer}", type(report).__name__
+                )
 
     async def _operate(self, frames: FrameStream, seals: Seals, peer: str) -> None:
         body = await anext(self._opened(frames, seals, peer), END)

@@ -195,7 +195,7 @@ def _grow(by: int, state: FleetState, inbox: Inbox, spec: RunSpec) -> OperatorRe
     formation = formation_of(replace(spec, fleet=replace(fleet, nodes=target_nodes)))
     if formation.largest(target_nodes * fleet.workers_per_node) <= state.ranks:
         return OperatorReply(
-            f"refused: {target_nodes} nodes would hold no more than the {state.ranks} ranks of now; a replica needs more: phalanx show "
+            f"refused: {target_nodes} nodes would hold no more than the present {state.ranks} ranks; a replica needs more: phalanx show "
             "explains the layout"
         )
     return OperatorReply("accepted", m.Enlarge(target_nodes, expected, formation.legal, formation.fewer))

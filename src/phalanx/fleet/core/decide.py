@@ -321,10 +321,10 @@ def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     if event.reason == "nonfinite":
         faults.nonfinite(state, event, orders)
         return
-    named = _named(state, event)
-    if not named:
+    suspects = _named(state, event)
+    if not suspects:
         state.stale += 1
-    for name in named:
+    for name in suspects:
         _doubt(state, event, state.nodes[name], orders)
 
 

@@ -233,7 +233,7 @@ def resync(
             rebuilt,
             orders,
             FleetPhase.FAILED,
-            f"{rebuilt.tries} faults in a row without a step between them; the last one: {detail}",
+            f"{rebuilt.tries} faults in a row without progress; the last one: {detail}",
         )
     elif not over:
         orders.append(Order(LIVING, TellAll()))

@@ -92,11 +92,11 @@ def matrix_product(
 
     from phalanx.hardware.local.device import measure_matmul_flops, on_gpu
 
-    exact, where = exact_products(device, products, seed), torch.device(device)
+    exact, torch_device = exact_products(device, products, seed), torch.device(device)
     if exact.status != "good":
         return exact
-    timed = torch.bfloat16 if on_gpu(where) else torch.float32
-    rate = measure_matmul_flops(where, timed)
+    timed = torch.bfloat16 if on_gpu(torch_device) else torch.float32
+    rate = measure_matmul_flops(torch_device, timed)
     text = f"{exact.text}, {rate / 1e12:.3g} TFLOP/s in {str(timed).removeprefix('torch.')}"
     return rated("matrix product", text, {"flops_per_s": rate}, rate, limits.matmul_flops)
 
@@ -105,10 +105,10 @@ def exact_products(device: str, products: int, seed: int = 0) -> CheckResult:
     """Multiply random matrices of small integers on ``device`` and check every element."""
     import torch
 
-    where = torch.device(device)
+    torch_device = torch.device(device)
     for number in range(products):
         dtype, most, inner = _EXACT[number % len(_EXACT)]
-        left, right, vector = (t.to(where) for t in _integers(seed + number, most, inner))
+        left, right, vector = (t.to(torch_device) for t in _integers(seed + number, most, inner))
         narrow = getattr(torch, dtype)
         product = (left.to(narrow) @ right.to(narrow)).to(torch.float64) @ vector
         expected = left @ (right @ vector)

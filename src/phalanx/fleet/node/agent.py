@@ -88,22 +88,22 @@ class Agent:
         ``memory`` is its snapshot memory of the run's previous start, if it took part in that.
         """
         self._args, self._spec, fleet = args, spec, spec.fleet
-        directory, shown = RunDirectory(args.run_dir), credentials.certificates
+        directory, own_certificates = RunDirectory(args.run_dir), credentials.certificates
         self._directory = directory
-        certificates = shown.folder if shown else None
+        certificates = own_certificates.folder if own_certificates else None
         self.memory = memory or SnapshotMemory(credentials.run, fleet.workers_per_node)
         self._tokens = TokenHolder(args.run_dir, credentials, self._change_token, self.log)
         self._data = SnapshotServer(
             self.memory,
             credentials.token,
             host=args.listening_on,
-            tls=shown.server_context() if shown else None,
+            tls=own_certificates.server_context() if own_certificates else None,
         )
         self._courier = SnapshotCourier(
             self.memory,
             args.run_dir,
             fleet.workers_per_node,
-            shown.client_context() if shown else None,
+            own_certificates.client_context() if own_certificates else None,
             lambda: self._tokens.credentials.token,
             self.log,
         )
@@ -248,7 +248,7 @@ class Agent:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._over.is_set():
             self.log("".join(traceback.format_exception(error)))
-            self._fail(f"cannot go on: {error!r}")
+            self._fail(f"cannot continue: {error!r}")
 
     def _look_for_another_start(self) -> None:
         """End this life of the agent if, by the run directory, the run was started again, or is another one."""
@@ -363,13 +363,13 @@ class Agent:
         committed, trouble = await self._courier.save(order, stopped)
         self._do(self._state.on_saved(order, committed=committed, trouble=trouble))
 
-    async def _push(self, index: int, taken: SnapshotTaken, address: str) -> None:
+    async def _push(self, index: int, snapshot: SnapshotTaken, address: str) -> None:
         """Stream a snapshot to its buddy, until it has arrived or its epoch is over."""
-        key = SnapshotKey(taken.ranks, taken.rank, taken.step)
+        key = SnapshotKey(snapshot.ranks, snapshot.rank, snapshot.step)
         if await self._courier.push(
-            index, key, address, lambda: self._state.workers[index].epoch == taken.epoch
+            index, key, address, lambda: self._state.workers[index].epoch == snapshot.epoch
         ):
-            self._do(self._state.on_pushed(index, taken))
+            self._do(self._state.on_pushed(index, snapshot))
 
 
 def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:

@@ -426,22 +426,22 @@ class AgentState:
         worker.leave(message.meeting_point)
         return self._parked()
 
-    def _second_copy(self, index: int, taken: worker_link.SnapshotTaken) -> list[AgentAction]:
+    def _second_copy(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[AgentAction]:
         """Send a snapshot in this node's memory to the rank's buddy; without a buddy, replicas hold the same
         state.
         """
-        address = self.buddies.get(taken.rank)
-        if taken.epoch != self.workers[index].epoch:
+        address = self.buddies.get(snapshot.rank)
+        if snapshot.epoch != self.workers[index].epoch:
             return []
         if address is None:
-            return [SendToWorker(index, worker_link.SnapshotSafe(taken.epoch, taken.step))]
-        return [StreamSnapshot(index, taken, address)]
+            return [SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
+        return [StreamSnapshot(index, snapshot, address)]
 
-    def on_pushed(self, index: int, taken: worker_link.SnapshotTaken) -> list[AgentAction]:
+    def on_pushed(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[AgentAction]:
         """Handle the arrival of a snapshot at the buddy."""
-        if taken.epoch != self.workers[index].epoch:
+        if snapshot.epoch != self.workers[index].epoch:
             return []
-        return [SendToWorker(index, worker_link.SnapshotSafe(taken.epoch, taken.step))]
+        return [SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
 
     def _finished(self, epoch: int) -> list[AgentAction]:
         """Report the result of rank 0, which commits the last checkpoint, once all workers here have
@@ -535,7 +535,7 @@ class AgentState:
                 actions += [KillProcess(index), *reports, *self.examine()]
             elif now_s > worker.leave_by_s:
                 worker.leave_by_s, worker.stuck = math.inf, True
-                worker.last_words = f"could not be called back from epoch {worker.epoch}: killed"
+                worker.last_words = f"did not leave epoch {worker.epoch}: killed"
                 actions.append(KillProcess(index))
         return actions
 

@@ -118,7 +118,7 @@ class Successor:
 
     def _start(self) -> None:
         args, self._due_s = self.args, 0.0
-        shown = ["--certificates", str(self.certificates)] if self.certificates else []
+        certificate_arguments = ["--certificates", str(self.certificates)] if self.certificates else []
         name = f"coordinator-{args.node}"
         path = RunDirectory(args.run_dir).named_log(args.attempt, name)
         self.log(f"no coordinator: this node stands as a candidate; its log is {path}")
@@ -129,7 +129,15 @@ class Successor:
             command = [
                 *(sys.executable, "-m", "phalanx.fleet.control.succession.candidate"),
                 *("--run-dir", str(args.run_dir), "--attempt", str(args.attempt)),
-                *("--host", args.host, "--listen", args.listening_on, "--node", args.node, *shown),
+                *(
+                    "--host",
+                    args.host,
+                    "--listen",
+                    args.listening_on,
+                    "--node",
+                    args.node,
+                    *certificate_arguments,
+                ),
                 *("--term", str(self._claim.term if self._claim else 0)),
             ]
             # In the agent's group: a kill of the group kills the node.
@@ -187,8 +195,8 @@ def other_start(directory: RunDirectory, own: Credentials) -> OtherStart | None:
     if identity(spec) != own.run:
         return OtherStart(
             None,
-            f"{directory.path} belongs to another run now ({identity(spec)[:12]}, not {own.run[:12]}), to which this node "
-            "is of no use; start its agent again if it is to train that run",
+            f"{directory.path} belongs to another run now ({identity(spec)[:12]}, not {own.run[:12]}), which this node "
+            "cannot join; start its agent again to train that run",
         )
     newest = fencing_token(spec, attempt)
     if attempt >= own.fencing.attempt and newest != own.fencing:

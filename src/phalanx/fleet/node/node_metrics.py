@@ -84,7 +84,7 @@ MACHINE_METRICS: tuple[Derived[MachineFacts], ...] = (
 SOFTWARE = Metric(
     "phalanx_node_software_info",
     "info",
-    "Versions of what computes the bits on this node.",
+    "Versions of the software that determines the bits on this node.",
     "package metadata",
     ("phalanx", "python", "torch", "numpy", "driver", "kernel"),
 )

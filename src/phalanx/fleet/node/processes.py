@@ -110,14 +110,14 @@ def _gave_up(run: OpenRun, processes: FleetProcesses) -> str:
     if not path.exists():
         return (
             f"the run directory {path} is gone, and with it all that was saved there; restore it (is its disk mounted?), "
-            "or start the run anew"
+            "or start the run from scratch"
         )
     process = "the coordinator" if name == "coordinator" else f"the agent of {name}"
     message = f"{process} could not run"
     words = last_words(processes.launcher.log(name), message, prefix=f"{message}: ")
     if processes.hopeless:
         return words
-    return f"{words}\nIt was started {MOST_DEATHS} times without the run getting any further, so the fleet has been ended."
+    return f"{words}\nIt was started {MOST_DEATHS} times without progress of the run, so the fleet has been ended."
 
 
 _POLL_S = 0.1
@@ -271,8 +271,8 @@ class FleetProcesses:
         fleet_file = self.fleet_file()
         # Without fleet.json, code 1 may mean a failed run or a failed coordinator: the next one reads which
         # from the journal.
-        done = code == 0 or self.run.directory.finished_result() is not None
-        if done or (code == 1 and fleet_file is not None and fleet_file.over):
+        is_final = code == 0 or self.run.directory.finished_result() is not None
+        if is_final or (code == 1 and fleet_file is not None and fleet_file.over):
             self.over = True
         elif code == EXIT_SUPERSEDED and self.fleet.lead is None:
             # No other machine can lead a local fleet: the run was started again, or its claims were changed.
@@ -280,7 +280,7 @@ class FleetProcesses:
         elif code == EXIT_SUPERSEDED:
             self.superseded, self.stop_sent = True, (0, 0)
             self.orders.tell(
-                "another node leads the run now, and this one trains on as its member: phalanx status says which"
+                "another node leads the run now, and this one continues as its member: see phalanx status"
             )
         elif code == EXIT_CANNOT_START:
             self.over, self.gave_up, self.hopeless = True, "coordinator", True
@@ -338,9 +338,13 @@ class FleetProcesses:
         run, lead = self.run, self.fleet.lead
         certificates = lead.certificates if lead else None
         try:
-            shown = credentials_of(run.directory.path, run.spec, run.attempt, certificates, ("operate",))
+            credentials = credentials_of(
+                run.directory.path, run.spec, run.attempt, certificates, ("operate",)
+            )
             # A first request may have arrived although its answer was lost, and is repeated.
-            asyncio.run(operate(fleet_file.coordinator, shown, StopRun(never_at_once=requests_sent == 0)))
+            asyncio.run(
+                operate(fleet_file.coordinator, credentials, StopRun(never_at_once=requests_sent == 0))
+            )
         except (SecurityError, TransportError) as error:
             if self.orders.made > 1:
                 self.orders.tell(

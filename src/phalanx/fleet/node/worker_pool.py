@@ -277,12 +277,12 @@ class WorkerPool:
         return {i for i in silent if i in self._running and self._running[i].working()}
 
     def kill_all(self) -> None:
-        """Kills all workers."""
+        """Kill all workers."""
         for worker in self._running.values():
             worker.kill()
 
     async def wait_closed(self) -> None:
-        """Waits until no process is left."""
+        """Wait until no process is left."""
         await asyncio.gather(
             *(worker.wait_closed() for worker in self._running.values()), return_exceptions=True
         )

@@ -135,7 +135,7 @@ class Candidate:
         return "refused: the coordinator is lost, and this node is only a candidate to succeed it; try again in a moment"
 
     def log(self, line: str) -> None:
-        """Writes a line into this process's log."""
+        """Write a line into this process's log."""
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
     # --- the election

@@ -170,12 +170,12 @@ def _read(file: bytes) -> tuple[list[bytes], tuple[int, ...], int]:
     Returns the contents of the good lines, the numbers of the damaged ones (from 1), and the bytes up to the
     end of the last line.
     """
-    *pieces, rest = file.split(b"\n")
+    *pieces, remaining = file.split(b"\n")
     contents = [piece[_DIGITS + 1 :] for piece in pieces if _is_good(piece)]
     damaged = [number for number, piece in enumerate(pieces, 1) if not _is_good(piece)]
-    if _is_good(rest[:-1]):  # Nothing was cut off: the end of the line itself has changed.
+    if _is_good(remaining[:-1]):  # Nothing was cut off: the end of the line itself has changed.
         damaged.append(len(pieces) + 1)
-    return contents, tuple(damaged), len(file) - len(rest)
+    return contents, tuple(damaged), len(file) - len(remaining)
 
 
 def _is_good(line: bytes) -> bool:
@@ -213,7 +213,7 @@ class PatientJournal:
             try:
                 await asyncio.get_running_loop().run_in_executor(None, write)
             except JournalError as error:
-                self._log(f"{error}; sends nothing until it can")
+                self._log(f"{error}; no commands are sent until that succeeds")
                 await asyncio.sleep(RETRY_S)
             else:
                 return

@@ -242,15 +242,15 @@ def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) ->
     _require_same_start(journal, state, empty)
     now_s = max(state.now_s, time.time())
     state, error = replay_batch(state, RESTARTED, now_s)
-    published_s = [incident.at_s for incident in state.incidents]
+    published_times = [incident.at_s for incident in state.incidents]
     if error := error or contradiction:
-        kept = report_contradiction(journal, error, log)
-        journal.replace_content(first_line(state, restarts + 1), keep_as=kept)
+        evidence = report_contradiction(journal, error, log)
+        journal.replace_content(first_line(state, restarts + 1), keep_as=evidence)
         # The coordinator that met the contradiction was killed before it published that turn's incidents.
-        published_s = [at_s for at_s in published_s if at_s < max(published_s)]
+        published_times = [at_s for at_s in published_times if at_s < max(published_times)]
     else:
         journal.append(batch_line(now_s, RESTARTED))
-    return ReplayedReign(state, restarts + 1, max(published_s, default=0.0))
+    return ReplayedReign(state, restarts + 1, max(published_times, default=0.0))
 
 
 def _salvaged(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> ReplayedReign:

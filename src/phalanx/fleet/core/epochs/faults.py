@@ -251,7 +251,7 @@ def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
     state.accusations = (*state.accusations, Accusation(event.node, event.kind, state.step))
     set_aside(state, event.node, f"cannot train this run: {event.text[:200]}", IncidentKind.NOTE)
     regroup(
-        state, orders, f"node {event.node} cannot train this run, and is alone in that: {event.text[:200]}"
+        state, orders, f"node {event.node} cannot train this run, and is the only one: {event.text[:200]}"
     )
 
 

@@ -208,7 +208,7 @@ def regroup(
 def _form(state: FleetState, orders: list[Order]) -> bool:
     """Begin the next epoch if there are enough nodes; otherwise the fleet waits."""
     if state.tries > state.settings.max_tries:
-        text = f"{state.tries} faults in a row without a step between them; the last one: {state.reason}"
+        text = f"{state.tries} faults in a row without progress; the last one: {state.reason}"
         conclude(state, orders, FleetPhase.FAILED, text)
         return True
     if state.stopping:
@@ -235,7 +235,7 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     state.epoch = max(state.epoch, state.seen_epoch) + 1
     before = step_of(state.source)
     state.ring, state.ring_level = list(plan.ring), plan.ring_level
-    left = _reseat(state, plan.seats)
+    unseated = _reseat(state, plan.seats)
     state.awaiting, state.early, state.evidence, state.planned = set(plan.seats), set(), False, False
     state.ranks, state.source = plan.ranks, plan.source
     state.epoch_key = state.key
@@ -246,7 +246,7 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     progressed(state, state.step)
     withdraw_doubt(state)
     enter(state, FleetPhase.BINDING)
-    orders += [Order(SEATED), *(Order(name) for name in left)]
+    orders += [Order(SEATED), *(Order(name) for name in unseated)]
 
 
 def _reseat(state: FleetState, seats: tuple[str, ...]) -> list[str]:
@@ -262,11 +262,11 @@ def _reseat(state: FleetState, seats: tuple[str, ...]) -> list[str]:
     state.vacant = set()
     stand = [old[seat] for seat in changed if seat < len(old)]
     sit = {seats[seat]: seat for seat in changed if seat < len(seats)}
-    left = sorted(name for name in stand if name not in sit)
-    for name in left:
+    unseated = sorted(name for name in stand if name not in sit)
+    for name in unseated:
         change(state, state.nodes[name], seat=NO_SEAT)
     for name, seat in sit.items():
         if state.nodes[name].seat != seat:
             change(state, state.nodes[name], seat=seat)
     state.vacant.clear()
-    return left
+    return unseated

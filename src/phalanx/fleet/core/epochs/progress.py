@@ -197,11 +197,11 @@ def memory_may_come(state: FleetState) -> bool:
     )
     newest = newest_in_memory(state)
     newest_step = NO_STEP if newest is None else newest.step
-    named = max(
+    newest_reported = max(
         (snapshot.step for node in state.nodes.values() if node.alive for snapshot in node.held),
         default=NO_STEP,
     )
-    return described < state.settings.wanted_nodes or max(newest_step, newest_saved(state)) < named
+    return described < state.settings.wanted_nodes or max(newest_step, newest_saved(state)) < newest_reported
 
 
 def conclude(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:

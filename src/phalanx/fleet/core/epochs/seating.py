@@ -47,9 +47,9 @@ def deal(state: FleetState, ranks: int, *, keep: bool = False) -> tuple[str, ...
     # Where several nodes of a rack have failed at once the rack is at fault, and its other nodes may follow.
     failing = {domain for domain, seats in lost.items() if domain and seats > 1}
     if count != len(state.seats) and not keep:
-        anew = _choice(state, count, failing)
-        if all(state.nodes[name].domain for name in anew):
-            return tuple(_stay(state, _along_the_tree(state, anew, count), ranks))
+        chosen = _choice(state, count, failing)
+        if all(state.nodes[name].domain for name in chosen):
+            return tuple(_stay(state, _along_the_tree(state, chosen, count), ranks))
     return tuple(_fill(state, count, failing))
 
 
@@ -58,17 +58,17 @@ def deal(state: FleetState, ranks: int, *, keep: bool = False) -> tuple[str, ...
 
 def _fill(state: FleetState, count: int, failing: Collection[Domain]) -> list[str]:
     """Keep the seats of survivors. Give vacant ones to spares and to nodes whose seats no longer exist."""
-    kept = [*state.seats[:count], *[""] * (count - len(state.seats))]
+    seats_kept = [*state.seats[:count], *[""] * (count - len(state.seats))]
     candidates = set(state.spares)
     candidates.update(
         state.seats[seat] for seat in range(count, len(state.seats)) if seat not in state.vacant
     )
     for seat in (*sorted(seat for seat in state.vacant if seat < count), *range(len(state.seats), count)):
-        near = _home(state, kept, seat)
+        near = _home(state, seats_kept, seat)
         chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, failing))
         candidates.remove(chosen)
-        kept[seat] = chosen
-    return kept
+        seats_kept[seat] = chosen
+    return seats_kept
 
 
 def _home(state: FleetState, kept: Sequence[str], seat: int) -> Domain:

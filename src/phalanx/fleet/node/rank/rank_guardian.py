@@ -58,27 +58,27 @@ class Hooks(Protocol):
 
     @abstractmethod
     def enters(self, rank: int) -> None:
-        """The worker becomes ``rank`` of an epoch."""
+        """Called when the worker becomes ``rank`` of an epoch."""
 
     @abstractmethod
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
-        """The model is built and its state restored."""
+        """Called when the model is built and its state restored."""
 
     @abstractmethod
     def audited(self, witness: Witness) -> None:
-        """Audits are on: gradients pass through ``witness``."""
+        """Called if audits are on: gradients pass through ``witness``."""
 
     @abstractmethod
     def step_begins(self, step: int) -> None:
-        """Step ``step`` begins."""
+        """Called when ``step`` begins."""
 
     @abstractmethod
     def at(self, phase: GuardedPhase) -> None:
-        """The rank has reached ``phase``."""
+        """Called when the rank reaches ``phase``."""
 
     @abstractmethod
     def leaves(self) -> None:
-        """The epoch has ended; its model must not be kept alive."""
+        """Called when the epoch has ended; its model must not be kept alive."""
 
 
 class NoHooks(Hooks):

@@ -67,10 +67,10 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         with suppress(WireError):
-            mine = isinstance(
+            is_known = isinstance(
                 error, known_errors()
             )  # Not a defect: this node lacks something that the run needs.
-            link.send(Unfit(str(error)) if mine else RunFailed(-1, str(error)))
+            link.send(Unfit(str(error)) if is_known else RunFailed(-1, str(error)))
         os._exit(EXIT_FAILED)
     sys.stdout.flush()
     os._exit(0)  # Daemon threads are in the middle of reading.
