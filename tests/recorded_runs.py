@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tomli_w
 
-from phalanx.fleet.control.fleet_file import FleetFile, Happening, Member, write_fleet_file
+from phalanx.fleet.control.fleet_file import FleetFile, FleetIncident, Member, write_fleet_file
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import (
     CheckpointSaved,
@@ -164,8 +164,8 @@ class RecordedRun:
         self.log.append(EpochLeft(0, f"node node-1: {why}"))
         self.start(1, restored=self.step - 1)
         happenings = (
-            Happening(left_at, 0, "node-1", why),
-            Happening(left_at, 0, "", f"leave epoch 0: node node-1: {why}"),
+            FleetIncident(left_at, 0, "node-1", why),
+            FleetIncident(left_at, 0, "", f"leave epoch 0: node node-1: {why}"),
         )
         members = (
             Member("node-0", "member", "10.0.0.1", (0,), True),
@@ -175,7 +175,7 @@ class RecordedRun:
         self._tell_fleet(members, ranks=2, happenings=happenings)
 
     def _tell_fleet(
-        self, members: tuple[Member, ...], ranks: int, happenings: tuple[Happening, ...] = ()
+        self, members: tuple[Member, ...], ranks: int, happenings: tuple[FleetIncident, ...] = ()
     ) -> None:
         content = FleetFile(
             run=self.spec.name, coordinator="10.0.0.1:1", coordinator_pid=1, leader="", reign=1,

@@ -169,7 +169,7 @@ def _stack(frame: FrameType | None) -> Iterator[CodeType]:
         frame = frame.f_back
 
 
-class SweptWorker(worker.Worker):
+class SweptWorker(worker.RankWorker):
     """A worker whose epochs run under a ``Breaker``."""
 
     def _train(self, bind: JoinEpoch) -> RunResult | None:
@@ -197,7 +197,7 @@ class SweptWorker(worker.Worker):
 
 def main() -> None:
     """As the worker's own ``main``, with epochs that break."""
-    worker.Worker = SweptWorker  # type: ignore[misc]
+    worker.RankWorker = SweptWorker  # type: ignore[misc]
     worker_main.main()
 
 

@@ -83,19 +83,19 @@ class SimulatedAgent:
             case c.Bind(epoch=epoch, ranks=ranks, places=places):
                 self.epoch, self.bound_s = epoch, time.monotonic()
                 self.held = tuple(m.RankSnapshot(ranks, rank, 0, "own", 1, epoch) for _, rank in places)
-                self.link.say(m.Bound(self.name, 1, epoch))
+                self.link.send(m.Bound(self.name, 1, epoch))
             case c.Park(epoch=epoch):
                 self.epoch = m.NO_EPOCH
-                self.link.say(m.Parked(self.name, 1, epoch, self.points, self.held))
+                self.link.send(m.Parked(self.name, 1, epoch, self.points, self.held))
             case c.TellAll():
                 for report in self.greet():
-                    self.link.say(report)
+                    self.link.send(report)
 
     async def beat(self) -> None:
         await asyncio.sleep(self.heartbeat_s * (self.number % 1000) / 1000)
         while True:
             phase = m.WorkerPhase.WARM if self.epoch == m.NO_EPOCH else m.WorkerPhase.BOUND
-            self.link.say(m.Heartbeat(self.name, 1, self.epoch, self.step, phase))
+            self.link.send(m.Heartbeat(self.name, 1, self.epoch, self.step, phase))
             await asyncio.sleep(self.heartbeat_s)
 
 

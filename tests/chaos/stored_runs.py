@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from bench.fleet.outside import programs
-from phalanx.cli.fleet.fleet_command import ask
+from phalanx.cli.fleet.fleet_command import send_request
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
 from phalanx.data.reading.cached_dataset import CachedShards, CacheOptions, open_cached
@@ -103,7 +103,7 @@ def _done(what: str, launcher: int, run_dir: Path, chance: random.Random) -> boo
     if what in ("shrink", "grow"):
         with suppress(click.ClickException):
             request = Shrink(1, ()) if what == "shrink" else Grow(1)
-            return ask(run_dir, request, None).startswith("accepted")
+            return send_request(run_dir, request, None).startswith("accepted")
         return False
     victims = programs(launcher)[what]
     if victims:

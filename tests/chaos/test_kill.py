@@ -92,7 +92,7 @@ def test_asked_to_stop_it_saves_the_step_it_is_at_and_says_how_to_go_on(
     out, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75
     assert "the step in progress is finished and saved" in " ".join(out.split())
-    assert f"to go on: {sys.executable} -m phalanx train" in " ".join(out.split())
+    assert f"to continue: {sys.executable} -m phalanx train" in " ".join(out.split())
     (saved,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert int(saved.name.removeprefix("step-")) >= steps_done(tmp_path / "run") - 1
     done = run([*command, "--ranks", "1", "--json"], tmp_path)

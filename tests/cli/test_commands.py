@@ -100,7 +100,7 @@ def test_a_run_is_made_longer_by_the_command_that_the_refusal_names_and_its_line
     assert longer["step"] == 8
     child = str(longer["run_dir"])
     assert last_json(run(["train", child, "--json"], folder))["weights_sha256"] == longer["weights_sha256"]
-    shown = f"goes on from step 6 of {folder / run_dir}"
+    shown = f"continues from step 6 of {folder / run_dir}"
     assert shown in run(["status", child], folder).stdout
     assert shown in run(["hash", child], folder).stderr
     listed = json.loads(run(["runs", "--json"], folder).stdout)

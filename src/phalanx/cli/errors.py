@@ -1,6 +1,8 @@
-"""User input: errors as messages without a traceback, a run directory that is missing, and options that several commands share.
+"""User input: errors as messages without a traceback, a missing run directory, and options that several
+commands share.
 
-The options are trust in code, number formats, devices, sizes of memory, and addresses. Their types refuse what no command can use.
+The options are trust in code, number formats, devices, sizes of memory, and addresses. Their types refuse
+unusable values.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from phalanx.run.rules import NotPortableError
 
 @contextmanager
 def explained(*kinds: type[Exception]) -> Iterator[None]:
-    """Shows errors of these kinds (and mistakes in run files and in the models that they name) as their message alone; exit
-    code 1."""
+    """Turn errors of these kinds, and mistakes in run files and their models, into a message with exit code
+    1.
+    """
     try:
         yield
     except Exception as error:
@@ -34,21 +37,23 @@ def explained(*kinds: type[Exception]) -> Iterator[None]:
         raise click.ClickException(str(error)) from error
 
 
-def refuse_unused(options: Sequence[str], why: str) -> None:
-    """Raises ``click.UsageError`` for ``options``, which would be ignored, with ``why``."""
+def refuse_unused(options: Sequence[str], reason: str) -> None:
+    """Raise ``click.UsageError`` for ``options``, which would be ignored, with ``reason``."""
     if options:
-        raise click.UsageError(f"{', '.join(options)}: {why}")
+        raise click.UsageError(f"{', '.join(options)}: {reason}")
 
 
 class TroubleError(click.ClickException):
-    """An error of a command whose exit code 1 is an answer."""
+    """An error of a command whose exit code 1 is a result."""
 
     exit_code = 2
 
 
 @contextmanager
 def trouble(*kinds: type[Exception]) -> Iterator[None]:
-    """As ``explained``, with exit code 2, for commands whose exit code 1 says that a comparison has found a difference."""
+    """Handle errors as ``explained``, with exit code 2, for commands whose exit code 1 means that a
+    comparison found a difference.
+    """
     try:
         with explained(*kinds):
             yield
@@ -56,7 +61,7 @@ def trouble(*kinds: type[Exception]) -> Iterator[None]:
         raise TroubleError(error.message) from error
 
 
-# A missing run directory: the error names those that exist.
+# A missing run directory: the error names the existing ones.
 
 _FILES = ("events.jsonl", "record.json", "run.toml")
 """A folder with one of these is a run directory."""
@@ -67,87 +72,96 @@ _LEAST_FREE = 64 * 1024
 
 
 def demand_folder(run_dir: Path, error: type[click.ClickException] = click.ClickException) -> None:
-    """Raises ``error`` if ``run_dir`` is no folder; its message names the newest runs beside it, else those in ``runs/``."""
+    """Raise ``error`` if ``run_dir`` is no folder.
+
+    Its message names the newest runs beside it, else those in ``runs/``.
+    """
     if run_dir.is_dir():
         return
-    what = f"{run_dir} is no folder" if run_dir.exists() else f"there is no folder {run_dir}"
+    problem = f"{run_dir} is no folder" if run_dir.exists() else f"there is no folder {run_dir}"
     near = newest_runs(run_dir.parent) or newest_runs(Path("runs"))
     if near:
         names = ", ".join(map(str, near))
         raise error(
-            f"{what}; the newest run{'s' * (len(near) > 1)} there: {names} (phalanx runs list has all)"
+            f"{problem}; the newest run{'s' * (len(near) > 1)} there: {names} (phalanx runs list has all)"
         )
     raise error(
-        f"{what}, and no run beside it or in runs/; phalanx train RUN_FILE starts one and says where it lies"
+        f"{problem}, and no run beside it or in runs/; phalanx train RUN_FILE starts one and prints its directory"
     )
 
 
 def full_disk(run_dir: Path) -> str:
-    """A sentence on the disk of a run directory, if nothing more can be written there; empty if there is room."""
+    """Return a sentence if the disk of a run directory is full; empty if there is room."""
     try:
         disk = shutil.disk_usage(run_dir)
     except OSError:
         return ""
-    # Some file systems of networks do not say how large they are.
+    # Some network file systems do not report their size.
     if not disk.total or disk.free >= _LEAST_FREE:
         return ""
     return f"the disk of {run_dir} is full: the coordinator decides nothing and no step is saved until there is space"
 
 
 def newest_runs(folder: Path) -> list[Path]:
-    """The run directories in ``folder`` that were begun or changed last, the newest first; empty if it cannot be read."""
-    found: list[tuple[float, Path]] = []
+    """Return the run directories in ``folder`` that were created or changed last, the newest first; empty if
+    it cannot be read.
+    """
+    candidates: list[tuple[float, Path]] = []
     try:
         with os.scandir(folder) as entries:
             for _, entry in zip(range(_MOST_LOOKED_AT), entries, strict=False):
                 path = folder / entry.name
                 if entry.is_dir() and any((path / name).exists() for name in _FILES):
-                    found.append((entry.stat().st_mtime, path))
+                    candidates.append((entry.stat().st_mtime, path))
     except OSError:
         return []
-    return [path for _, path in sorted(found, reverse=True)[:_MOST]]
+    return [path for _, path in sorted(candidates, reverse=True)[:_MOST]]
 
 
-# The option ``--trust-code``, and what needs it: a model of one's own (``model.factory``) is code, which computing with it runs.
+# The option ``--trust-code``: a user's model (``model.factory``) is code, which computing with it runs.
 
 TrustCode = Annotated[
     bool,
     Option(
-        text="Run the code that the run names (model.factory) also where its run file has no digest of it, where it lies in the run directory, "
-        "and where that is another user's."
+        text="Run the code that the run names (model.factory) also if its run file has no digest of it, if it is in the run directory, or if "
+        "that belongs to another user."
     ),
 ]
 """The flag ``--trust-code``."""
 
 
 def require_trusted_code(run_dir: Path, *, trust_code: bool, place: Path | None = None) -> None:
-    """Raise FactoryError if computing with the run in ``run_dir`` runs code that nobody here has plainly chosen; ``place`` is the pack that the run
-    directory was taken from."""
+    """Raise FactoryError if computing with the run in ``run_dir`` runs code that the user has not explicitly
+    chosen.
+
+    ``place`` is the pack that the run directory was taken from.
+    """
     from phalanx.run.directory.paths import RunDirectory, read_resolved
     from phalanx.run.factory import require_trusted
 
     if not RunDirectory(run_dir).run_file.exists():
-        return  # refused by what reads it
+        return  # Its reader refuses it.
     model = read_resolved(RunDirectory(run_dir)).model
     if model.factory and not trust_code:
         require_trusted(model.factory, model.factory_sha256, place or run_dir)
 
 
-# Number formats on the command line: PyTorch's names, float32 and bfloat16, which help shows; and the run file's, fp32 and bf16, which mean the same.
+# Number formats on the command line: PyTorch's names, float32 and bfloat16, which help shows, and the run
+# file's, fp32 and bf16.
 
 RUN_FILE_NAMES: Mapping[str, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}
-"""How a run file calls a format, by PyTorch's name (``precision.compute``)."""
+"""Name of a format in the run file (``precision.compute``), by PyTorch's name."""
 _NAMES: Mapping[str, str] = {short: name for name, short in RUN_FILE_NAMES.items()}
 
 
 class DtypeName(click.Choice[str]):
-    """PyTorch's name of a format that weights are computed with."""
+    """PyTorch's name of a format for computing with weights."""
 
     def __init__(self) -> None:
         super().__init__(tuple(RUN_FILE_NAMES))
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """PyTorch's name, whichever was given; refuses what is none."""
+        """Return PyTorch's name for either name; fail for others."""
         return super().convert(_NAMES.get(str(value), value), param, ctx)
 
 
@@ -155,12 +169,12 @@ class DtypeName(click.Choice[str]):
 
 
 class DeviceName(click.ParamType[str]):
-    """The name of a device, which need not be there."""
+    """The name of a device, which need not exist here."""
 
     name = "device"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name; refuses what is none."""
+        """Return the name; fail if it is not one."""
         if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9]\d{0,3}))?", str(value)):
             self.fail(
                 f"{value!r} is no device: write auto, cpu, cuda, or cuda:1 for one of several GPUs",
@@ -179,7 +193,7 @@ class Bytes(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number; refuses what is none."""
+        """Return the number of bytes; fail if it is not one."""
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(value))
@@ -202,14 +216,14 @@ class HostName(click.ParamType[str]):
         self._for_others = for_others
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the host without brackets; fail for one that has another form, or that this command cannot use."""
+        """Return the host without brackets; fail for another form, or one that this command cannot use."""
         try:
             host = read_host(str(value))
         except AddressError as error:
             has_port = ctx is not None and any(option.name == "port" for option in ctx.command.params)
             self.fail(f"{error}{', which --port sets' if has_port else ''}", param, ctx)
         if self._for_others:
-            # A name that only the others know is right here, an address that each resolves to itself is not.
+            # A name that only the others know is valid here; an address that each resolves to itself is not.
             if host in _EVERY_INTERFACE:
                 self.fail(
                     f"{host} means every interface, and others connect to one: give its address", param, ctx

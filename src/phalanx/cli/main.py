@@ -33,7 +33,10 @@ _TASKS = {
         "show": ("phalanx.cli.train", "Parameters, FLOPs per token and state bytes of a run's model."),
     },
     "Data": {
-        "data": ("phalanx.cli.data", "Prepare and check token shards; what a run reads of them, and when."),
+        "data": (
+            "phalanx.cli.data",
+            "Prepare and check token shards; show which of them a run reads, and when.",
+        ),
     },
     "Weights": {
         "checkpoint": ("phalanx.cli.weights", "List, verify and export checkpoints."),
@@ -46,13 +49,13 @@ _TASKS = {
         ),
     },
     "Watch": {
-        "status": ("phalanx.cli.fleet", "How far a run is, and its fleet's members, spares and happenings."),
-        "watch": ("phalanx_watch.cli", "Look at a run while it goes on, or afterwards."),
+        "status": ("phalanx.cli.fleet", "A run's progress, and its fleet's members, spares and incidents."),
+        "watch": ("phalanx_watch.cli", "Watch a run while it trains, or afterwards."),
         "ui": ("phalanx_watch.cli", "A page over all runs: curves, comparisons, where the time went."),
-        "why": ("phalanx_watch.cli", "What is wrong with a run, since when, and what to do."),
+        "why": ("phalanx_watch.cli", "Problems of a run: cause, start and remedy."),
         "logs": (
             "phalanx.cli.launch",
-            "What the processes of a run have said: merged, filtered, grouped, followed.",
+            "Logs of a run's processes: merged, filtered, grouped, followed.",
         ),
         "ranks": (
             "phalanx_watch.cli",
@@ -68,26 +71,29 @@ _TASKS = {
             "phalanx_watch.cli",
             "Where two runs part: field, step, tensor, and by a replay the module and rank.",
         ),
-        "reproduce": ("phalanx_watch.cli.runs", "Run a run again, or say what differs between then and now."),
-        "sinks": ("phalanx_watch.cli", "Send a run's trackers what they missed."),
+        "reproduce": (
+            "phalanx_watch.cli.runs",
+            "Repeat a run, or show the differences between then and now.",
+        ),
+        "sinks": ("phalanx_watch.cli", "Send a run's trackers the events that they missed."),
     },
     "Fleet": {
         "submit": ("phalanx.cli.launch", "Start a run on a cluster."),
         "cancel": ("phalanx.cli.launch", "End a submitted run, saved."),
-        "fleet": ("phalanx.cli.fleet", "Drain, add or stop: ask something of a running fleet."),
+        "fleet": ("phalanx.cli.fleet", "Requests to a running fleet: drain, add, stop."),
         "agent": ("phalanx.cli.fleet", "Take part in a run with this node of a cluster."),
         "pod": ("phalanx.cli.fleet", "Take part in a run as a pod of a Kubernetes job."),
         "health": ("phalanx.cli.fleet", "Check that this machine is fit to train."),
         "place": (
             "phalanx_plan.cli",
-            "Where in a network a run's nodes should lie, and what that costs a step.",
+            "Best places of a run's nodes in a network, and their cost per step.",
         ),
     },
     "Plan": {
         "plan": ("phalanx_plan.cli", "The best layouts of a run on a cluster: memory, time, cost, and why."),
-        "models": ("phalanx_plan.cli", "The model shapes that are known by name."),
-        "hardware": ("phalanx_plan.cli", "Accelerators and systems that plans are made for, with sources."),
-        "calibrate": ("phalanx_plan.cli", "Measure this machine, for plans that are made for it."),
+        "models": ("phalanx_plan.cli", "Model shapes by name."),
+        "hardware": ("phalanx_plan.cli", "Accelerators and systems for plans, with sources."),
+        "calibrate": ("phalanx_plan.cli", "Measure this machine, for plans on it."),
         "simulate": ("phalanx_plan.cli", "A fleet under failures, by the code that keeps a real one alive."),
     },
     "Serve": {
@@ -116,7 +122,7 @@ class _Lazy(click.Group):
         try:
             module = importlib.import_module(f"{package}.{cmd_name}_command")
         except ModuleNotFoundError:
-            if ctx.resilient_parsing:  # words are completed: what is not installed is left out
+            if ctx.resilient_parsing:  # Completing words: commands that are not installed are left out.
                 return None
             raise
         command: click.Command = module.command
@@ -161,27 +167,27 @@ def phalanx_command() -> None:
 
 
 def main() -> None:
-    """Runs the command line of this process.
+    """Run the command line of this process.
 
-    SIGTERM, which Slurm sends at the end of a job's time, ends a command as an exception does, so that what is half
-    written is removed; commands that can stop at a better place install handlers of their own.
+    SIGTERM, which Slurm sends at the end of a job's time, ends a command as an exception does, so that
+    incomplete files are removed. Commands that can stop at a better place install handlers of their own.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, _end)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # standard output may be a file that is open for reading and writing
-            if isinstance(stream, TextIOWrapper):  # a file's name may be no UTF-8
+        with suppress(OSError):  # Standard output may be a file that is open for reading and writing.
+            if isinstance(stream, TextIOWrapper):  # A file's name may not be UTF-8.
                 stream.reconfigure(errors="backslashreplace")
     os.environ["PHALANX_COMMAND"] = shlex.join(
         ["phalanx", *sys.argv[1:]]
-    )  # for the record of a run: ranks are started by other words
+    )  # For the record of a run: ranks are started by other command lines.
     sys.exit(exit_code(sys.argv[1:]))
 
 
 def exit_code(words: Sequence[str]) -> int:
-    """Runs ``phalanx`` with these words; errors that a user can act on are printed without a traceback.
+    """Run ``phalanx`` with these words. Errors that a user can act on are printed without a traceback.
 
-    Raises ``SystemExit`` as commands do, and whatever else a defect raises.
+    Raises ``SystemExit`` as commands do, and any other exception of a defect.
     """
     with safe_output():
         return _exit_code(words)
@@ -211,19 +217,20 @@ def _exit_code(words: Sequence[str]) -> int:
         return 0
     except OSError as error:
         if error.filename is None:
-            # Unbuffered output keeps nothing to try again, and then the error alone tells.
+            # Unbuffered output keeps no data to write again, so only the error shows the failure.
             if not _output_fails() and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             with suppress(OSError):
                 click.echo(f"Error: cannot write the output: {error.strerror}", err=True)
             return 1
-        # A name that is too long, a link to itself, a file of another user, a full disk: the system says it as well as we could.
+        # A name that is too long, a link to itself, a file of another user, a full disk: the system's message
+        # is good enough.
         click.echo(f"Error: {error.filename}: {error.strerror}", err=True)
         return 1
 
 
 def _remedy(words: Sequence[str], missing: str) -> str:
-    """The words for pip that bring a missing module of a command beside the core; empty if none do."""
+    """Return the pip command that installs a missing module of a command beside the core; empty if none does."""
     package, _ = _COMMANDS.get(next(iter(words), ""), ("", ""))
     own = package.partition(".")[0]
     if missing in _LIBRARIES:
@@ -232,7 +239,7 @@ def _remedy(words: Sequence[str], missing: str) -> str:
 
 
 def _output_fails() -> bool:
-    """True if standard output takes no more, as on a full disk."""
+    """Return True if standard output accepts no more data, as on a full disk."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -1,9 +1,11 @@
-"""Output of commands: text streams and consoles without control sequences of strangers, and numbers as text for people.
+"""Output of commands: text streams and consoles that escape control sequences in foreign text, and numbers as
+text for people.
 
-Names of runs, files, nodes and metrics, and texts of logs and errors, may hold sequences that command a terminal. Every command prints through the
-streams here, which write a control character as its escape. What passes is what commands print themselves: line breaks, tabs, a carriage return
-before a line of progress, and the colors of ``click.style``. Consoles of rich have a filter of their own, since they move the cursor; rich is
-imported with the first console.
+Names of runs, files, nodes and metrics, and texts of logs and errors, may hold sequences that control a
+terminal. Every command prints through the streams here, which write a control character as its escape. The
+commands' own sequences pass: line breaks, tabs, a carriage return before a line of progress, and the colors
+of ``click.style``. Consoles of rich have a filter of their own, since they move the cursor. rich is imported
+with the first console.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and line feed, those that turn the direction of writing, and bytes that are no text."""
+"""Control characters except tab and line feed, those that change the writing direction, and bytes that are no
+text."""
 _STYLE = re.compile("(\x1b\\[(?:[012]|3[1-6])m)")
 """A color, bold, dim, and their end, as ``click.style`` writes them."""
 
@@ -43,9 +46,9 @@ class SafeStream:
 
     def write(self, text: str) -> int:
         """Write ``text``; return its length."""
-        start, rest = ("\r", text[1:]) if text.startswith("\r") else ("", text)
+        start, body = ("\r", text[1:]) if text.startswith("\r") else ("", text)
         # Every second part is a style.
-        parts = _STYLE.split(rest)
+        parts = _STYLE.split(body)
         parts[::2] = map(printable, parts[::2])
         self.raw.write(start + "".join(parts))
         return len(text)
@@ -76,9 +79,9 @@ def data_output() -> TextIO:
     return sys.stdout if sys.stdout.isatty() else unfiltered(sys.stdout)
 
 
-# The console of all commands. It prints text as it is: brackets in a run's name or a library's error are no markup.
-#
-# Styles are given beside the text: ``console.print(line, style="dim")`` or ``Text.assemble(("stopped", "yellow"), reason)``.
+# The console of all commands. It prints text unchanged: brackets in a run's name or a library's error are no
+# markup. Styles are separate arguments: ``console.print(line, style="dim")`` or ``Text.assemble(("stopped",
+# "yellow"), reason)``.
 
 
 def text_console(
@@ -116,13 +119,14 @@ def text_console(
 
 
 def share(value: float) -> str:
-    """A fraction in percent."""
+    """Format a fraction in percent."""
     return f"{value:.1%}"
 
 
 def utilization(value: float) -> str:
-    """MFU in percent, marked where it is above the peak that it is a share of: that was measured when the run began, and the machine
-    was busier then."""
+    """Format MFU in percent, and mark a value above the measured peak: the machine was busier when that was
+    measured at the run's start.
+    """
     return share(value) + ("!" if value > 1 else "")
 
 
@@ -130,7 +134,7 @@ ABOVE_PEAK = "mfu!: above the measured peak, so other work slowed that measureme
 
 
 def age(seconds: float) -> str:
-    """A span of time back from now, to its largest unit."""
+    """Format a time span in its largest unit."""
     for length, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
@@ -138,12 +142,12 @@ def age(seconds: float) -> str:
 
 
 def moment(unix_s: float) -> str:
-    """A point in time by the clock of this machine, to the second."""
+    """Format a point in time by the clock of this machine, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def size(count: int) -> str:
-    """A number of bytes in the unit in which it has one to three digits before the point."""
+    """Format a number of bytes in the unit that gives one to three digits before the point."""
     value = float(count)
     for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -155,17 +159,17 @@ def size(count: int) -> str:
 # Differences of two replays as lines of text.
 
 MOST = 8
-"""Tensors and modules that are listed; the rest are counted."""
+"""Number of tensors and modules that are listed; the others are counted."""
 
 
 def number_text(value: float | None) -> str:
-    """A number with all of its bits, in decimals and in hexadecimal."""
+    """Format a number with all of its bits, in decimals and in hexadecimal."""
     return "none" if value is None else f"{value!r} ({float(value).hex()})"
 
 
 def left_out_lines(compared: Compared) -> Iterator[str]:
     """Yield a line for the modules that two replays could not be compared in, if any."""
-    # A module in lanes is called once for each, and may have several results; a reader wants to know which module.
+    # A module in lanes is called once for each, and may have several results; the line lists the module once.
     names = list(
         dict.fromkeys(re.sub(r"( \(call \d+\))?(\[\d+\])?$", "", name) for name in compared.left_out)
     )

@@ -26,20 +26,21 @@ from phalanx.store.store import StoreError
 
 @dataclass(frozen=True)
 class CheckpointPlace:
-    """A folder of checkpoints, and the step that is meant (``None``: the newest)."""
+    """A folder of checkpoints, and the chosen step (``None``: the newest)."""
 
     root: Path
     step: int | None
 
     def newest(self, steps: list[int]) -> int:
-        """The step that is meant, of those that there are. Raises ``ClickException`` if it is not among them."""
+        """Return the chosen step among ``steps``. Raises ``ClickException`` if it is missing."""
         return _chosen(steps, self.step, str(self.root))
 
 
 def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
-    """Finds the checkpoints that ``path`` names: ``RUN_DIR``, ``RUN_DIR/checkpoints`` or ``.../step-00000100``.
+    """Find the checkpoints that ``path`` names: ``RUN_DIR``, ``RUN_DIR/checkpoints`` or
+    ``.../step-00000100``.
 
-    Raises ``ClickException`` if there is nothing of the kind, or it is a checkpoint of another step.
+    Raises ``ClickException`` if there are none, or it is a checkpoint of another step.
     """
     demand_folder(path)
     with explained(RunDirectoryError):
@@ -55,51 +56,58 @@ def checkpoint_place(path: Path, step: int | None = None) -> CheckpointPlace:
 
 @contextmanager
 def weights_place(path: Path, step: int | None = None) -> Iterator[CheckpointPlace]:
-    """As ``checkpoint_place``; of a folder of Hugging Face, for a while, a run directory that stands in for it, whose notes are printed to standard error."""
+    """Find checkpoints as ``checkpoint_place``, also for a Hugging Face folder.
+
+    A Hugging Face folder is represented by a temporary run directory, whose notes are printed to standard
+    error.
+    """
     if not is_published(path):
         yield checkpoint_place(path, step)
         return
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.checkpoint.interop.huggingface.stored_folder import stand_in
 
-    with explained(CheckpointError), stand_in(path) as found:
-        for note in found.notes:
+    with explained(CheckpointError), stand_in(path) as folder:
+        for note in folder.notes:
             click.echo(f"note: {note}", err=True)
-        yield CheckpointPlace(RunDirectory(found.path).checkpoints, step)
+        yield CheckpointPlace(RunDirectory(folder.path).checkpoints, step)
 
 
 @dataclass(frozen=True)
 class OpenCheckpoints:
-    """Checkpoints that can be listed, verified and copied: the tier, its path or URL, and the step that is meant (``None``: any)."""
+    """Checkpoints that can be listed, verified and copied: the tier, its path or URL, and the chosen step
+    (``None``: any).
+    """
 
     tier: DiskTier | ObjectTier
     name: str
     step: int | None
 
     def newest(self) -> int:
-        """The step that is meant, else the newest. Raises ``ClickException`` if it is not there."""
+        """Return the chosen step, else the newest. Raises ``ClickException`` if it is missing."""
         return _chosen(self.tier.steps(), self.step, self.name)
 
 
 def open_checkpoints(place: str, step: int | None = None) -> OpenCheckpoints:
-    """Opens the checkpoints at a path or in an object store. A folder that a run has copied its checkpoints to is a store too.
+    """Open the checkpoints at a path or in an object store. A folder that a run has copied its checkpoints to
+    is a store too.
 
-    Raises ``ClickException`` if there is nothing of the kind.
+    Raises ``ClickException`` if there are none.
     """
     if is_store(place):
         return OpenCheckpoints(open_object_tier(place), place, step)
-    where = checkpoint_place(Path(place), step)
-    return OpenCheckpoints(DiskTier(where.root), str(where.root), where.step)
+    checkpoints = checkpoint_place(Path(place), step)
+    return OpenCheckpoints(DiskTier(checkpoints.root), str(checkpoints.root), checkpoints.step)
 
 
 def open_object_tier(place: str) -> ObjectTier:
-    """The checkpoints of an object store. Raises ``ClickException`` if the URL is wrong."""
+    """Open the checkpoints of an object store. Raises ``ClickException`` if the URL is wrong."""
     with explained(StoreError):
         return ObjectTier(open_store(place))
 
 
 def is_store(place: str) -> bool:
-    """True for a URL, and for a folder that is laid out as an object store of checkpoints."""
+    """Return True for a URL, and for a folder with the layout of an object store of checkpoints."""
     return is_url(place) or (Path(place) / COMMITTED).is_dir()
 
 

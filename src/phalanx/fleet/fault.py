@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 
 class FaultError(ValueError):
-    """A fault that cannot be read: where, and what would have been right there."""
+    """A fault that cannot be parsed: the column, and the expected word."""
 
-    def __init__(self, text: str, column: int, expected: str, found: str) -> None:
+    def __init__(self, text: str, column: int, expected: str, word: str) -> None:
         self.text, self.column, self.expected = text, column, expected
-        got = f'found "{found}"' if found else "but the fault ends here"
-        super().__init__(f"column {column}: expected {expected}, {got}\n  {text}\n  {' ' * (column - 1)}^")
+        actual = f'found "{word}"' if word else "but the fault ends here"
+        super().__init__(f"column {column}: expected {expected}, {actual}\n  {text}\n  {' ' * (column - 1)}^")
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,12 @@ class When:
     step: int | None = None
     """The step in which it happens, from 1; ``None`` if a time is given."""
     time_s: float | None = None
-    """Seconds since the run started to train."""
+    """Seconds since the run started to train; ``None`` if a step is given."""
     phase: FaultPhase | None = None
-    """The phase in which it happens; ``recovery`` is the first recovery from that moment on. ``None``: at once."""
+    """The phase in which it happens; ``recovery`` is the first recovery from that moment on.
+
+    ``None``: at once.
+    """
 
     def __str__(self) -> str:
         moment = f"at step {self.step}" if self.step is not None else f"at {_number(self.time_s or 0)} s"
@@ -62,7 +65,7 @@ class When:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL; of a node, to its agent and workers, so that its memory is gone too."""
+    """SIGKILL; of a node, to its agent and workers, so that its memory is lost too."""
 
     target: Literal["worker", "node", "rank", "coordinator"]
     number: int = 0
@@ -94,7 +97,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class CutLink:
-    """Nothing passes between two nodes."""
+    """No data passes between two nodes."""
 
     nodes: tuple[int, int]
 
@@ -120,11 +123,11 @@ Corruptible = Literal["gradient", "parameter", "snapshot"]
 class Corrupt:
     """One bit of a rank's gradient, of its parameters, or of its snapshot, is flipped."""
 
-    what: Corruptible
+    target: Corruptible
     rank: int
 
     def __str__(self) -> str:
-        return f"corrupt {self.what} rank {self.rank}"
+        return f"corrupt {self.target} rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class NanLoss:
 
 @dataclass(frozen=True)
 class FillDisk:
-    """Writing to the run directory fails for want of space."""
+    """Writing to the run directory fails for lack of space."""
 
     def __str__(self) -> str:
         return "fill disk"
@@ -166,16 +169,16 @@ class Fault:
 
 
 def _number(value: float) -> str:
-    """The shortest text that reads back as ``value``."""
+    """Return the shortest text that parses back to ``value``."""
     return str(int(value)) if value == int(value) else repr(value)
 
 
 class _Words:
-    """The words of a fault, taken one after another."""
+    """The words of a fault, consumed in order."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._words = [(found.start() + 1, found.group()) for found in re.finditer(r"\S+", text)]
+        self._words = [(match.start() + 1, match.group()) for match in re.finditer(r"\S+", text)]
         self._next = 0
 
     @property
@@ -183,12 +186,12 @@ class _Words:
         return self._next == len(self._words)
 
     def wrong(self, expected: str) -> FaultError:
-        """The error that the next word is not what was expected."""
+        """Return the error for an unexpected next word."""
         column, word = (len(self.text.rstrip()) + 2, "") if self.done else self._words[self._next]
         return FaultError(self.text, column, expected, word)
 
     def take(self, expected: str, read: Callable[[str], T | None]) -> T:
-        """The next word as ``read`` sees it; ``None`` from it means that the word is wrong."""
+        """Consume the next word, parsed by ``read``. Raises ``FaultError`` if that returns ``None``."""
         value = None if self.done else read(self._words[self._next][1])
         if value is None:
             raise self.wrong(expected)
@@ -225,7 +228,7 @@ def _decimal(word: str) -> float | None:
 
 
 def parse_fault(text: str) -> Fault:
-    """The fault that ``text`` says. Raises ``FaultError`` with the column and what is expected there."""
+    """Parse a fault. Raises ``FaultError`` with the column and the expected word."""
     words = _Words(text)
     action = _action(words)
     moment: When | None = None
@@ -243,7 +246,7 @@ def parse_fault(text: str) -> Fault:
                 moment = When(step=words.count("a step, from 1", least=1))
             case "in":
                 name = words.one_of(*PHASES)
-                phase = next(known for known in PHASES if known == name)
+                phase = next(candidate for candidate in PHASES if candidate == name)
             case "for":
                 for_s = words.seconds()
     if moment is None:
@@ -268,8 +271,8 @@ def _action(words: _Words) -> FaultAction:
             words.one_of("by")
             return DelayLink(nodes, words.seconds())
         case "corrupt":
-            what = words.one_of(*get_args(Corruptible))
-            return Corrupt(cast(Corruptible, what), _numbered(words, "rank"))
+            target = words.one_of(*get_args(Corruptible))
+            return Corrupt(cast(Corruptible, target), _numbered(words, "rank"))
         case "nan":
             return NanLoss(_numbered(words, "rank"))
         case _:
@@ -309,16 +312,15 @@ def _moment(words: _Words) -> When:
     def step_or_time(word: str) -> float | None:
         return -1.0 if word == "step" else _decimal(word)
 
-    found = words.take('"step N" or a number of seconds', step_or_time)
-    if found < 0:
+    moment = words.take('"step N" or a number of seconds', step_or_time)
+    if moment < 0:
         return When(step=words.count("a step, from 1", least=1))
     words.one_of("s")
-    return When(time_s=found)
+    return When(time_s=moment)
 
 
-# The faults of a run: from the command line, from files, or drawn from a seed over a given fleet.
-#
-# Drawn faults are a function of the seed, so that a run that broke can be broken again.
+# The faults of a run: from the command line, from files, or drawn from a seed over a given fleet. Drawn
+# faults are a function of the seed, so that a failed run can be reproduced.
 
 
 @dataclass(frozen=True)
@@ -330,16 +332,20 @@ class FleetShape:
     workers_per_node: int
     ranks: int
     steps: int
-    """Faults happen in steps 2 to the last but one: there is something to lose, and something left to do."""
+    """Number of steps.
+
+    Faults happen in steps 2 to the last but one, so that there is state to lose and work to do.
+    """
     losable_nodes: int = 0
-    """The number of nodes that may be killed for good: with more gone the run would wait for ever."""
+    """The number of nodes that may be killed for good: with more, the run would wait for ever."""
 
 
 def random_faults(seed: int, count: int, fleet: FleetShape) -> tuple[Fault, ...]:
-    """``count`` faults that a run on ``fleet`` must survive with its bits unchanged, in order of steps.
+    """Draw ``count`` faults that a run on ``fleet`` must survive with its bits unchanged, in order of steps.
 
-    Kills of workers, of nodes (as many as may be lost) and of the coordinator, hangs for good, and links cut for a while,
-    at random steps and phases; a quarter of them happens in the step of another. The same seed gives the same faults.
+    Kills of workers, of nodes (at most ``losable_nodes``) and of the coordinator, hangs for good, and links
+    cut for a while, at random steps and phases; a quarter of them happens in the step of another. The same
+    seed gives the same faults.
     """
     if fleet.steps < 3:
         raise ValueError(f"random faults need a run of at least 3 steps, this one has {fleet.steps}")
@@ -382,7 +388,9 @@ def _random_fault(draw: _Draw, fleet: FleetShape, step: int, *, may_lose_node: b
 
 
 class _Draw:
-    """Random choices that stay the same in every version of Python: ``random()`` alone is promised to."""
+    """Random choices that are the same in every version of Python, which guarantees that for ``random()``
+    alone.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -395,25 +403,25 @@ class _Draw:
 
 
 def fault_marker(run_dir: Path, number: int) -> Path:
-    """The file that is made when fault ``number`` of a run happens."""
+    """Return the path of the file that marks fault ``number`` of a run as injected."""
     return run_dir / "faults" / str(number)
 
 
 def read_faults(arguments: Iterable[str], fleet: FleetShape) -> tuple[Fault, ...]:
-    """The faults of all ``--fault`` arguments: a fault, ``random:SEED:COUNT``, or a file with one fault a line.
+    """Parse all ``--fault`` arguments: a fault, ``random:SEED:COUNT``, or a file with one fault a line.
 
-    In files, empty lines and what follows a ``#`` are ignored. Raises ``FaultError`` for what cannot be read (naming file and
-    line), and ``ValueError`` for a fault of something that ``fleet`` does not have.
+    In files, empty lines and comments after ``#`` are ignored. Raises ``FaultError`` for a syntax error
+    (naming file and line), and ``ValueError`` if ``fleet`` lacks the target of a fault.
     """
     return tuple(fault for argument in arguments for fault in _read_argument(argument, fleet))
 
 
 def _read_argument(argument: str, fleet: FleetShape) -> tuple[Fault, ...]:
     if argument.startswith("random:"):
-        found = re.fullmatch(r"random:([0-9]{1,20}):([0-9]{1,6})", argument)
-        if not found:
+        match = re.fullmatch(r"random:([0-9]{1,20}):([0-9]{1,6})", argument)
+        if not match:
             raise FaultError(argument, len("random:") + 1, 'SEED:COUNT, as in "random:7:20"', argument[7:])
-        return random_faults(int(found[1]), int(found[2]), fleet)
+        return random_faults(int(match[1]), int(match[2]), fleet)
     if " " not in argument and Path(argument).is_file():
         return tuple(_read_line(argument, *line, fleet) for line in _fault_lines(Path(argument)))
     return (_checked(parse_fault(argument), fleet),)
@@ -433,15 +441,13 @@ def _read_line(path: str, number: int, line: str, fleet: FleetShape) -> Fault:
 
 
 def _checked(fault: Fault, fleet: FleetShape) -> Fault:
-    """``fault``, if ``fleet`` has what it is about."""
+    """Return ``fault``. Raises ``ValueError`` if ``fleet`` lacks its target."""
     for kind, number in _targets(fault.action):
-        there = {"node": fleet.nodes, "rank": fleet.ranks, "worker": fleet.nodes * fleet.workers_per_node}[
+        size = {"node": fleet.nodes, "rank": fleet.ranks, "worker": fleet.nodes * fleet.workers_per_node}[
             kind
         ]
-        if number >= there:
-            raise ValueError(
-                f'"{fault}": there is no {kind} {number}; the fleet has {kind}s 0 to {there - 1}'
-            )
+        if number >= size:
+            raise ValueError(f'"{fault}": there is no {kind} {number}; the fleet has {kind}s 0 to {size - 1}')
     return fault
 
 

@@ -1,7 +1,8 @@
-"""Injects faults inside a worker, at the moment of a step that they name.
+"""Injects faults inside a worker, at the step and phase that they name.
 
-A fault is injected once in a run, by the worker that comes to its moment first: the one that creates its marker file in the run
-directory. So a step that is recomputed after a recovery does not break again. A worker without faults never imports this module.
+A fault is injected once in a run, by the first worker that reaches its moment: the one that creates its
+marker file in the run directory. So a step that is recomputed after a recovery does not break again. A worker
+without faults never imports this module.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Whereabouts:
 
 @dataclass
 class Saboteur:
-    """Breaks this worker, or what is around it, at the moments that its faults name: the ``Hooks`` of a worker with faults."""
+    """Injects faults into this worker and its surroundings: the ``Hooks`` of a worker with faults."""
 
     here: Whereabouts
     segments: tuple[Segment, ...]
@@ -69,34 +70,34 @@ class Saboteur:
     step: int = 0
     """The step that is being computed."""
     witness: Witness = field(default_factory=Witness)
-    """Through which gradients pass; with audits, theirs."""
+    """Hook through which gradients pass; with audits, theirs."""
     began_s: float = field(default_factory=time.monotonic)
     _faults: list[tuple[int, Fault]] = field(default_factory=list)
     _slow: float = 1.0
     _nan: bool = False
-    """The loss of the next slot that counts is not a number."""
+    """True if the loss of the next slot that counts is to be NaN."""
     _parts: Sequence[nn.Module] = ()
 
     def learn(self, sentences: Iterable[str]) -> None:
-        """Adds faults; they are numbered in the order in which they were given, the same on every worker."""
-        known = len(self._faults)
-        self._faults += [(known + n, parse_fault(sentence)) for n, sentence in enumerate(sentences)]
+        """Add faults. They are numbered in the order of the arguments, the same on every worker."""
+        first_number = len(self._faults)
+        self._faults += [(first_number + n, parse_fault(sentence)) for n, sentence in enumerate(sentences)]
 
     def enters(self, rank: int) -> None:
-        """This worker has become a rank."""
+        """Note that this worker has become a rank."""
         self.rank, self._slow = rank, 1.0
 
     def leaves(self) -> None:
-        """The epoch has ended, and with it the model through which gradients passed."""
+        """End the epoch, and drop the model through which gradients passed."""
         self.witness, self._parts = Witness(), ()
 
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
-        """Wraps the calls of a step at which faults may be due."""
+        """Wrap the calls of a step at which faults may be due."""
         model = built.model
         self._parts = model.parts
         _before(model, "begin", lambda: self.at("forward"))
         _before(model, "before_backward", lambda: self.at("backward"))
-        # While the writing goes on in its thread.
+        # While the write continues in its thread.
         _before(saver, "save", lambda: threading.Timer(0.002, lambda: self.at("commit")).start())
         built.waits[Bucket.COMM_EXPOSED_DP].on_enter = lambda: self.at("reduction")
         _between(model, "begin", "end", self._dawdle)
@@ -107,16 +108,16 @@ class Saboteur:
             self.witness = attach(model)
 
     def audited(self, witness: Witness) -> None:
-        """Gradients pass through ``witness``: it is what corrupts them."""
+        """Corrupt gradients through ``witness``, which they pass."""
         self.witness = witness
 
     def step_begins(self, step: int) -> None:
-        """``step`` begins."""
+        """Begin ``step``."""
         self.step = step
         self.at(None)
 
     def at(self, phase: FaultPhase | None) -> None:
-        """Injects the faults that are due in this phase of the present step."""
+        """Inject the faults that are due in this phase of the present step."""
         for number, fault in self._faults:
             if self._due(fault, phase) and self._concerns_me(fault) and self._first(number):
                 self._commit(fault)
@@ -149,7 +150,7 @@ class Saboteur:
                 return self.rank == 0
 
     def _first(self, number: int) -> bool:
-        """True if no worker has injected this fault yet; marks it as injected."""
+        """Return True if no worker has injected this fault yet, and mark it as injected."""
         with suppress(FileExistsError):
             marker = fault_marker(self.here.run_dir, number)
             marker.parent.mkdir(exist_ok=True)
@@ -190,13 +191,13 @@ class Saboteur:
                 self._later(fault.for_s, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard)))
 
     def _stop(self, for_s: float | None) -> None:
-        if for_s is not None:  # a stopped process cannot wake itself
+        if for_s is not None:  # A stopped process cannot wake itself.
             wake = f"sleep {for_s}; kill -CONT {os.getpid()}"
             subprocess.Popen(["sh", "-c", wake], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def _cut_off(self, for_s: float | None) -> None:
-        """Closes the connections once, and again and again until the time is over."""
+        """Close the connections once, then repeatedly until ``for_s`` is over."""
         self.cut()
         until_s = time.monotonic() + (for_s or 0.0)
 
@@ -212,7 +213,7 @@ class Saboteur:
             threading.Timer(after_s, act).start()
 
     def _spoil_losses(self, built: Built) -> None:
-        """Lets the loss of a slot be no number when a fault says so; not of one that an audit only computes once more."""
+        """Make the loss of a slot NaN when a fault is due; not of a slot that an audit recomputes."""
         gradients = built.runner.gradients
 
         def spoiled(work: SlotWork) -> list[Tensor]:
@@ -226,7 +227,7 @@ class Saboteur:
         vars(built.runner)["gradients"] = spoiled
 
     def _dawdle(self, seconds: float) -> None:
-        """Slows a slot down, after it took ``seconds``, to ``_slow`` times that."""
+        """Slow a slot down, after it took ``seconds``, to ``_slow`` times that."""
         if self._slow > 1:
             time.sleep((self._slow - 1) * seconds)
 
@@ -239,7 +240,7 @@ class Saboteur:
 
 
 def _once(witness: Witness) -> Callable[[Tensor], None]:
-    """Returns a function that flips one bit of the next gradient that passes the witness."""
+    """Return a function that flips one bit of the next gradient that passes the witness."""
 
     def flip(gradient: Tensor) -> None:
         witness.corrupt = None
@@ -254,7 +255,7 @@ def _flip_bit(tensor: Tensor) -> None:
 
 
 def _before(owner: object, method: str, act: Callable[[], None]) -> None:
-    """Wraps a method of one object so that ``act`` is called before each call."""
+    """Wrap a method of one object so that ``act`` is called before each call."""
     original = getattr(owner, method)
 
     def both(*args: object, **kwargs: object) -> object:
@@ -265,9 +266,10 @@ def _before(owner: object, method: str, act: Callable[[], None]) -> None:
 
 
 def _between(owner: object, first: str, last: str, act: Callable[[float], None]) -> None:
-    """Wraps two methods of one object so that each call of ``last`` calls ``act`` with the seconds since ``first``.
+    """Wrap two methods of one object so that each call of ``last`` calls ``act`` with the seconds since
+    ``first``.
 
-    Where ``first`` was called again before, as slots overlap in a pipeline, time that ``act`` was told of does not count again.
+    If calls of ``first`` overlap, as slots do in a pipeline, no time is passed to ``act`` twice.
     """
     since_s = [0.0]
     under_way = [0]

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import msgspec
 
-from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, Happening, read_fleet_file
+from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, FleetIncident, read_fleet_file
 from phalanx.observe.events import EpochLeft, Event
 from phalanx.observe.goodput import (
     AttemptAccount,
@@ -90,7 +90,7 @@ def _faults(
     events: Sequence[Event],
     attempts: Sequence[AttemptAccount],
     found: dict[int, Recovery],
-    happenings: Sequence[Happening],
+    happenings: Sequence[FleetIncident],
 ) -> list[dict[str, object]]:
     """Each end of an epoch that another one followed, with what the recovery took and cost."""
     left = _left(events)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from phalanx.fleet.control.fleet_file import FleetFile, Happening
+from phalanx.fleet.control.fleet_file import FleetFile, FleetIncident
 from phalanx.fleet.core.requests import GIVEN_BACK
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import EpochLeft, IncidentKind
@@ -277,8 +277,8 @@ def no_coordinator(seen: Observed) -> Iterator[Reason]:
     )
 
 
-def _by_node(happenings: tuple[Happening, ...], *kinds: IncidentKind) -> dict[str, list[Happening]]:
-    found: dict[str, list[Happening]] = {}
+def _by_node(happenings: tuple[FleetIncident, ...], *kinds: IncidentKind) -> dict[str, list[FleetIncident]]:
+    found: dict[str, list[FleetIncident]] = {}
     for one in happenings:
         if one.node and one.kind in kinds:
             found.setdefault(one.node, []).append(one)

@@ -215,7 +215,7 @@ def test_an_agent_waits_on_while_another_program_listens_where_its_coordinator_w
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         where = f"127.0.0.1:{foreign.getsockname()[1]}"
         with pytest.raises(
-            TimeoutError, match="another program listens there, and nobody has begun the run in"
+            TimeoutError, match="another program listens there, and nobody has started the run in"
         ):
             _wait_for(where, tmp_path, 0.0, lambda: False)
         (tmp_path / "record.json").write_text('{"attempts": 1}')

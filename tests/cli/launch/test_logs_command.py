@@ -142,7 +142,7 @@ def test_a_folder_without_logs_is_named(folder: Path) -> None:
     (folder / "unused").mkdir(exist_ok=True)
     done = run(["logs", "unused"], folder)
     assert done.returncode == 1
-    assert "nobody has started a run in unused yet" in done.stderr
+    assert "no run was started in unused yet" in done.stderr
 
 
 def test_times_and_ranks_are_read_as_people_write_them() -> None:

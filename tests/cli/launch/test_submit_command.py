@@ -56,10 +56,10 @@ def test_nodes_of_a_job_that_slurm_does_not_take_are_not_given_back_as_those_of_
     monkeypatch.setattr(slurm, "test_submit", lambda _: "")
     monkeypatch.setattr(slurm, "idle_nodes", lambda _: 0)
     monkeypatch.setattr(slurm, "submit", refuse)
-    monkeypatch.setattr(fleet_command, "asked_to_go", lambda *_: ["n1", "n2"])
-    monkeypatch.setattr(fleet_command, "wait_until_gone", lambda *_: {})
+    monkeypatch.setattr(fleet_command, "request_release", lambda *_: ["n1", "n2"])
+    monkeypatch.setattr(fleet_command, "wait_until_released", lambda *_: {})
     grown: list[Path] = []
-    monkeypatch.setattr(fleet_command, "grown", lambda run, *_: grown.append(run))
+    monkeypatch.setattr(fleet_command, "request_nodes", lambda run, *_: grown.append(run))
 
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again"):
@@ -107,10 +107,10 @@ def test_a_disk_that_fills_up_once_nodes_were_given_back_is_told_with_what_takes
     monkeypatch.setattr(slurm, "idle_nodes", lambda _: 0)
     monkeypatch.setattr(slurm, "submit", submit)
     monkeypatch.setattr(slurm, "cancel", cancel)
-    monkeypatch.setattr(fleet_command, "asked_to_go", lambda *_: ["n1", "n2"])
+    monkeypatch.setattr(fleet_command, "request_release", lambda *_: ["n1", "n2"])
     # Before the job is queued, or once it is.
     early = full in ("script", "record")
-    monkeypatch.setattr(fleet_command, "wait_until_gone", fill if early else lambda *_: {})
+    monkeypatch.setattr(fleet_command, "wait_until_released", fill if early else lambda *_: {})
     spec = RunSpec(name="urgent", run_dir=str(run_dir), fleet=FleetSpec(nodes=2))
     with pytest.raises(EngineError, match=r"phalanx fleet grow .* --by 2 takes them again") as told:
         queue_job(spec, tmp_path, Lender(lender, partial(submit_command._take_nodes, lender)))
@@ -152,7 +152,7 @@ def test_a_job_whose_submitter_was_killed_is_told_and_cancelled_and_not_an_earli
     assert (tmp_path / "cancelled").read_text() == "9\n"
     assert (
         status_command._job_line(run_dir)
-        == "job of unknown number (slurm): ended without a word, or before it began"
+        == "job of unknown number (slurm): ended without output, or before it began"
     )
 
 
@@ -202,7 +202,7 @@ def test_nodes_of_a_job_are_not_left_in_it_by_who_does_not_wait_for_them(tmp_pat
     lends(tmp_path, "slurm")
     told = CliRunner().invoke(fleet_command.shrink, [str(tmp_path), "--by", "1", "--no-wait"])
     assert told.exit_code == 2
-    assert "without it they would stay in the job" in " ".join(told.output.split())
+    assert "without the wait they would stay in the job" in " ".join(told.output.split())
 
 
 @pytest.mark.parametrize("now", [(), ("--now",)], ids=["saving", "at-once"])
@@ -235,7 +235,7 @@ def test_a_lender_that_does_not_answer_can_be_asked_once_more(
     lender = tmp_path / "lender"
     made = Submitted("slurm", "7", "urgent", 2, 0, 0.0, str(tmp_path), taken_from=str(lender), taken=2)
     cancel_command._give_back(tmp_path, made)
-    assert f"phalanx fleet grow {lender} --by 2 asks once more" in capsys.readouterr().err
+    assert f"phalanx fleet grow {lender} --by 2 repeats the request" in capsys.readouterr().err
 
 
 def asked_in(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
@@ -247,7 +247,7 @@ def asked_in(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         asked.append(run)
         return "accepted"
 
-    monkeypatch.setattr(fleet_command, "ask", answered)
+    monkeypatch.setattr(fleet_command, "send_request", answered)
     return asked
 
 
@@ -431,7 +431,7 @@ def test_a_run_is_ended_also_where_that_cannot_be_noted_unless_it_would_queue_it
         asked.append(request)
         return "accepted"
 
-    monkeypatch.setattr(fleet_command, "ask", accepted)
+    monkeypatch.setattr(fleet_command, "send_request", accepted)
     refused = engine == "slurm"
     for command in (fleet_command.command.commands["stop"], cancel_command.command):
         told = CliRunner().invoke(command, [str(run_dir)])
@@ -462,7 +462,7 @@ def test_nodes_whose_return_cannot_be_noted_are_said_to_be_lent_still(
     said = capsys.readouterr().err
     assert "/lender does not take its 2 nodes again: " in said
     assert "No space left on device" in said
-    assert "phalanx fleet grow /lender --by 2 asks once more" in said
+    assert "phalanx fleet grow /lender --by 2 repeats the request" in said
 
 
 @pytest.mark.parametrize("earlier", ["over", "killed"])

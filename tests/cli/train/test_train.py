@@ -54,7 +54,7 @@ def test_a_display_that_breaks_is_told_and_ends_nothing(
         log.append(Message("warning", "anything"))
     show = event_display(OpenRun(directory, RunSpec(), 0, -1), Console(file=ClosedPipe()))  # type: ignore[arg-type]
     show(lambda: True)
-    assert "training goes on" in capsys.readouterr().err
+    assert "training continues" in capsys.readouterr().err
 
 
 def test_an_empty_token_file_is_named_with_the_remedy_before_a_fleet_starts(

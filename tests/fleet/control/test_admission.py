@@ -86,7 +86,9 @@ def test_an_agent_whose_clock_is_far_from_the_coordinators_is_refused_by_the_nam
     assert (refusal is not None) == refused
     if refusal is not None:
         where = "ahead of" if ahead_s > 0 else "behind"
-        assert refusal.why == f"the clock of gpu17 is 3600 s {where} the coordinator's: set it (chrony, ntpd)"
+        assert (
+            refusal.reason == f"the clock of gpu17 is 3600 s {where} the coordinator's: set it (chrony, ntpd)"
+        )
     assert CREDENTIALS.refusal(shown, "Operate") is None
 
 

@@ -50,12 +50,12 @@ class StandInAgent:
         match command:
             case c.Bind(epoch=epoch):
                 self.epoch = epoch
-                self.link.say(m.Bound(self.name, 1, epoch))
+                self.link.send(m.Bound(self.name, 1, epoch))
             case c.Park(epoch=epoch):
                 self.epoch = m.NO_EPOCH
-                self.link.say(m.Parked(self.name, 1, epoch, (f"{self.name}:1",), ()))
+                self.link.send(m.Parked(self.name, 1, epoch, (f"{self.name}:1",), ()))
             case c.TellAll():
-                self.link.say(self.joined())
+                self.link.send(self.joined())
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -316,7 +316,7 @@ def test_an_operator_gives_nodes_back_and_the_launcher_starts_them_again_when_mo
         process.kill()
     seen = read_fleet_file(tmp_path)
     assert (status, seen.recoveries) == ("finished", 0)
-    assert told == ["node-3: its agent is started, for 4 nodes are wanted"]
+    assert told == ["node-3: its agent is started, for 4 nodes are requested"]
 
 
 def role(seen: FleetFile, name: str) -> str:

@@ -107,7 +107,7 @@ def test_orders_are_sent_though_the_journal_cannot_be_renewed(
     def full(_content: bytes, _keep_as: Path | None = None) -> None:
         raise JournalError("cannot renew the journal: No space left on device")
 
-    monkeypatch.setattr(coordinator._journal, "begin_anew", full)
+    monkeypatch.setattr(coordinator._journal, "replace_content", full)
     for name in ("node-0", "node-1"):
         coordinator.on_report(m.Joined(name, 1, 1, "127.0.0.1", 1, meeting_points=(f"{name}:1",)))
     asyncio.run(coordinator._turn())

@@ -30,26 +30,26 @@ def made(tmp_path: Path, said: dict[str, str]) -> FailureInquiry:
 
 def test_a_worker_that_was_killed_is_named_and_those_that_lost_it_are_not(tmp_path: Path) -> None:
     inquiry = made(tmp_path, {"node-0": LOST, "node-1": ended_text("was killed by SIGKILL"), "node-2": LOST})
-    inquiry.heard(m.Broken("node-0", 1, 4, 0, LOST))
-    inquiry.heard(m.Broken("node-2", 1, 4, 0, LOST))
-    inquiry.heard(m.WorkerExited("node-1", 1, 4, 0, -9))
-    found = inquiry.finding(inquiry.taken())
+    inquiry.add(m.Broken("node-0", 1, 4, 0, LOST))
+    inquiry.add(m.Broken("node-2", 1, 4, 0, LOST))
+    inquiry.add(m.WorkerExited("node-1", 1, 4, 0, -9))
+    found = inquiry.finding(inquiry.take())
     assert found.startswith("first failure: rank 1 on node-1: its process was killed by SIGKILL (")
     assert "2 failed because another process had: rank 0 on node-0, rank 2 on node-2" in found
-    assert not inquiry.taken()
+    assert not inquiry.take()
 
 
 def test_ranks_that_left_as_they_were_asked_to_have_not_failed(tmp_path: Path) -> None:
     inquiry = made(tmp_path, {})
-    inquiry.heard(m.Broken("node-0", 1, 4, 0, m.LEFT_AS_ASKED))
-    assert not inquiry.taken()
+    inquiry.add(m.Broken("node-0", 1, 4, 0, m.LEFT_AS_ASKED))
+    assert not inquiry.take()
 
 
 def test_of_a_node_whose_log_cannot_be_read_its_report_counts(tmp_path: Path) -> None:
     inquiry = made(tmp_path, {"node-0": LOST})
-    inquiry.heard(m.Broken("node-0", 1, 4, 0, LOST))
-    inquiry.heard(m.Fatal(4, "node-9", "no blocks are left", "DataError"))
-    found = inquiry.finding(inquiry.taken())
+    inquiry.add(m.Broken("node-0", 1, 4, 0, LOST))
+    inquiry.add(m.Fatal(4, "node-9", "no blocks are left", "DataError"))
+    found = inquiry.finding(inquiry.take())
     assert found.startswith("first failure: node-9: error: no blocks are left (")
 
 
@@ -60,13 +60,13 @@ def test_what_ended_no_epoch_hours_ago_is_not_told_for_what_fails_now(
     hours_ago = time.time() - 7200
     with monkeypatch.context() as past:
         past.setattr(time, "time", lambda: hours_ago)
-        inquiry.heard(m.WorkerExited("node-9", 1, 0, 0, 1, "a spare's worker had no room on /tmp"))
-    inquiry.heard(m.Fatal(4, "node-9", "no blocks are left", "DataError"))
-    inquiry.heard(m.Broken("node-1", 1, 4, 0, LOST))
-    assert inquiry.finding(inquiry.taken()).startswith("first failure: node-9: error: no blocks are left (")
+        inquiry.add(m.WorkerExited("node-9", 1, 0, 0, 1, "a spare's worker had no room on /tmp"))
+    inquiry.add(m.Fatal(4, "node-9", "no blocks are left", "DataError"))
+    inquiry.add(m.Broken("node-1", 1, 4, 0, LOST))
+    assert inquiry.finding(inquiry.take()).startswith("first failure: node-9: error: no blocks are left (")
 
 
 def test_an_epoch_that_is_left_by_plan_has_no_failure(tmp_path: Path) -> None:
     inquiry = made(tmp_path, {})
-    inquiry.heard(m.Durable("node-0", 1, 4, 7))
-    assert not inquiry.taken()
+    inquiry.add(m.Durable("node-0", 1, 4, 7))
+    assert not inquiry.take()

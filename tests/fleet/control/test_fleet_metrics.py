@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phalanx.fleet.control.fleet_file import FleetFile, Happening, Member
+from phalanx.fleet.control.fleet_file import FleetFile, FleetIncident, Member
 from phalanx.fleet.control.publisher import FleetSampler
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import IncidentKind
@@ -46,7 +46,7 @@ def test_stragglers_are_those_that_were_taken_out_for_it_and_those_that_were_kep
     None
 ):
     kind = IncidentKind.SLOW_WITHOUT_SPARE
-    slow = (Happening(900.0, 3, "a", "any words", kind), Happening(10.0, 3, "b", "any words", kind))
+    slow = (FleetIncident(900.0, 3, "a", "any words", kind), FleetIncident(10.0, 3, "b", "any words", kind))
     found = values(replace(FLEET, happenings=slow))
     assert [found[f"node_straggler,{name}"] for name in "abc"] == [1, 0, 1]
 

@@ -169,7 +169,7 @@ def test_a_report_that_a_relay_has_replaced_is_not_heard() -> None:
                 caller = Caller(between)
                 wire.tasks.append(asyncio.create_task(caller.link.run()))
                 await until(lambda: wire.ear.reports)
-                caller.link.say(m.Durable("node-0", 1, 0, 7))
+                caller.link.send(m.Durable("node-0", 1, 0, 7))
                 await until(lambda: wire.server.refused["forged message"])
                 assert {type(report) for report in wire.ear.reports} == {m.Joined}
 

@@ -85,7 +85,7 @@ def test_one_flipped_bit_anywhere_costs_the_lines_that_it_is_in_and_is_told(
 def test_begun_anew_it_holds_only_the_new_first_line_and_what_follows(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal")
     journal.append(b"old")
-    journal.begin_anew(b"state")
+    journal.replace_content(b"state")
     journal.append(b"next")
     journal.close()
     assert read(tmp_path / "journal") == [b"state", b"next"]
@@ -104,7 +104,7 @@ def test_a_renewal_that_fails_at_any_call_loses_nothing_that_is_appended_then_or
         with monkeypatch.context() as patched:
             fail_at(patched, call)
             with suppress(JournalError):
-                journal.begin_anew(b"state")
+                journal.replace_content(b"state")
                 renewed = True
             appended = False
             with suppress(JournalError):

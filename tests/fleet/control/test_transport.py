@@ -23,7 +23,7 @@ def test_reports_and_commands_arrive_in_order() -> None:
             await until(lambda: wire.server.links)
             steps = [m.Heartbeat("node-0", 1, 0, step, m.WorkerPhase.BOUND) for step in range(50)]
             for beat in steps:
-                caller.link.say(beat)
+                caller.link.send(beat)
             orders = [c.Park(epoch, "because") for epoch in range(50)]
             for order in orders:
                 wire.server.send("node-0", order)
@@ -85,7 +85,7 @@ def test_an_oversized_message_ends_its_stream_and_no_other() -> None:
             await until(lambda: wire.ear.reports)
             await wire.raw(m.encode(joined()), b"x" * (MAX_REPORT_BYTES + 1))
             assert wire.server.refused["malformed message"] == 1
-            friend.link.say(m.Durable("node-1", 1, 0, 7))
+            friend.link.send(m.Durable("node-1", 1, 0, 7))
             await until(lambda: m.Durable("node-1", 1, 0, 7) in wire.ear.reports)
             assert friend.greetings == 1
 
@@ -97,7 +97,7 @@ def test_an_agent_whose_report_is_too_long_attaches_again_without_it() -> None:
         async with Wire() as wire:
             caller = wire.dial()
             await until(lambda: wire.ear.reports)
-            caller.link.say(m.Fatal(0, "node-0", "x" * (MAX_REPORT_BYTES + 1), "DataError"))
+            caller.link.send(m.Fatal(0, "node-0", "x" * (MAX_REPORT_BYTES + 1), "DataError"))
             await until(lambda: caller.greetings == 2 and caller.link.attached)
             assert any("more than" in line for line in caller.lines)
 
@@ -127,7 +127,7 @@ def test_bytes_that_are_no_frames_harm_nobody() -> None:
             for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b""):
                 with socket.create_connection(("127.0.0.1", wire.port)) as stranger:
                     stranger.sendall(noise)
-            friend.link.say(m.Durable("node-0", 1, 0, 7))
+            friend.link.send(m.Durable("node-0", 1, 0, 7))
             await until(lambda: len(wire.ear.reports) == 2)
 
     asyncio.run(scene())

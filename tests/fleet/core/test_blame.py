@@ -59,7 +59,7 @@ def test_the_run_ends_when_a_second_node_says_the_same() -> None:
         m.Fatal(0, "1", "cannot read it", "DataError"), m.Fatal(0, "2", "cannot read that", "DataError")
     )
     assert fleet.state.phase is FleetPhase.FAILED
-    assert fleet.state.reason == "node 2: cannot read that (node 1 said the same)"
+    assert fleet.state.reason == "node 2: cannot read that (node 1 reported the same)"
 
 
 def test_what_others_could_do_after_all_counts_against_a_node_and_not_for_the_next() -> None:
@@ -188,7 +188,7 @@ def test_nobody_is_found_at_fault_for_a_step_that_the_next_epoch_skips() -> None
     nan(fleet, 8, 1)
     assert fleet.state.source == RestorePoint(4, 20)
     assert quarantined(fleet) == set()
-    assert "nothing is known against this node" in fleet.state.incidents[-1].what
+    assert "there is no evidence against this node" in fleet.state.incidents[-1].what
     reach(fleet, 21)
     assert fleet.state.doubt is None
     assert not any("at fault" in incident.what for incident in fleet.state.incidents)

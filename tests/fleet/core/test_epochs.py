@@ -11,7 +11,7 @@ from fleet.small_fleets import Fleet, running, settings
 from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.epochs.epoch_plan import EpochPlan, Order
-from phalanx.fleet.core.epochs.faults import last_heard_s, lose, next_deadline_s, phase_deadline_s
+from phalanx.fleet.core.epochs.faults import last_heartbeat_s, lose, next_deadline_s, phase_deadline_s
 from phalanx.fleet.core.epochs.life_cycle import _begin, can_grow, pause_s
 from phalanx.fleet.core.invariants import check
 from phalanx.fleet.core.settings import Formation
@@ -252,7 +252,7 @@ def test_a_run_is_given_up_after_one_more_fault_in_a_row_than_it_may_have() -> N
     fleet.park()
     fleet.hear(m.DiskHolds((5,)))
     last = "node 0, worker 0: illegal instruction"
-    text = f"3 faults in a row without a step between them; the last one: {last}; step 5 was saved from the memory of the nodes"
+    text = f"3 faults in a row without progress; the last one: {last}; step 5 was saved from the memory of the nodes"
     assert (fleet.state.phase, fleet.state.reason) == (FleetPhase.FAILED, text)
     assert fleet.told("1") == [c.Shutdown(text)]
 
@@ -376,7 +376,7 @@ def test_most_nodes_are_lost_when_they_have_been_silent_four_times_as_long_or_a_
 def test_a_rollcall_is_heard_of_all_but_the_absent() -> None:
     fleet = running(lease_s=15.0, stall_s=1e6)
     fleet.hear(m.Rollcall("heartbeat", 0, absent=("4",)), after_s=10.0)
-    assert [last_heard_s(fleet.state, name) for name in "014"] == [10.0, 10.0, 0.0]
+    assert [last_heartbeat_s(fleet.state, name) for name in "014"] == [10.0, 10.0, 0.0]
     fleet.hear(m.Tick(), after_s=5.0)
     assert [name for name, node in fleet.state.nodes.items() if not node.alive] == ["4"]
     assert fleet.state.next_lease_s == 25.0

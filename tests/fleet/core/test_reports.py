@@ -49,7 +49,7 @@ def test_an_agent_that_joins_again_keeps_its_seat_and_its_record(incarnation: in
     after = fleet.state.nodes["1"]
     assert (after.seat, after.eligibility) == (before.seat, Eligibility.DRAINED)
     assert after.strikes[:1] == before.strikes != ()
-    assert after.why == (before.why if incarnation == 1 else "its agent began anew")
+    assert after.why == (before.why if incarnation == 1 else "its agent was started again")
 
 
 def test_only_the_present_incarnation_is_believed_and_others_are_answered_by_what_they_lack() -> None:

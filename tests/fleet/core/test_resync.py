@@ -16,7 +16,7 @@ from phalanx.fleet.core import commands as c
 from phalanx.fleet.core import messages as m
 from phalanx.fleet.core.decide import step
 from phalanx.fleet.core.epochs.epoch_plan import deliveries
-from phalanx.fleet.core.invariants import BrokenInvariant, Mark, check, mark, resync
+from phalanx.fleet.core.invariants import BrokenInvariant, StateMark, check, mark, resync
 from phalanx.fleet.core.state import (
     Eligibility,
     FleetPhase,
@@ -71,7 +71,7 @@ BREAKS = [
 ]
 
 
-def broken(fleet: Fleet, how: Callable[[FleetState], None]) -> Mark:
+def broken(fleet: Fleet, how: Callable[[FleetState], None]) -> StateMark:
     """Breaks a fleet's state; returns the mark of the state before."""
     before = mark(fleet.state)
     how(fleet.state)
@@ -80,7 +80,7 @@ def broken(fleet: Fleet, how: Callable[[FleetState], None]) -> Mark:
     return before
 
 
-def resynced(fleet: Fleet, before: Mark, why: str = "a test") -> None:
+def resynced(fleet: Fleet, before: StateMark, why: str = "a test") -> None:
     fleet.state, orders = resync(fleet.state, before, why)
     fleet.said = list(deliveries(fleet.state, orders))
     check(fleet.state, before)

@@ -243,10 +243,10 @@ def test_in_a_fleet_of_two_the_other_node_succeeds() -> None:
 
 def test_a_candidate_is_elected_by_voters_that_it_has_heard_lately() -> None:
     candidacy = Candidacy(Claim(1, 1, "h", "a", settings(4), voters=("x", "y", "z", "h")))
-    candidacy.heard("x", 0.0)
-    candidacy.heard("stranger", 0.0)
+    candidacy.record_heartbeat("x", 0.0)
+    candidacy.record_heartbeat("stranger", 0.0)
     assert not candidacy.is_elected(1.0, lease_s=15.0)
-    candidacy.heard("y", 10.0)
+    candidacy.record_heartbeat("y", 10.0)
     assert candidacy.is_elected(10.0, lease_s=15.0)
     assert not candidacy.is_elected(20.0, lease_s=15.0)
 

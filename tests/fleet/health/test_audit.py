@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from phalanx.fleet.health.audit import (
     MOST_TURNS,
+    AuditVerdict,
     Sums,
-    Verdict,
     Vote,
     checks,
     due,
@@ -41,7 +41,9 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, Deal]:
     return layout, Deal(hands * team, layout.replicate, layout.shard, team)
 
 
-def audited(layout: Layout, deal: Deal, step: int, faulty: dict[int, float], seed: int = 0) -> Verdict | None:
+def audited(
+    layout: Layout, deal: Deal, step: int, faulty: dict[int, float], seed: int = 0
+) -> AuditVerdict | None:
     """An audit of ``step`` in which each rank of ``faulty`` computes wrongly with that probability."""
     chance = random.Random(f"{seed} {step}")
 
@@ -203,7 +205,7 @@ def test_a_replica_with_other_parameters_is_outvoted(drawn: tuple[Layout, Deal],
         assert culprit in verdict.ranks
         assert (len(verdict.ranks), verdict.sure) == (2, False)
     else:
-        assert verdict == Verdict((culprit,), True, 3)
+        assert verdict == AuditVerdict((culprit,), True, 3)
 
 
 def test_audits_are_due_every_so_many_steps_or_never() -> None:

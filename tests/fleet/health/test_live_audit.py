@@ -36,7 +36,7 @@ def audited_steps(
     import torch
     import torch.distributed as dist
 
-    from phalanx.fleet.health.audit import Verdict
+    from phalanx.fleet.health.audit import AuditVerdict
     from phalanx.fleet.health.live_audit import CorruptionFoundError, LiveAudit
     from phalanx.observe.ledger import Ledger
     from phalanx.parallel.mesh.mesh import build_mesh
@@ -67,7 +67,7 @@ def audited_steps(
 
     stepper = Stepper(built, batches(), Ledger(time.monotonic_ns()))
     audit = LiveAudit(built.model, mesh.deal(spec.train.slots), spec.runtime.seed, every, compute)
-    verdicts: list[Verdict | None] = []
+    verdicts: list[AuditVerdict | None] = []
     for step in range(1, steps + 1):
         flip = next((flip for flip in flips if flip.step == step and flip.rank == mesh.rank), None)
         audit.witness.corrupt = None

@@ -15,14 +15,14 @@ from phalanx.fleet.node.agent_actions import (
     CheckHealth,
     DiscardSnapshots,
     EndAgent,
-    Identity,
     KillProcess,
+    NodeIdentity,
     Patience,
     SaveMemory,
     SendReport,
+    SendToWorker,
     StartProcess,
     StreamSnapshot,
-    TellWorker,
 )
 from phalanx.fleet.node.agent_state import AgentState
 
@@ -33,7 +33,7 @@ HOLDING = m.RankSnapshot(2, 0, 7, "own", 64)
 def agent(workers: int = 1, *, checked: bool = False) -> AgentState:
     """An agent with all workers started."""
     state = AgentState(
-        Identity("node-0", workers, "127.0.0.1", 4000),
+        NodeIdentity("node-0", workers, "127.0.0.1", 4000),
         5,
         Patience(LEASE_S, LEAVE_S, 60.0, 10.0),
         lambda: (HOLDING,),
@@ -69,7 +69,7 @@ def said(actions: list[AgentAction]) -> list[m.AgentMessage]:
 
 
 def told(actions: list[AgentAction]) -> list[tuple[int, wl.ToWorker]]:
-    return [(action.worker, action.message) for action in actions if isinstance(action, TellWorker)]
+    return [(action.worker, action.message) for action in actions if isinstance(action, SendToWorker)]
 
 
 def test_ready_is_said_when_the_last_worker_is_warm() -> None:
@@ -404,7 +404,7 @@ def test_whatever_happens_in_whatever_order_what_it_says_is_true(
                 actions = state.on_command(command, now_s, now_s)
         for action in actions:
             match action:
-                case TellWorker(index, wl.JoinEpoch() as one):
+                case SendToWorker(index, wl.JoinEpoch() as one):
                     assert one.epoch > fence, "an epoch was entered again"
                     assert index not in inside, "a worker was bound twice"
                     inside[index] = one.epoch

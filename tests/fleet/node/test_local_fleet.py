@@ -24,7 +24,7 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.fleet.core.succession import first_claim
 from phalanx.fleet.node import processes as supervised
 from phalanx.fleet.node.launcher import Launcher, LocalFleet, SupervisionTimes
-from phalanx.fleet.node.processes import Processes, run_fleet
+from phalanx.fleet.node.processes import FleetProcesses, run_fleet
 from phalanx.process.child import Child
 from phalanx.process.restarts import MOST_DEATHS
 from phalanx.process.stop_signals import StopOrders
@@ -108,7 +108,7 @@ def test_a_fleet_all_of_whose_agents_die_again_and_again_ends_with_the_reason(
     ]
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert ending.message.startswith("the agent of node-")
-    assert "It was started 10 times without the run getting any further" in ending.message
+    assert "It was started 10 times without progress of the run" in ending.message
     assert MOST_DEATHS <= sleeping.count("node-0") <= MOST_DEATHS + 1
     assert sleeping.count("coordinator") == 1
 
@@ -152,10 +152,10 @@ def test_a_fleet_whose_run_directory_is_removed_ends_with_a_message(
     assert (len(tries), sleeping.count("coordinator")) == (MOST_DEATHS, 1)
     assert (ending.status, ending.exit_code) == ("failed", 1)
     assert "is gone" in ending.message
-    assert "start the run anew" in ending.message
+    assert "start the run from scratch" in ending.message
 
 
-def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> Processes:
+def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> FleetProcesses:
     """The processes of a fleet, all of which sleep once they are started."""
     start = Child.start
 
@@ -165,7 +165,7 @@ def asleep(run: OpenRun, fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Child, "start", sleep)
     orders = StopOrders(lambda _words: None, STOP_WORDS)
     tokens = {"PHALANX_RUN_TOKEN": "a" * 64}, {"PHALANX_OPERATOR_TOKEN": "b" * 64}
-    return Processes(Launcher(run, fleet, *tokens, orders), orders)
+    return FleetProcesses(Launcher(run, fleet, *tokens, orders), orders)
 
 
 def test_a_coordinator_that_was_stopped_and_never_continued_is_replaced(

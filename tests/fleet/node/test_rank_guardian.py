@@ -15,7 +15,7 @@ from phalanx.checkpoint.format.errors import StorageFullError
 from phalanx.checkpoint.snapshot.segments import Segment, SnapshotMemory
 from phalanx.fleet.control.fleet_file import ClaimRegister
 from phalanx.fleet.core.messages import LEFT_AS_ASKED
-from phalanx.fleet.health.audit import Verdict
+from phalanx.fleet.health.audit import AuditVerdict
 from phalanx.fleet.health.live_audit import CorruptionFoundError
 from phalanx.fleet.node.rank.rank_guardian import (
     _TOLD_BY_ALL_BYTES,
@@ -82,7 +82,7 @@ def test_what_a_gpu_holds_after_its_epoch_was_broken_off_is_no_result(
 
 def test_nobody_is_accused_by_what_a_gpu_holds_after_its_epoch_was_broken_off() -> None:
     report = StepReport(float("nan"), 1.0, 1, 0.1, False, StepFlags(), nonfinite_ranks=(3,))
-    accusing = NonFiniteStepError(5, report), CorruptionFoundError(Verdict((2,), True, 0))
+    accusing = NonFiniteStepError(5, report), CorruptionFoundError(AuditVerdict((2,), True, 0))
     for error in accusing:
         for device in (CPU, GPU):
             assert isinstance(outcome_of(error, 7, over=False, device=device), Doubted)

@@ -324,7 +324,7 @@ def test_a_run_is_queued_once_whoever_submits_it_and_nothing_starts_before_all_n
     cluster.tool("sbatch", *joins)
     assert "no-lender does not take its 2 nodes again: " in phalanx("cancel", str(run_dir))
     assert not json.loads(phalanx("runs", "--on", "slurm", "--json"))
-    assert "ended without a word, or before it began" in phalanx("status", str(run_dir))
+    assert "ended without output, or before it began" in phalanx("status", str(run_dir))
     # A job of somebody else is none of one's own; the record of the run has its number.
     other = ["--uid=nobody", "-o", "/dev/null", "-D", "/", "--parsable", f"--comment=phalanx:{run_dir}"]
     number = cluster.tool("sbatch", "--hold", *other, "--wrap", "true").strip()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launch.engines.slurm_cluster import missing
-from phalanx.cli.train.session import how_to_go_on
+from phalanx.cli.train.session import resume_command
 from phalanx.launch.engines.engine import engine_named, standing_or_end
 from phalanx.launch.engines.order import EngineError, LaunchOrder
 from phalanx.launch.engines.submission import (
@@ -110,10 +110,10 @@ def test_a_run_directory_that_cannot_be_written_is_said_to_be_none(tmp_path: Pat
 def test_who_stops_a_submitted_run_is_not_told_to_start_an_agent_of_its_job_by_hand(tmp_path: Path) -> None:
     frozen = order(tmp_path).run_file
     job = ["agent", "--run", str(frozen), "--coordinator", "n1:20008"]
-    assert how_to_go_on(tmp_path, job, child=False) == "the same phalanx submit"
+    assert resume_command(tmp_path, job, child=False) == "the same phalanx submit"
     by_hand = ["train", "big.toml", "--set", "train.steps=5"]
-    assert how_to_go_on(tmp_path, by_hand, child=False).endswith(" train big.toml --set train.steps=5")
-    assert how_to_go_on(tmp_path, by_hand, child=True).endswith(f" train {tmp_path}")
+    assert resume_command(tmp_path, by_hand, child=False).endswith(" train big.toml --set train.steps=5")
+    assert resume_command(tmp_path, by_hand, child=True).endswith(f" train {tmp_path}")
 
 
 @pytest.mark.servers

@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 from click.testing import CliRunner, Result
 
-from phalanx.cli.launch.joining_hosts import why_not_here
+from phalanx.cli.launch.joining_hosts import join_refusal
 from phalanx.fleet.control.fleet_file import FleetFile, Member, write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.model.facts.presets import PRESETS
@@ -224,9 +224,9 @@ def test_an_agent_started_by_hand_is_priced_beside_others_that_were_and_refused_
     fleet_of(files, nodes, dict.fromkeys(nodes, "p1"))
     # With an eighth node the run has twice the ranks, and they exchange gradients.
     joiners = {"n9": ("p2",), "n5": ("p1",)}
-    told = {name: why_not_here(files, name, domain) for name, domain in joiners.items()}
+    told = {name: join_refusal(files, name, domain) for name, domain in joiners.items()}
     assert "lose more" in told["n9"]
     assert told["n5"] == ""
     # Where some are nobody knows, so there is no price.
     fleet_of(files, nodes, dict.fromkeys(nodes[:3], "p1"))
-    assert why_not_here(files, "n9", ("p2",)) == ""
+    assert join_refusal(files, "n9", ("p2",)) == ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from phalanx.fleet.control.fleet_file import FleetFile, Happening, Member, write_fleet_file
+from phalanx.fleet.control.fleet_file import FleetFile, FleetIncident, Member, write_fleet_file
 from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.event_log import EventLog
 from phalanx.observe.events import Body, IncidentKind, RunStarted, Step
@@ -113,5 +113,5 @@ def member(name: str, rank: int) -> Member:
 
 def happening(
     t: float, node: str, what: str, kind: IncidentKind = IncidentKind.LOST, step: int = -1
-) -> Happening:
-    return Happening(t, 0, node, what, kind, step)
+) -> FleetIncident:
+    return FleetIncident(t, 0, node, what, kind, step)

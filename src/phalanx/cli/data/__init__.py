@@ -1,1 +1,1 @@
-"""``phalanx data``: datasets prepared, copied, checked, and looked into."""
+"""``phalanx data``: prepares, copies, checks and inspects datasets."""

@@ -1,4 +1,4 @@
-"""``phalanx data``: token shards made from text, looked into, copied and checked."""
+"""``phalanx data``: prepares token shards from text, inspects, copies and checks them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ from phalanx.observe.throughput import format_bytes
 from phalanx.store.open_store import is_remote
 from phalanx.store.store import MissingObjectError, StoreError
 
-# ``phalanx data show`` and ``trace``: what a dataset was prepared from, and where one of its records comes from.
+# ``phalanx data show`` and ``trace``: the origin of a dataset and of its records.
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _PLACE = click.argument("place", metavar="FOLDER_OR_URL")
 
 
-@click.command("show", short_help="What a dataset consists of, or what a run trained on in a step.")
+@click.command("show", short_help="Contents of a dataset, or the samples of a run's step.")
 @_PLACE
 @click.option(
-    "--record", type=click.IntRange(min=0), help="Show this record's text, from 0, and what of it is learned."
+    "--record",
+    type=click.IntRange(min=0),
+    help="Show the text of this record (from 0), with its learned parts.",
 )
 @click.option(
     "--seq-len", type=click.IntRange(min=1), help="With --record: its tokens; packed datasets have their own."
@@ -56,8 +58,10 @@ def show_command(
     slot: int | None,
     as_json: bool,
 ) -> None:
-    """Say what a dataset consists of and, if it was prepared from a recipe, what became of each document; also while it is prepared.
-    Or show what a run trained on in a step: where its loss has jumped, say.
+    """Show the contents of a dataset and, if it was prepared from a recipe, the fate of each document; also
+    while it is prepared.
+
+    Or show the samples that a run trained on in a step, for example where its loss jumped.
 
     \b
       phalanx data show data/web
@@ -94,7 +98,7 @@ def show_command(
 
 
 def _show_record(place: str, number: int, seq_len: int | None, split: str, as_json: bool) -> None:
-    """Prints one record. Raises ``DatasetError`` if there is none."""
+    """Print one record. Raises ``DatasetError`` if there is none."""
     from phalanx.data.origin.show import show_record
     from phalanx.data.reading.sources import open_place
 
@@ -102,16 +106,18 @@ def _show_record(place: str, number: int, seq_len: int | None, split: str, as_js
     length = seq_len or dataset.index.packed_seq_len
     if not length:
         raise click.UsageError("the dataset is joined, not packed: give the run's train.seq_len as --seq-len")
-    shown = show_record(dataset, split, number, length)
+    record_text = show_record(dataset, split, number, length)
     if as_json:
-        click.echo(json.dumps({"record": number, "split": split, **asdict(shown)}))
+        click.echo(json.dumps({"record": number, "split": split, **asdict(record_text)}))
         return
     chats = dataset.index.document_end is not None
-    for piece in shown.pieces:
+    for piece in record_text.pieces:
         click.echo(
             click.style(f"⟦{piece.text}⟧", bold=True) if chats and piece.learned else piece.text, nl=False
         )
-    click.echo(f"\n{shown.tokens:,} tokens, and {shown.padding:,} that fill the record up", err=True)
+    click.echo(
+        f"\n{record_text.tokens:,} tokens, and {record_text.padding:,} that fill the record up", err=True
+    )
 
 
 @click.command("trace", short_help="The documents and raw files that a record is made of.")
@@ -128,7 +134,7 @@ def _show_record(place: str, number: int, seq_len: int | None, split: str, as_js
 @click.option("--held-out", is_flag=True, help="Of the held-out split.")
 @_JSON
 def trace_command(place: str, record: int, seq_len: int | None, held_out: bool, as_json: bool) -> None:
-    """Name the documents and raw files that a record of a dataset, prepared from a recipe, comes from.
+    """Name the documents and raw files of a record, in a dataset that was prepared from a recipe.
 
     \b
       phalanx data trace data/web-8k --record 4711
@@ -144,11 +150,11 @@ def trace_command(place: str, record: int, seq_len: int | None, held_out: bool, 
             raise click.UsageError(
                 "the dataset is joined, not packed: give the run's train.seq_len as --seq-len"
             )
-        found = trace(work, index, HELD_OUT if held_out else TRAIN, record, length)
+        documents = trace(work, index, HELD_OUT if held_out else TRAIN, record, length)
     if as_json:
-        click.echo(json.dumps({"documents": [asdict(document) for document in found]}))
+        click.echo(json.dumps({"documents": [asdict(document) for document in documents]}))
         return
-    for document in found:
+    for document in documents:
         last = document.first + document.tokens - 1
         click.echo(f"{document.name}  tokens {document.first:,} to {last:,}  of {document.url}")
 
@@ -197,10 +203,12 @@ def _facts(place: Workplace) -> dict[str, object]:
     facts["raw bytes"] = sum(file.nbytes for file in plan.files)
     facts["software"] = plan.software
     if index is None:
-        facts["done"] = {name: f"{done} of {tasks}" for name, (done, tasks) in stages.items()}
+        facts["done"] = {name: f"{manifests} of {tasks}" for name, (manifests, tasks) in stages.items()}
     write = Stage("write", len(plan.portions))
-    done = [manifest for task in sorted(place.done(write)) if (manifest := place.manifest("write", task))]
-    facts["documents"] = dict(sorted(total(done).items()))
+    manifests = [
+        manifest for task in sorted(place.done(write)) if (manifest := place.manifest("write", task))
+    ]
+    facts["documents"] = dict(sorted(total(manifests).items()))
     return facts
 
 
@@ -216,7 +224,8 @@ _PAUSE_S = 1.0
 def copy_command(source: str, target: str, as_json: bool) -> None:
     """Copy the prepared dataset at SOURCE to TARGET: folders, s3://, gs:// or az://.
 
-    All of it is compared with its checksums on the way. It can be used at TARGET once it is there as a whole; an interrupted copy goes on.
+    All of it is compared with its checksums on the way. It becomes usable at TARGET once it is complete. Run
+    the same command again to resume an interrupted copy.
 
     \b
       phalanx data copy data/books s3://corpora/books
@@ -225,7 +234,9 @@ def copy_command(source: str, target: str, as_json: bool) -> None:
     from phalanx.data.stored.copies import copy_dataset
 
     with explained(DataError):
-        copied = copy_dataset(source, target, (lambda _done, _of: None) if as_json else _told("copied"))
+        copied = copy_dataset(
+            source, target, (lambda _done, _of: None) if as_json else _progress_printer("copied")
+        )
     facts = {
         "path": target,
         "was_there": copied.was_there,
@@ -263,7 +274,7 @@ def verify_command(place: str, write_sums: bool) -> None:
         from phalanx.data.stored.copies import verify_stored
 
         with explained(DataError):
-            verify_stored(place, _told("read"))
+            verify_stored(place, _progress_printer("read"))
         without = 0
     else:
         from phalanx.data.reading.dataset import verify_dataset
@@ -276,28 +287,29 @@ def verify_command(place: str, write_sums: bool) -> None:
         click.echo(f"{shards} no block sums, which training checks each read by: --write-sums writes them")
 
 
-def _told(what: str) -> Callable[[int, int], None]:
-    """Says on standard error how far it is, once a second."""
+def _progress_printer(action: str) -> Callable[[int, int], None]:
+    """Return a callback that prints the progress to standard error, once a second."""
     begin = last = time.monotonic()
 
-    def tell(done: int, of: int) -> None:
+    def show(done: int, of: int) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last < _PAUSE_S and done < of:
             return
         last = now
         rate = done / max(now - begin, 1e-9)
-        left = f", {(of - done) / rate:,.0f} s left" if 0 < done < of else ""
+        remaining = f", {(of - done) / rate:,.0f} s left" if 0 < done < of else ""
         click.echo(
-            f"{what}: {format_bytes(done)} of {format_bytes(of)}, {format_bytes(rate)}/s{left}", err=True
+            f"{action}: {format_bytes(done)} of {format_bytes(of)}, {format_bytes(rate)}/s{remaining}",
+            err=True,
         )
 
-    return tell
+    return show
 
 
 @click.group("data")
 def command() -> None:
-    """Prepare and check token shards, and see what a run reads of them and when.
+    """Prepare and check token shards, and see which of them a run reads, and when.
 
     \b
       phalanx data prepare texts/*.txt --out data/mine --tokenizer bytes

@@ -1,6 +1,7 @@
-"""Data that a run reads, and when, before it is trained or after.
+"""The data that a run reads, and when, before or after it is trained.
 
-The commands are ``phalanx data mixture``, ``order`` and ``where``, and ``phalanx data show RUN_DIR --step N``.
+The commands are ``phalanx data mixture``, ``order`` and ``where``, and ``phalanx data show RUN_DIR --step
+N``.
 """
 
 from __future__ import annotations
@@ -52,14 +53,13 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 _ERRORS = (DataError, RunDirectoryError, CheckpointError)
 
 
-@click.command("mixture", short_help="What a run draws from each of its sources, step by step.")
+@click.command("mixture", short_help="A run's draws from each of its sources, step by step.")
 @_run
 @_set
 @_json
 def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show what a run draws from each of its sources: shares by stage, epochs by its end, and the step at which a source was read once.
-
-    RUN is a run file or a run directory. Only the datasets' indices are read.
+    """Show a run's draws from each of its sources: shares by stage, epochs by its end, and the step at which
+    a source was read once.
 
     \b
       phalanx data mixture run.toml
@@ -84,9 +84,9 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
             if stage.last_step is None
             else f"steps {stage.first_step:,} to {stage.last_step:,}"
         )
-        for name, asked in stage.asked.items():
-            # Shares that no pattern of this length has are said beside those that it has.
-            rounded = f" (asked: {asked:.8%})" if abs(asked - stage.achieved[name]) > _ROUNDED else ""
+        for name, share in stage.asked.items():
+            # Shares that no pattern of this length has are printed beside the achieved ones.
+            rounded = f" (asked: {share:.8%})" if abs(share - stage.achieved[name]) > _ROUNDED else ""
             click.echo(f"  {name:<20} {stage.achieved[name]:>10.4%}{rounded}")
     click.echo(f"by step {spec.train.steps:,}")
     for use in uses:
@@ -111,7 +111,7 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
 def order_command(run: Path, step: int, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show which sequences each slot reads in a step, and where they are stored.
 
-    RUN is a run file or a run directory; nothing need have been trained.
+    RUN is a run file or a run directory; the run need not have started.
 
     \b
       phalanx data order run.toml --step 1
@@ -119,19 +119,21 @@ def order_command(run: Path, step: int, overrides: tuple[str, ...], as_json: boo
     """
     with explained(*_ERRORS):
         spec, index = read_data_run(run, overrides)
-        found = readings_of_step(spec, index, step, data_origin(spec))
+        readings = readings_of_step(spec, index, step, data_origin(spec))
     if step > spec.train.steps:
         click.echo(
             f"note: the run ends after step {spec.train.steps:,}; with more steps it would read this",
             err=True,
         )
     if as_json:
-        click.echo(json.dumps({"step": step, "samples": [dataclasses.asdict(one) for one in found]}))
-        return
-    for one in found:
-        source = f"{one.source} " if one.source else ""
         click.echo(
-            f"slot {one.slot:<4} sample {one.sample:<12} {source}record {one.record} (epoch {one.epoch}) at byte {one.offset_bytes} of {one.file}"
+            json.dumps({"step": step, "samples": [dataclasses.asdict(reading) for reading in readings]})
+        )
+        return
+    for reading in readings:
+        source = f"{reading.source} " if reading.source else ""
+        click.echo(
+            f"slot {reading.slot:<4} sample {reading.sample:<12} {source}record {reading.record} (epoch {reading.epoch}) at byte {reading.offset_bytes} of {reading.file}"
         )
 
 
@@ -156,8 +158,8 @@ def where_command(
 ) -> None:
     """Show which steps of a run train on a stored sequence, or on a document.
 
-    RUN is a run directory or a run file. Steps are counted from 1, up to the end of the run; a child run's are those after its
-    parent's. To find a document its dataset is read up to there.
+    RUN is a run directory or a run file. Steps are counted from 1, up to the end of the run; a child run's
+    are those after its parent's. To find a document, its dataset is read up to that place.
 
     \b
       phalanx data where runs/mix-1f3a9c04 --source web --record 81723
@@ -173,51 +175,55 @@ def where_command(
             records = [record]
         else:
             records = list(_of_document(spec, index, source, document))
-        found = {one: steps_of_record(spec, index, source, one, origin) for one in records}
+        steps_by_record = {number: steps_of_record(spec, index, source, number, origin) for number in records}
     if as_json:
         click.echo(
             json.dumps(
                 {
                     "source": source,
-                    "records": [{"record": one, "steps": steps} for one, steps in found.items()],
+                    "records": [
+                        {"record": number, "steps": steps} for number, steps in steps_by_record.items()
+                    ],
                 }
             )
         )
         return
-    for line in where_lines(found):
+    for line in where_lines(steps_by_record):
         click.echo(line)
 
 
-def where_lines(found: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """A line for each record that steps train on, and one for each stretch of records that none does; one for no records at all."""
-    if not found:
-        yield "no record: it lies behind the last whole sequence of its dataset, where no step reads"
-    for trained, stretch in groupby(found, key=lambda one: bool(found[one])):
+def where_lines(steps_by_record: Mapping[int, Sequence[int]]) -> Iterator[str]:
+    """Yield a line for each record that steps train on, and one for each range of unread records; one line if
+    there are no records.
+    """
+    if not steps_by_record:
+        yield "no record: it is behind the last complete sequence of its dataset, where no step reads"
+    for trained, stretch in groupby(steps_by_record, key=lambda number: bool(steps_by_record[number])):
         records = list(stretch)
         if not trained:
-            named = f"record {records[0]}" if len(records) == 1 else f"records {records[0]} to {records[-1]}"
-            yield f"{named}: no step of this run"
+            names = f"record {records[0]}" if len(records) == 1 else f"records {records[0]} to {records[-1]}"
+            yield f"{names}: no step of this run"
             continue
-        for one in records:
-            steps = found[one]
+        for number in records:
+            steps = steps_by_record[number]
             shown = ", ".join(f"{step:,}" for step in steps[:_SHOWN_STEPS])
             more = f" and {len(steps) - _SHOWN_STEPS:,} more" if len(steps) > _SHOWN_STEPS else ""
-            yield f"record {one}: step{'s' if len(steps) > 1 else ''} {shown}{more}"
+            yield f"record {number}: step{'s' if len(steps) > 1 else ''} {shown}{more}"
 
 
 def _of_document(
     spec: RunSpec, index: DatasetIndex | MixtureIndex, source: str, document: int
 ) -> Iterator[int]:
-    """The whole records of a document; the incomplete one at the end of a dataset is never read."""
-    one = index_of(index, source)
+    """Yield the complete records of a document. The incomplete one at the end of a dataset is never read."""
+    dataset = index_of(index, source)
     place = open_place(addresses(spec.data)[source], cache_options(spec.data))
     records = records_of_document(spec, place, document, load_tokenizer(place.folder).end_of_document)
-    whole = one.samples(TRAIN, spec.train.seq_len)
-    yield from (record for record in records if record < whole)
+    complete = dataset.samples(TRAIN, spec.train.seq_len)
+    yield from (record for record in records if record < complete)
 
 
 def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, DatasetIndex | MixtureIndex]:
-    """The run of a run file or directory, and the index of its data."""
+    """Return the run of a run file or directory, and the index of its data."""
     spec = read_run(run / RUN_FILE if run.is_dir() else run, PRESETS, overrides)
     if run.is_dir():
         record = RunDirectory(run).read_record()
@@ -226,7 +232,7 @@ def read_data_run(run: Path, overrides: tuple[str, ...]) -> tuple[RunSpec, Datas
 
 
 def data_origin(spec: RunSpec) -> DataOrigin:
-    """Where a run goes on from, as the checkpoint says that it took its place in the data from."""
+    """Return the run's starting place in the data, by the checkpoint that it continues from."""
     start = Path(spec.checkpoint.init_from)
     step = step_of(start)
     if spec.checkpoint.init_with != "training" or step is None:
@@ -241,11 +247,12 @@ def data_origin(spec: RunSpec) -> DataOrigin:
 
 _NARROWEST = 20
 _FAR_BEFORE = 1000
-"""So many steps before the one that is asked for, nothing is looked for in the event stream any more: more are not rolled back."""
+"""The search in the event stream ends this many steps before the requested one: a rollback never goes
+further."""
 
 
 def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
-    """Prints the samples of ``step``, a line of text each; of a child run's early steps, those of the parent that did them."""
+    """Print the samples of ``step``, a line of text each. A child run's early steps are its parent's."""
     from phalanx.data.origin.show import show_batch
 
     demand_folder(run)
@@ -263,7 +270,7 @@ def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
         click.echo(json.dumps({"run": str(owner), "step": step, "fate": fate, "samples": samples}))
         return
     if owner != run:
-        click.echo(f"step {step:,} was done by the run that this one goes on from: {owner}")
+        click.echo(f"step {step:,} was trained by the run that this one continues: {owner}")
     if fate:
         click.echo(fate)
     width = shutil.get_terminal_size().columns
@@ -273,7 +280,9 @@ def show_step(run: Path, step: int, slot: int | None, *, as_json: bool) -> None:
 
 
 def _owner_of(run: Path, step: int) -> tuple[Path, RunSpec, DataOrigin]:
-    """The run that did ``step`` in the line that ends with ``run``, with its run file and its place in the data at its own beginning."""
+    """Return the run of the lineage of ``run`` that trained ``step``, with its run file and its own starting
+    place in the data.
+    """
     while True:
         if not RunDirectory(run).run_file.exists():
             raise RunDirectoryError(f"{run} is no run directory: --step is about one that has been started")
@@ -285,7 +294,9 @@ def _owner_of(run: Path, step: int) -> tuple[Path, RunSpec, DataOrigin]:
 
 
 def _fate(directory: RunDirectory, step: int) -> str:
-    """A sentence on what became of the step, if that was out of the ordinary; empty if not, or if there is no event stream."""
+    """Return a sentence on a step that was a spike or not finite; empty for other steps, or without an event
+    stream.
+    """
 
     def counts(event: Event) -> bool:
         body = event.body
@@ -294,26 +305,26 @@ def _fate(directory: RunDirectory, step: int) -> str:
         return isinstance(body, LossSpike | NonFinite) and body.step == step
 
     try:
-        found = newest_event(directory.events, counts)
+        event = newest_event(directory.events, counts)
     except EventLogError:
         return ""
-    body = None if found is None else found.body
+    body = None if event is None else event.body
     if isinstance(body, NonFinite):
-        done = (
+        outcome = (
             "it was skipped, and these samples changed no weight"
             if body.skipped
             else "the run ended before it"
         )
-        return f"step {step:,} was not finite; {done}: {body.what}"
+        return f"step {step:,} was not finite; {outcome}: {body.what}"
     if not isinstance(body, LossSpike):
         return ""
-    done = {
+    outcome = {
         "continue": "it was applied",
         "skip": "these samples were left out",
         "stop": "the run ended before it",
     }[body.action]
     worst = f"; the largest loss is that of slot {body.slot}, {body.slot_loss:.4g}" if body.slot_loss else ""
-    return f"step {step:,} was a spike; {done}: loss {body.loss:.4g}, usual {body.typical_loss:.4g}{worst}"
+    return f"step {step:,} was a spike; {outcome}: loss {body.loss:.4g}, usual {body.typical_loss:.4g}{worst}"
 
 
 def _where(sample: ShownSample) -> str:
@@ -334,7 +345,9 @@ def _where(sample: ShownSample) -> str:
 
 
 def _cut(sample: ShownSample, width: int) -> str:
-    """The text in one line: line breaks and what a terminal would obey are spelled, and the middle of what is too long is left out."""
+    """Return the text in one line: line breaks and control characters as escapes, the middle of a long text
+    cut out.
+    """
     text = "".join(piece.text for piece in sample.record.pieces)
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     if len(text) <= width:

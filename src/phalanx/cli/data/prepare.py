@@ -1,7 +1,8 @@
-"""``phalanx data prepare``: token shards made from the user's files, with the format of each file and the documents that were left out.
+"""``phalanx data prepare``: token shards from the user's files, with the format of each file and the
+documents that were left out.
 
-This process prepares named files itself, or splits them into portions for any number of workers. A recipe has a command of its own
-(``phalanx.cli.data.recipe``).
+This process prepares named files itself, or splits them into portions for any number of workers. A recipe has
+a command of its own (``phalanx.cli.data.recipe``).
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class NamedText:
 def prepare_in_portions(
     text: NamedText, out: str, output: OutputRecipe, workers: ChosenWorkers, *, as_json: bool
 ) -> None:
-    """Prepare the text into ``out``, a folder or a URL, and print what was read as what and what was left out."""
+    """Prepare the text into ``out``, a folder or a URL, and print the format of each file and what was left
+    out.
+    """
     corpus = next((name for name in text.names if name in CORPORA and not Path(name).exists()), None)
     if corpus is not None:
         raise click.UsageError(
@@ -76,7 +79,7 @@ def prepare_in_portions(
 
 
 def prepare_here(text: NamedText, out: str, output: OutputRecipe, *, as_json: bool) -> None:
-    """The same in this process."""
+    """Prepare the text in this process, and print the format of each file and what was left out."""
     from phalanx.train.start.prepare import documents_of
 
     chats = output.layout == "chat"
@@ -117,7 +120,10 @@ def prepare_here(text: NamedText, out: str, output: OutputRecipe, *, as_json: bo
 
 
 def _chat_layout(output: OutputRecipe, on_bad: Literal["stop", "skip"]) -> ChatLayout:
-    """The layout with a template in a file, or that beside the tokenizer. Raises ``TokenizerError`` if there is none."""
+    """Return the layout with a template in a file, or that beside the tokenizer.
+
+    Raises ``TokenizerError`` if there is none.
+    """
     if output.tokenizer == "bpe":
         template = read_bare_template(Path(output.chat_template))
     else:
@@ -165,7 +171,7 @@ class PrepareOptions:
     hold_out_by: Literal["name", "text"] = "name"
     """Key that decides whether a document is held out: its name, or its text, so that all copies of a text are in one split."""
     pack: bool = False
-    """Put documents whole into records of --seq-len tokens."""
+    """Keep documents complete, in records of --seq-len tokens."""
     seq_len: Annotated[int | None, ValueRange(at_least=2)] = None
     """With --pack: tokens of a record; the run's train.seq_len."""
     layout: Literal["text", "chat"] = "text"
@@ -183,7 +189,7 @@ class PrepareOptions:
         ),
     ] = None
     as_text: bool = False
-    """Read JSON lines as the text that they are, with their braces."""
+    """Read JSON lines as plain text, with their braces."""
     on_bad: Literal["stop", "skip"] = "stop"
     """Treatment of files, lines and rows that hold no UTF-8 text: stop at the first, or leave them out and name them."""
     skip_bad: Annotated[bool, Option(hidden=True)] = False
@@ -197,11 +203,11 @@ class PrepareOptions:
 def prepare_command(options: PrepareOptions) -> None:
     """Turn TEXT (files, folders, globs, or a known corpus) into token shards in --out.
 
-    Files are UTF-8 text, JSON lines, Parquet or Arrow, as their content says, the first two also compressed by gzip, zstd, xz or
-    bzip2; folders may be those that Hugging Face datasets saved.
+    Files are UTF-8 text, JSON lines, Parquet or Arrow; their content decides which. Text and JSON lines may
+    be compressed by gzip, zstd, xz or bzip2. Folders may be those that Hugging Face datasets saved.
 
-    With --workers, a cluster, or URLs of object stores, the text is prepared in portions as a recipe's is: by any number of workers, and, whatever ends
-    it, the same command goes on.
+    With --workers, a cluster, or URLs of object stores, the text is prepared in portions, as with a recipe,
+    by any number of workers. If the preparation is interrupted, run the same command again to resume it.
 
     \b
       phalanx data prepare books/ notes/*.md --out data/books
@@ -237,7 +243,7 @@ def prepare_command(options: PrepareOptions) -> None:
 
 
 def _require_options_of_layout(options: PrepareOptions, *, in_portions: bool) -> None:
-    """Raises ``click.UsageError`` for options that do not go together."""
+    """Raise ``click.UsageError`` for conflicting options."""
     tokenizer = options.tokenizer
     if options.layout != "chat":
         if options.pack != (options.seq_len is not None):

@@ -53,21 +53,21 @@ class ChosenWorkers:
         ),
     ] = None
     dask: Annotated[str | None, Option(metavar="ADDRESS")] = None
-    """Have it done by a Dask cluster: the address of its scheduler."""
+    """Use a Dask cluster: the address of its scheduler."""
     spark: Annotated[str | None, Option(metavar="MASTER")] = None
-    """Or by a Spark cluster: spark://HOST:7077, yarn, local[8]."""
+    """Use a Spark cluster: spark://HOST:7077, yarn, local[8]."""
     ray: Annotated[str | None, Option(metavar="ADDRESS")] = None
-    """Or by a Ray cluster: auto, HOST:6379, or local."""
+    """Use a Ray cluster: auto, HOST:6379, or local."""
     slurm: bool = False
-    """Or by an array of --workers jobs of Slurm; --out, and paths that are read, must be seen by its nodes."""
+    """Use an array of --workers jobs of Slurm; its nodes must see --out and all input paths."""
 
     @property
     def is_chosen(self) -> bool:
-        """True if any was named."""
+        """True if any option was given."""
         return self.count is not None or bool(self._clusters())
 
     def require_one_kind(self) -> None:
-        """Raises ``click.UsageError`` for what does not go together."""
+        """Raise ``click.UsageError`` for conflicting options."""
         clusters = self._clusters()
         if len(clusters) > 1:
             raise click.UsageError(f"--{clusters[0]} and --{clusters[1]} are two clusters; leave one out")
@@ -80,7 +80,7 @@ class ChosenWorkers:
 
     @contextmanager
     def executor(self) -> Iterator[Executor]:
-        """The executor, which is closed at the end. Raises ``PreparationError``."""
+        """Open the executor, and close it at the end. Raises ``PreparationError``."""
         executor = self._executor()
         try:
             yield executor
@@ -88,7 +88,7 @@ class ChosenWorkers:
             executor.close()
 
     def _executor(self) -> Executor:
-        # Each is loaded only where it is used.
+        # Each is imported only where it is used.
         if self.dask:
             from phalanx.data.portions.executors.clusters import DaskCluster
 
@@ -112,20 +112,22 @@ class ChosenWorkers:
         return Processes(workers) if workers > 1 else InOrder()
 
     def _clusters(self) -> list[str]:
-        named = (("dask", self.dask), ("spark", self.spark), ("ray", self.ray), ("slurm", self.slurm))
-        return [name for name, given in named if given]
+        options = (("dask", self.dask), ("spark", self.spark), ("ray", self.ray), ("slurm", self.slurm))
+        return [name for name, value in options if value]
 
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Say, whatever ends a preparation, that the same command goes on from there."""
+    """Print at any interruption that the same command resumes the preparation."""
     try:
         yield
     except (DataError, StoreError):
-        click.echo("what is done is kept: once that is mended, the same command goes on from there", err=True)
+        click.echo(
+            "finished work is kept: fix the error, then run the same command again to resume", err=True
+        )
         raise
     except KeyboardInterrupt:
-        click.echo("\nstopped; what is done is kept, and the same command goes on from there", err=True)
+        click.echo("\nstopped; finished work is kept: run the same command again to resume", err=True)
         sys.exit(130)
 
 
@@ -148,7 +150,7 @@ class PrepareCommand(click.Command):
 class RecipeOptions:
     recipe: Annotated[Path, Argument()]
     out: Annotated[str, Option(metavar="FOLDER_OR_URL")]
-    """Where the dataset is to be: a folder, s3://, gs:// or az://."""
+    """Target of the dataset: a folder, s3://, gs:// or az://."""
     workers: ChosenWorkers
     as_json: AsJson = False
 
@@ -158,8 +160,8 @@ class RecipeOptions:
 def recipe_command(options: RecipeOptions) -> None:
     """Prepare the dataset that RECIPE describes: plan it in portions, have each done once, and seal it.
 
-    Whatever ends it (Ctrl-C, a kill, a full disk, a lost machine), the same command goes on from there. The bytes of the dataset do not
-    depend on the workers.
+    After any interruption (Ctrl-C, a kill, a full disk, a lost machine), run the same command again to resume
+    it. The bytes of the dataset do not depend on the workers.
 
     \b
       phalanx data prepare recipe.toml --out data/web --workers 8
@@ -177,28 +179,31 @@ def recipe_command(options: RecipeOptions) -> None:
 
 
 def carried_out(place: Workplace, workers: ChosenWorkers, *, quiet: bool) -> PreparedDataset:
-    """Do what is not yet done at a place, and say how far it is unless ``quiet``. Raises ``DataError`` and ``StoreError``."""
+    """Do the remaining work at a place, and print the progress unless ``quiet``.
+
+    Raises ``DataError`` and ``StoreError``.
+    """
     with workers.executor() as executor, resumable(), PrepareProgress(quiet=quiet) as progress:
         return carry_out(place, executor, progress)
 
 
-@click.command("plan", short_help="What a recipe's dataset would be made of, and at what cost.")
+@click.command("plan", short_help="Files, portions and stages of a recipe's dataset, before it is prepared.")
 @_RECIPE
 @click.option("--out", metavar="FOLDER_OR_URL", help="Write the plan there, for `phalanx data work`.")
 @_JSON
 def plan_command(recipe: Path, out: str | None, as_json: bool) -> None:
-    """Say what the dataset of RECIPE would be made of: files, portions, stages.
+    """Show the files, portions and stages of the dataset of RECIPE, without preparing it.
 
     \b
       phalanx data plan recipe.toml
       phalanx data plan recipe.toml --out s3://bucket/web     # and then, on any machines: phalanx data work s3://bucket/web --task 1/16
     """
     with explained(DataError, StoreError):
-        wanted = read_recipe(recipe)
+        description = read_recipe(recipe)
         plan = (
-            make_plan(wanted, recipe.parent)[0]
+            make_plan(description, recipe.parent)[0]
             if out is None
-            else place_plan(wanted, recipe.parent, out).plan
+            else place_plan(description, recipe.parent, out).plan
         )
     by_format: dict[str, int] = {}
     for form in plan.formats:
@@ -236,12 +241,13 @@ def plan_command(recipe: Path, out: str | None, as_json: bool) -> None:
     type=click.FloatRange(min=0.1),
     default=600.0,
     show_default=True,
-    help="Seconds without any progress after which what other jobs have left is done here.",
+    help="Seconds without any progress after which this job does the remaining work of others.",
 )
 def work_command(plan: str, task: str, patience_s: float) -> None:
     """Do one job's share of the plan at PLAN (the --out of `phalanx data plan`), as in an array of jobs.
 
-    Every N-th portion is this job's; it waits for the others before a stage that needs theirs, and does what jobs that are gone have left.
+    Every N-th portion is this job's. It waits for the others before a stage that needs theirs, and does the
+    remaining work of jobs that have ended.
 
     \b
       phalanx data plan recipe.toml --out /scratch/web

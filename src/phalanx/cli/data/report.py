@@ -35,7 +35,7 @@ def report(
     by_recipe: bool,
     as_json: bool,
 ) -> None:
-    """Print what the dataset at ``out`` holds, with ``lines`` on what was read, or in JSON with ``facts``."""
+    """Print the contents of the dataset at ``out``, with ``lines`` on its sources, or in JSON with ``facts``."""
     index = dataset.index
     if as_json:
         totals = {
@@ -62,7 +62,7 @@ def report(
 
 
 def lines_of_counts(counts: Mapping[str, int]) -> Iterator[str]:
-    """Lines on the documents that portions kept and dropped."""
+    """Yield lines on the documents that portions kept and dropped."""
     yield f"{counts['documents kept']:,} of {counts['documents read']:,} documents kept"
     for name, count in sorted(counts.items()):
         if name.startswith("dropped: "):
@@ -70,7 +70,9 @@ def lines_of_counts(counts: Mapping[str, int]) -> Iterator[str]:
 
 
 def lines_of_files(formats: Iterable[Format], files: Files) -> Iterator[str]:
-    """Lines such as "3 files: 1 jsonl (12,031 documents), 2 parquet (8,000 documents)", and on what was not read."""
+    """Yield lines such as "3 files: 1 jsonl (12,031 documents), 2 parquet (8,000 documents)", and on unread
+    files.
+    """
     documents = files.report.documents
     by_format = Counter(map(str, formats))
     parts = (
@@ -89,7 +91,7 @@ def lines_of_files(formats: Iterable[Format], files: Files) -> Iterator[str]:
 
 
 def facts_of_files(formats: Iterable[Format], files: Files) -> dict[str, object]:
-    """The same for JSON."""
+    """Return the facts of ``lines_of_files`` for JSON."""
     documents = files.report.documents
     return {
         "read": {
@@ -103,7 +105,7 @@ def facts_of_files(formats: Iterable[Format], files: Files) -> dict[str, object]
 
 
 def print_left_out(files: Files) -> None:
-    """Print what was left out, and what to do with files whose rows are in one JSON array."""
+    """Print what was left out, and the remedy for files whose rows are in one JSON array."""
     report = files.report
     for bad in report.bad:
         click.echo(f"left out: {bad}", err=True)
@@ -117,7 +119,7 @@ def print_left_out(files: Files) -> None:
 
 
 def in_number(number: int, noun: str) -> str:
-    """Such as "1 file", "2 files"."""
+    """Return a number with its noun, such as "1 file", "2 files"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -143,7 +145,9 @@ def _lines_of_tokens(index: DatasetIndex, *, by_recipe: bool) -> Iterator[str]:
 
 
 def _lines_of_overlap(dataset: PreparedDataset, *, by_recipe: bool) -> Iterator[str]:
-    """A line on how many held-out documents are in the training split, if that was counted and any are held out."""
+    """Yield a line on the held-out documents that are in the training split, if that was counted and any are
+    held out.
+    """
     shared, documents = dataset.held_out_in_training, dataset.index.held_out.documents
     if shared is None or not documents:
         return
@@ -155,7 +159,9 @@ def _lines_of_overlap(dataset: PreparedDataset, *, by_recipe: bool) -> Iterator[
 
 
 def _lines_of_turns(out: str, index: DatasetIndex) -> Iterator[str]:
-    """A warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and for datasets in stores."""
+    """Yield a warning if no token of the conversations in the folder ``out`` ends a turn; none for text, and
+    for datasets in stores.
+    """
     from phalanx.data.chat.encode import saved_template, turn_ends
     from phalanx.data.tokenizers.tokenizer import load_tokenizer
 
@@ -179,10 +185,10 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 class PrepareProgress:
-    """Shows each stage as it goes on, called with (stage, done, in all); as a context manager it ends its line."""
+    """Progress display, called with (stage, done, in all); as a context manager it ends its line."""
 
     def __init__(self, files: Files | None = None, *, quiet: bool = False) -> None:
-        """``files``: Whose bytes are shown in place of what is done of a stage."""
+        """Set up the display. ``files`` are the files whose bytes are shown instead of the stage's progress."""
         self._files, self._quiet = files, quiet
         self._terminal = sys.stderr.isatty()
         self._stage = ""
@@ -235,15 +241,15 @@ class PrepareProgress:
 
 
 def in_words(done: int, in_all: int, elapsed_s: float) -> str:
-    """Such as "1.2 of 4.0 GB, 35 MB/s, 80 s left": bytes done of all, after so many seconds."""
+    """Return the progress in words, such as "1.2 of 4.0 GB, 35 MB/s, 80 s left"."""
     unit, size = next(((name, size) for name, size in _UNITS if in_all >= size), ("bytes", 1))
     digits = 0 if size == 1 else 1
     text = f"{done / size:.{digits}f} of {in_all / size:.{digits}f} {unit}"
     if elapsed_s < _RATE_AFTER_S or not done:
         return text
     rate = done / elapsed_s
-    left = f", {_duration((in_all - done) / rate)} left" if done < in_all else ""
-    return f"{text}, {rate / 1e6:.{0 if rate >= 1e7 else 1}f} MB/s{left}"
+    remaining = f", {_duration((in_all - done) / rate)} left" if done < in_all else ""
+    return f"{text}, {rate / 1e6:.{0 if rate >= 1e7 else 1}f} MB/s{remaining}"
 
 
 def _duration(seconds: float) -> str:

@@ -28,9 +28,10 @@ _LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
     run: Path
-    """The run file, the same on every node, with run_dir where all see it; or a run directory."""
+    """The run file, the same on every node, with run_dir on storage that all nodes share; or a run directory."""
     coordinator: Annotated[str, HostAndPort()] = ""
-    """Address of the coordinator: HOST is the node that leads. By default, for a run directory, that in its fleet.json."""
+    """Address of the coordinator: HOST is the node that leads. By default, for a run directory, that in its
+    fleet.json."""
     overrides: Overrides = ()
     """Override a field; the same on every node."""
     lead: Annotated[bool | None, Option("--lead/--no-lead")] = None
@@ -42,9 +43,9 @@ class AgentOptions:
     domain: tuple[str, ...] = ()
     """Domains of the network from the widest to the narrowest; may be repeated. Under Slurm those of SLURM_TOPOLOGY_ADDR."""
     spare: bool = False
-    """Take ranks at first only if the other nodes are too few."""
+    """Take ranks at first only in place of missing nodes."""
     certificates: ExistingFolder | None = None
-    """Folder with ca.pem, node.pem and node.key: everything then goes over mutual TLS."""
+    """Folder with ca.pem, node.pem and node.key: all connections then use mutual TLS."""
     as_json: AsJson = False
     """Print one JSON object at the end."""
 
@@ -54,11 +55,13 @@ class AgentOptions:
 def command(options: AgentOptions) -> None:
     """Train with this node as part of a fleet: once on every node, in torchrun's place.
 
-    The node that is HOST leads: it prepares the data and the run directory, coordinates, and shows the run's progress. The
-    others wait for it. If its machine is lost, another node leads (fleet.succession_s), and the same command on HOST joins as
-    a member. Started again after a crash, the same command goes on. The token that all must know lies in the run directory, or
-    is in PHALANX_RUN_TOKEN. At Ctrl-C or SIGTERM the node leaves at the next step boundary, and nothing is computed twice; a
-    second one ends the agent at once. Without a coordinator for fleet.coordinator_lease_s the agent ends, exit code 1.
+    The node that is HOST leads: it prepares the data and the run directory, coordinates, and shows the run's
+    progress. The others wait for it. If its machine is lost, another node leads (fleet.succession_s), and the
+    same command on HOST joins as a member. After a crash, run the same command again to continue.
+
+    The token that all nodes need is in the run directory, or in PHALANX_RUN_TOKEN. At Ctrl-C or SIGTERM the
+    node leaves at the next step boundary, and nothing is computed twice; a second one ends the agent at once.
+    Without a coordinator for fleet.coordinator_lease_s the agent ends with exit code 1.
 
     \b
       srun --ntasks-per-node 1 phalanx agent --run run.toml --coordinator head:29400
@@ -69,8 +72,8 @@ def command(options: AgentOptions) -> None:
 
     name = options.node or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     if not re.fullmatch(r"[^*\s/][^\s/]{0,127}", name):
-        why = "no spaces or slashes, no star first, at most 128 characters"
-        raise click.BadParameter(f"{name!r} is no name of a node: {why}", param_hint="--node")
+        rule = "no spaces or slashes, no star first, at most 128 characters"
+        raise click.BadParameter(f"{name!r} is no name of a node: {rule}", param_hint="--node")
     from phalanx.launch.foreign import slurm_domains
 
     options = replace(options, domain=options.domain or slurm_domains(os.environ))
@@ -83,13 +86,17 @@ def command(options: AgentOptions) -> None:
 
 
 def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
-    """Takes part in a run to its end, or to that of this node's part; the exit code, and whether this node led."""
+    """Take part in a run to its end, or to that of this node's part.
+
+    Return the exit code, and whether this node led.
+    """
     from phalanx.launch.foreign import in_slurm_step
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
     run = options.run
     folder = run.parent if run.name == "run.toml" and (run.parent / "record.json").exists() else run
-    # The batch script of a job names the run file; an agent that is given the run directory joins a fleet from outside its job.
+    # The batch script of a job names the run file. An agent with the run directory joins a fleet from outside
+    # its job.
     joins = folder.is_dir()
     if not joins:
         spec = _read(run, options.overrides, options.coordinator)
@@ -97,10 +104,10 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
         succeeded = _is_succeeded(folder, options.certificates)
         if _leads(options.lead, options.coordinator) and not succeeded:
             from phalanx.cli.train.train_fleet import train_fleet
-            from phalanx.fleet.node.launcher import Lead
+            from phalanx.fleet.node.launcher import LeadNode
 
             here, port = split_address(options.coordinator)
-            lead = Lead(
+            lead = LeadNode(
                 node, options.host or here, int(port), options.domain, options.spare, options.certificates
             )
             return train_fleet(spec, run, (), options.as_json, lead), True
@@ -146,18 +153,18 @@ def take_part(node: str, options: AgentOptions) -> tuple[int, bool]:
 
 
 def _refuse_too_far(run_dir: Path, node: str, domain: tuple[str, ...]) -> None:
-    """Raises ``click.ClickException`` if the fleet would lose more of a step with this node than it may."""
-    from phalanx.cli.launch.joining_hosts import why_not_here
+    """Raise ``click.ClickException`` if this node would slow the fleet's step down more than allowed."""
+    from phalanx.cli.launch.joining_hosts import join_refusal
     from phalanx.run.directory.paths import RunDirectoryError
 
     with explained(RunDirectoryError):
-        why = why_not_here(run_dir, node, domain)
-    if why:
-        raise click.ClickException(f"node {node} does not join: {why}")
+        reason = join_refusal(run_dir, node, domain)
+    if reason:
+        raise click.ClickException(f"node {node} does not join: {reason}")
 
 
 def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
-    """Reads a run file, and checks that it can run on a cluster."""
+    """Read a run file, and check that it can run on a cluster."""
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
 
@@ -168,7 +175,7 @@ def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
             f"{run} has no run_dir, and all nodes must find the same one: add it, or --set 'run_dir=\"/shared/runs/big\"'"
         )
     if not spec.fleet.nodes:
-        raise click.UsageError(f"{run} does not say how many nodes are to hold ranks: --set fleet.nodes=N")
+        raise click.UsageError(f"{run} does not set the number of nodes that hold ranks: --set fleet.nodes=N")
     if not coordinator:
         raise click.UsageError(
             "where do the nodes find each other? --coordinator HOST:PORT, HOST one of them"
@@ -176,14 +183,16 @@ def _read(run: Path, overrides: tuple[str, ...], coordinator: str) -> RunSpec:
     return spec
 
 
-def _leads(told: bool | None, coordinator: str) -> bool:
-    """True if this node runs the coordinator: ``told`` so, or the coordinator's host is an address of this machine."""
-    if told is not None:
-        return told
+def _leads(lead: bool | None, coordinator: str) -> bool:
+    """Return True if this node runs the coordinator: by the option ``lead``, or if the coordinator's host is
+    this machine.
+    """
+    if lead is not None:
+        return lead
     from phalanx.launch.foreign import in_slurm_step
 
     if in_slurm_step(os.environ):
-        # Nodes of a test cluster share a host; the batch script runs on the first node and says its name.
+        # Nodes of a test cluster share a host; the batch script runs on the first node and passes its name.
         return os.environ.get("SLURM_NODEID") == "0" and os.environ.get("SLURM_LOCALID") == "0"
     try:
         host = split_address(coordinator)[0]
@@ -195,7 +204,10 @@ def _leads(told: bool | None, coordinator: str) -> bool:
 
 
 def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
-    """True if another node leads this run by now, which this one therefore joins: its coordinator was lost, and succeeded."""
+    """Return True if another node leads this run by now, because its coordinator was lost.
+
+    This node then joins it.
+    """
     import asyncio
 
     from phalanx.fleet.control.coordinator_link import answers
@@ -210,14 +222,14 @@ def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
     if claim is None:
         return False
     try:
-        seen, attempt = read_fleet_file(folder), directory.newest_attempt()
-        shown = credentials_of(folder, read_resolved(directory), attempt, certificates, ("operate",))
+        fleet, attempt = read_fleet_file(folder), directory.newest_attempt()
+        credentials = credentials_of(folder, read_resolved(directory), attempt, certificates, ("operate",))
     except (FleetFileError, RunDirectoryError, SecurityError):
         return False
-    if not asyncio.run(answers(seen.coordinator, shown)):
+    if not asyncio.run(answers(fleet.coordinator, credentials)):
         return False
     click.echo(
-        f"{claim.node} leads this run now, in reign {claim.reign}, and this node joins it as a member; to start the run anew, end it first: "
+        f"{claim.node} leads this run now, in reign {claim.reign}, and this node joins it as a member; to start the run again, end it first: "
         f"phalanx fleet stop {folder}",
         err=True,
     )
@@ -225,7 +237,7 @@ def _is_succeeded(folder: Path, certificates: Path | None) -> bool:
 
 
 def _coordinator_of(folder: Path) -> str:
-    """The address of the coordinator by fleet.json; empty if that cannot be read."""
+    """Return the address of the coordinator by fleet.json; empty if that cannot be read."""
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 
     with suppress(FleetFileError):
@@ -234,10 +246,11 @@ def _coordinator_of(folder: Path) -> str:
 
 
 def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: Callable[[], bool]) -> None:
-    """Blocks until the coordinator listens, which it does once the run directory is ready, or another leads in its place.
+    """Block until the coordinator listens, which it does once the run directory is ready, or another node
+    leads in its place.
 
-    Whatever else listens there meanwhile, another user's run or a job of another cluster on the same host, is not it.
-    Raises TimeoutError after ``patience_s``.
+    A different program on that port, such as another user's run or a job of another cluster on the same host,
+    does not count. Raises TimeoutError after ``patience_s``.
     """
     host, port = split_address(coordinator)
     said_s, began_s = -_SAY_AGAIN_S, time.monotonic()
@@ -248,7 +261,7 @@ def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: C
             if _has_begun(folder):
                 return
             raise ConnectionError(
-                f"another program listens there, and nobody has begun the run in {folder} yet"
+                f"another program listens there, and nobody has started the run in {folder} yet"
             )
         except OSError as error:
             if time.monotonic() - began_s > patience_s:
@@ -267,12 +280,12 @@ def _wait_for(coordinator: str, folder: Path, patience_s: float, is_succeeded: C
 
 
 def _has_begun(folder: Path) -> bool:
-    """True if a start of the run has taken its directory."""
+    """Return True if a start of the run has locked its directory."""
     from phalanx.run.directory.paths import DamagedRecordError, RunDirectory, RunDirectoryError
 
     try:
         return RunDirectory(folder).newest_attempt() >= 0
     except DamagedRecordError:
-        return True  # whoever reads it next says so
+        return True  # Its next reader reports the error.
     except RunDirectoryError:
         return False

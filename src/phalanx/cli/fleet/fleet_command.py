@@ -37,13 +37,13 @@ def command() -> None:
 
 
 def operation_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options that every operation has."""
+    """Add the options that every operation has."""
     decorators = (
         click.option("--json", "as_json", is_flag=True, help="Print the answer as one JSON object."),
         click.option(
             "--certificates",
             type=click.Path(path_type=Path, exists=True, file_okay=False),
-            help="Folder with ca.pem, node.pem and node.key, if the fleet speaks TLS.",
+            help="Folder with ca.pem, node.pem and node.key, if the fleet uses TLS.",
         ),
     )
     for decorator in decorators:
@@ -51,8 +51,8 @@ def operation_options(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None) -> str:
-    """The coordinator's answer. Raises ``click.ClickException`` if there is none."""
+def send_request(run_dir: Path, operation: OperatorRequest, certificates: Path | None) -> str:
+    """Send a request and return the coordinator's answer. Raises ``click.ClickException`` if there is none."""
     from phalanx.fleet.control.coordinator_link import operate
     from phalanx.fleet.control.credentials import credentials_of
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
@@ -61,23 +61,23 @@ def ask(run_dir: Path, operation: OperatorRequest, certificates: Path | None) ->
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 
     with explained(FleetFileError, SecurityError, TransportError, RunDirectoryError):
-        seen = read_fleet_file(run_dir)
-        if seen.over:
-            raise TransportError(f"the run in {run_dir} is over: {seen.phase}, {seen.reason}")
+        fleet = read_fleet_file(run_dir)
+        if fleet.over:
+            raise TransportError(f"the run in {run_dir} is over: {fleet.phase}, {fleet.reason}")
         directory = RunDirectory(run_dir)
         attempt = directory.newest_attempt()
         credentials = credentials_of(run_dir, read_resolved(directory), attempt, certificates, ("operate",))
-        return asyncio.run(operate(seen.coordinator, credentials, operation))
+        return asyncio.run(operate(fleet.coordinator, credentials, operation))
 
 
-def ask_and_print(
+def send_and_print(
     run_dir: Path, operation: OperatorRequest, certificates: Path | None, as_json: bool
 ) -> None:
-    """Prints the coordinator's answer; exit code 1 if it refuses."""
-    answer = ask(run_dir, operation, certificates)
-    done: dict[str, object] = {"accepted": answer == "accepted", "answer": answer}
-    click.echo(json.dumps(done) if as_json else answer)
-    if not done["accepted"]:
+    """Send a request and print the coordinator's answer; exit code 1 if it refuses."""
+    answer = send_request(run_dir, operation, certificates)
+    values: dict[str, object] = {"accepted": answer == "accepted", "answer": answer}
+    click.echo(json.dumps(values) if as_json else answer)
+    if not values["accepted"]:
         raise SystemExit(1)
 
 
@@ -93,7 +93,7 @@ def drain(run_dir: Path, node: str, certificates: Path | None, as_json: bool) ->
     """
     from phalanx.fleet.core.messages import Drain
 
-    ask_and_print(run_dir, Drain(node), certificates, as_json)
+    send_and_print(run_dir, Drain(node), certificates, as_json)
 
 
 @command.command("add")
@@ -108,7 +108,7 @@ def add(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> N
     """
     from phalanx.fleet.core.messages import Admit
 
-    ask_and_print(run_dir, Admit(node), certificates, as_json)
+    send_and_print(run_dir, Admit(node), certificates, as_json)
 
 
 @command.command("stop")
@@ -116,11 +116,13 @@ def add(run_dir: Path, node: str, certificates: Path | None, as_json: bool) -> N
 @click.option(
     "--for-now",
     is_flag=True,
-    help="A submitted run: let its job queue itself again. Asked twice, it still saves.",
+    help="A submitted run: let its job queue itself again. A second request still saves.",
 )
 @operation_options
 def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool) -> None:
-    """Save and end the run; asked twice, end it at once. The job of a submitted run does not queue itself again.
+    """Save and end the run; a second request ends it at once.
+
+    The job of a submitted run does not queue itself again.
 
     \b
       phalanx fleet stop runs/quickstart-1f3a9c04
@@ -135,7 +137,7 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
                 click.echo(unnoted, err=True)
     if full := full_disk(run_dir):
         click.echo(full, err=True)
-    ask_and_print(run_dir, StopRun(never_at_once=for_now), certificates, as_json)
+    send_and_print(run_dir, StopRun(never_at_once=for_now), certificates, as_json)
 
 
 @command.command("rotate-tokens")
@@ -145,14 +147,14 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
     type=click.FloatRange(0, 7 * 86_400),
     default=300.0,
     show_default=True,
-    help="How long the tokens of now are still accepted.",
+    help="Time for which the present tokens are still accepted.",
 )
 @operation_options
 def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_json: bool) -> None:
     """Change the tokens of agents and operators while the run trains; no step is lost.
 
-    The coordinator writes new ones into RUN_DIR, and agents take them over from there, also those that were cut off meanwhile. A node that
-    does not see RUN_DIR is sent away after the grace.
+    The coordinator writes new ones into RUN_DIR, and agents read them there, also agents that were cut off
+    meanwhile. A node that does not see RUN_DIR is refused after the grace.
 
     \b
       phalanx fleet rotate-tokens runs/quickstart-1f3a9c04
@@ -160,7 +162,7 @@ def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_j
     """
     from phalanx.fleet.core.messages import RotateTokens
 
-    ask_and_print(run_dir, RotateTokens(grace_s), certificates, as_json)
+    send_and_print(run_dir, RotateTokens(grace_s), certificates, as_json)
 
 
 @command.command("serve")
@@ -170,7 +172,7 @@ def rotate_tokens(run_dir: Path, grace_s: float, certificates: Path | None, as_j
     default="127.0.0.1",
     show_default=True,
     type=HostName(for_others=True),
-    help="On which it listens and agents find it.",
+    help="Address on which it listens and agents find it.",
 )
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=29400, show_default=True, help="0: any free one."
@@ -199,7 +201,7 @@ def serve(run_dir: Path, host: str, port: int, certificates: Path | None, as_jso
         attempt = directory.newest_attempt()
         lock_fd = take_lock(directory.lock)
         if not directory.journal(attempt).exists():
-            # With this the fleet begins; where it has begun, it cannot go on with others.
+            # The fleet begins with these tokens; a fleet that has begun cannot continue with others.
             for role in TOKEN_VARIABLES:
                 make_token(run_dir, role)
         code = run_coordinator(CoordinatorArgs(run_dir, attempt, host, port), certificates)
@@ -220,7 +222,7 @@ _POLL_S, _TELL_S = 0.2, 10.0
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--by", type=click.IntRange(min=1), help="Number of nodes; the coordinator chooses them.")
 @click.option("--node", "nodes", multiple=True, help="Name of a node; may be repeated.")
-@click.option("--no-wait", is_flag=True, help="Ask, and do not wait until they have gone.")
+@click.option("--no-wait", is_flag=True, help="Do not wait until they have left.")
 @operation_options
 def shrink(
     run_dir: Path,
@@ -230,11 +232,13 @@ def shrink(
     certificates: Path | None,
     as_json: bool,
 ) -> None:
-    """Give nodes back: the run goes on without them from the next step boundary, and no step is computed twice.
+    """Give nodes back: the run continues without them from the next step boundary, and no step is computed
+    twice.
 
-    Without names, unfit nodes go first, then those of the last ranks, and spares at the end; the node that leads stays. A node goes when the others
-    have newer snapshots than its own, usually after two steps. Nodes of a Slurm job are taken out of it, so that other jobs can have them.
-    The weights at the end are the same.
+    Without names, unfit nodes leave first, then those of the last ranks, and spares at the end; the node that
+    leads stays. A node leaves when the others have newer snapshots than its own, usually after two steps.
+    Nodes of a Slurm job are taken out of it, so that other jobs can have them. The weights at the end are the
+    same.
 
     \b
       phalanx fleet shrink runs/big-1f3a9c04 --by 2
@@ -249,26 +253,29 @@ def shrink(
         run = recorded_run(run_dir) if no_wait else None
     if run is not None and run.holds_nodes:
         raise click.UsageError(
-            f"--no-wait: nodes of {run.title} are taken out of it once they have left the run, which this command waits for; without it they would stay "
+            f"--no-wait: nodes of {run.title} are taken out of it once they have left the run, and this command waits for that; without the wait they would stay "
             "in the job, idle"
         )
     began_s = time.monotonic()
-    names = asked_to_go(run_dir, by or 0, nodes, certificates)
+    names = request_release(run_dir, by or 0, nodes, certificates)
     if no_wait:
-        _say({"leaving": names}, f"leaving: {' '.join(names)}", as_json)
+        _print_result({"leaving": names}, f"leaving: {' '.join(names)}", as_json)
         return
     with explained(EngineError):
-        given = wait_until_gone(run_dir, names)
+        released = wait_until_released(run_dir, names)
     took_s = time.monotonic() - began_s
-    jobs = "; ".join(f"job {job} has {len(gone)} fewer" for job, gone in given.items())
+    jobs = "; ".join(f"job {job} has {len(removed)} fewer" for job, removed in released.items())
     text = f"given back after {took_s:.1f} s: {' '.join(names)}" + (f" ({jobs})" if jobs else "")
-    _say({"given_back": names, "seconds": took_s, "jobs": given}, text, as_json)
+    _print_result({"given_back": names, "seconds": took_s, "jobs": released}, text, as_json)
 
 
-def asked_to_go(
+def request_release(
     run_dir: Path, by: int, nodes: tuple[str, ...], certificates: Path | None = None
 ) -> list[str]:
-    """Names of the nodes that the coordinator lets go. Raises ``click.ClickException`` with its words if it refuses."""
+    """Return the names of the nodes that the coordinator releases.
+
+    Raises ``click.ClickException`` with its text if it refuses.
+    """
     from phalanx.fleet.core.messages import Shrink
     from phalanx.launch.engines.engine import recorded_run
     from phalanx.launch.engines.order import EngineError
@@ -277,34 +284,37 @@ def asked_to_go(
         run = recorded_run(run_dir)
         if run is not None:
             run.demand_resizable()
-    accepted, *names = ask(run_dir, Shrink(by, nodes), certificates).split(" ")
+    accepted, *names = send_request(run_dir, Shrink(by, nodes), certificates).split(" ")
     if accepted != "accepted":
         raise click.ClickException(" ".join((accepted, *names)))
     return names
 
 
-def wait_until_gone(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...]]:
-    """Waits until nodes have left a fleet, and takes them out of the run's Slurm jobs; job -> its nodes. Raises ``EngineError``."""
+def wait_until_released(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...]]:
+    """Wait until nodes have left a fleet, and take them out of the run's Slurm jobs.
+
+    Return job -> its nodes. Raises ``EngineError``.
+    """
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.launch.engines.engine import recorded_run
 
-    told_s, leaving = time.monotonic() + _TELL_S, set[str]()
+    notice_s, leaving = time.monotonic() + _TELL_S, set[str]()
     with explained(FleetFileError):
         while True:
-            seen = read_fleet_file(run_dir)
-            roles = {member.name: member.role for member in seen.members}
-            there = [name for name in names if roles.get(name) not in ("given back", "lost")]
-            if seen.over or not there:
+            fleet = read_fleet_file(run_dir)
+            roles = {member.name: member.role for member in fleet.members}
+            remaining = [name for name in names if roles.get(name) not in ("given back", "lost")]
+            if fleet.over or not remaining:
                 break
-            leaving |= {name for name in there if roles.get(name) == "leaving"}
-            kept = [name for name in there if name in leaving and roles.get(name) != "leaving"]
+            leaving |= {name for name in remaining if roles.get(name) == "leaving"}
+            kept = [name for name in remaining if name in leaving and roles.get(name) != "leaving"]
             if kept:
                 raise click.ClickException(
                     f"{' '.join(kept)}: kept in the fleet by another request, or started again"
                 )
-            if time.monotonic() > told_s:
-                told_s = time.monotonic() + _TELL_S
-                click.echo(f"{seen.phase}, step {seen.step}: waiting for {' '.join(there)}", err=True)
+            if time.monotonic() > notice_s:
+                notice_s = time.monotonic() + _TELL_S
+                click.echo(f"{fleet.phase}, step {fleet.step}: waiting for {' '.join(remaining)}", err=True)
             time.sleep(_POLL_S)
     run = recorded_run(run_dir)
     return {} if run is None else run.release(set(names))
@@ -320,11 +330,13 @@ def wait_until_gone(run_dir: Path, names: list[str]) -> dict[str, tuple[str, ...
 )
 @operation_options
 def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, as_json: bool) -> None:
-    """Let more nodes take part, as many as fleet.nodes says or more; the run goes on meanwhile, and its weights at the end are the same.
+    """Let more nodes take part, fleet.nodes or more. The run continues meanwhile, and its weights at the end
+    are the same.
 
-    For a run under Slurm a second job is submitted, whose nodes join the fleet when it starts; they leave it again at the end of its time. For a run
-    on hosts, --hosts names those that join: they are checked as at its start, and agents started on all of them or none. The nodes of
-    a fleet that `phalanx train --nodes` has started come by themselves; elsewhere start `phalanx agent --run RUN_DIR` on each.
+    For a run under Slurm a second job is submitted. Its nodes join the fleet when it starts, and leave it
+    again at the end of its time. For a run on hosts, --hosts names the hosts that join. They are checked as
+    at the run's start, and agents are started on all of them or none. The nodes of a fleet that `phalanx
+    train --nodes` has started join by themselves; elsewhere start `phalanx agent --run RUN_DIR` on each.
 
     \b
       phalanx fleet grow runs/big-1f3a9c04 --by 2
@@ -336,16 +348,21 @@ def grow(run_dir: Path, by: int, hosts: Path | None, certificates: Path | None, 
         _grow_on_hosts(run_dir, by, hosts, certificates, as_json)
         return
     with explained(EngineError):
-        job = grown(run_dir, by, certificates)
+        job = request_nodes(run_dir, by, certificates)
     if job:
-        _say({"wanted": by, "job": job}, f"job {job}: {by} nodes, which join the run when it starts", as_json)
+        _print_result(
+            {"wanted": by, "job": job}, f"job {job}: {by} nodes, which join the run when it starts", as_json
+        )
         return
-    how = "they come by themselves to a fleet that phalanx train --nodes has started"
-    _say({"wanted": by}, f"{by} more nodes are wanted: {how}; else phalanx agent --run {run_dir}", as_json)
+    how = "they join a fleet by themselves if phalanx train --nodes has started it"
+    _print_result(
+        {"wanted": by}, f"requested {by} more nodes: {how}; else phalanx agent --run {run_dir}", as_json
+    )
 
 
-def grown(run_dir: Path, by: int, certificates: Path | None = None) -> str:
-    """Asks the coordinator for ``by`` more nodes; the job that brings them, empty if they come without one.
+def request_nodes(run_dir: Path, by: int, certificates: Path | None = None) -> str:
+    """Request ``by`` more nodes from the coordinator. Return the job that brings them, empty if there is
+    none.
 
     Raises ``EngineError`` or ``click.ClickException``.
     """
@@ -354,7 +371,7 @@ def grown(run_dir: Path, by: int, certificates: Path | None = None) -> str:
 
     run = recorded_run(run_dir)
     queue_joining = None if run is None else run.prepare_joining(by, partial(click.echo, err=True))
-    answer = ask(run_dir, Grow(by), certificates)
+    answer = send_request(run_dir, Grow(by), certificates)
     if answer != "accepted":
         raise click.ClickException(answer)
     return queue_joining() if queue_joining is not None else ""
@@ -380,13 +397,15 @@ def _grow_on_hosts(
         if run is None or not run.has_hosts:
             raise click.UsageError("--hosts is for a run that phalanx submit --on ssh has started")
         order, hosts = verified_hosts(run_dir, run.made, path, by)
-        answer = ask(run_dir, Grow(by), certificates)
+        answer = send_request(run_dir, Grow(by), certificates)
         if answer != "accepted":
             raise click.ClickException(answer)
         bare.start(order, hosts, joins=True)
     names = [host.name for host in hosts]
-    _say({"wanted": by, "hosts": names}, f"started on {' '.join(names)}, which join the run", as_json)
+    _print_result(
+        {"wanted": by, "hosts": names}, f"started on {' '.join(names)}, which join the run", as_json
+    )
 
 
-def _say(values: dict[str, object], text: str, as_json: bool) -> None:
+def _print_result(values: dict[str, object], text: str, as_json: bool) -> None:
     click.echo(json.dumps(values) if as_json else text)

@@ -47,7 +47,7 @@ def command(
     least_disk_mbps: float,
     as_json: bool,
 ) -> None:
-    """Check this machine: matrix products, memory, disk, network stack, and what its GPUs report.
+    """Check this machine: matrix products, memory, disk, network stack, and the reports of its GPUs.
 
     Exits with code 1 if anything is wrong or too slow.
 
@@ -56,27 +56,27 @@ def command(
       phalanx health --device cuda:0 --least-tflops 500 --folder /scratch --json
     """
     limits = HealthLimits(matmul_flops=least_tflops * 1e12, disk_bytes_per_s=least_disk_mbps * 1e6)
-    where = _device() if device == "auto" else device
+    device_name = _device() if device == "auto" else device
     checks: dict[str, Callable[[], CheckResult]] = {
-        "matrix product": lambda: health_checks.matrix_product(where, limits=limits),
-        "memory": lambda: health_checks.memory(where, memory_mib << 20),
+        "matrix product": lambda: health_checks.matrix_product(device_name, limits=limits),
+        "memory": lambda: health_checks.memory(device_name, memory_mib << 20),
         "disk": lambda: health_checks.disk(folder, disk_mib << 20, limits),
         "link": lambda: health_checks.loopback(limits=limits),
     }
     results = []
     for name, check in checks.items():
-        if not as_json:  # each takes seconds, the first mostly to import torch
+        if not as_json:  # Each takes seconds, the first mostly to import torch.
             click.echo(f"checking {name} ...", err=True)
         results.append(guarded(name, check))
         if not as_json:
             _print(results[-1])
-    for found in node_health.gpus(limits):
-        results.append(found)
+    for result in node_health.gpus(limits):
+        results.append(result)
         if not as_json:
-            _print(found)
+            _print(result)
     if as_json:
-        found_all = [dataclasses.asdict(result) for result in results]
-        click.echo(json.dumps({"fit": fit(results), "device": where, "checks": found_all}))
+        rows = [dataclasses.asdict(result) for result in results]
+        click.echo(json.dumps({"fit": fit(results), "device": device_name, "checks": rows}))
     sys.exit(0 if fit(results) else 1)
 
 

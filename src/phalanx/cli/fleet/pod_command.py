@@ -34,10 +34,12 @@ class PodOptions:
 @click.command("pod")
 @command_options(PodOptions)
 def command(options: PodOptions) -> None:
-    """Train with this pod as one node of the run of RUN_FILE; phalanx submit --on kubernetes writes the manifest that calls this.
+    """Train with this pod as one node of the run of RUN_FILE; phalanx submit --on kubernetes writes the
+    manifest that calls this.
 
-    Exit codes tell the job what to do with the pod: 0: the run is finished. 75: it was saved and goes on, start the pod again. 76: the run was
-    stopped for good or has failed, end the job. Any other: the pod has failed, try again.
+    Exit codes determine the job's reaction. 0: the run is finished. 75: it was saved and is not finished,
+    start the pod again. 76: the run was stopped for good or has failed, end the job. Any other: the pod has
+    failed, try again.
 
     \b
       phalanx pod /etc/phalanx/run.toml --index 3 --coordinator big-1f3a9c04-node-0-0.big-1f3a9c04:29400 --host 10.0.0.7 --submission word
@@ -72,7 +74,8 @@ def command(options: PodOptions) -> None:
         if leads:
             begin_submission(run_dir, options.submission)
         domains = node_domains(options.labels, os.environ)
-    # The leading pod listens at its own address: its name may not be known yet, or still be that of the pod before it.
+    # The leading pod listens at its own address: its DNS name may not exist yet, or still be that of the
+    # previous pod.
     where = (
         join_address(options.host, split_address(options.coordinator)[1]) if leads else options.coordinator
     )
@@ -81,11 +84,12 @@ def command(options: PodOptions) -> None:
     )
     try:
         code, led = take_part(f"{TASK}-{options.index}", part)
-        # Another may lead by now, and this pod have been its member; then fleet.json says whether the run is over.
+        # Another pod may lead by now, with this one as its member; then fleet.json shows whether the run is
+        # over.
         leads = leads and (led or is_over(run_dir))
     except click.ClickException as error:
         error.show()
-        # What is wrong with a directory or a file system may be right in a moment; what is wrong with the run file stays so.
+        # An error of a directory or file system may be gone in a moment; an error in the run file stays.
         leads = leads and not isinstance(error.__cause__, (RunDirectoryError, OSError))
         code = error.exit_code
     except SystemExit as error:

@@ -1,4 +1,4 @@
-"""``phalanx status``: how far a run is, which nodes are members and spares of its fleet, and the incidents so far."""
+"""``phalanx status``: a run's progress, the members and spares of its fleet, and the incidents so far."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunSummary:
     lineage: tuple[Origin, ...]
     """The checkpoints that the run descends from, the oldest first."""
     store: str = ""
-    """What is in the run's store, and what is not yet; empty if it has none."""
+    """State of the copies in the run's store; empty if it has none."""
 
     @property
     def state(self) -> str:
@@ -61,12 +61,15 @@ class RunSummary:
         )
 
     def to_json(self) -> dict[str, object]:
-        """The fields as a JSON object."""
+        """Return the fields as a JSON object."""
         return asdict(self)
 
 
 def summarize(path: Path) -> RunSummary:
-    """The summary of the run in the directory ``path``. Raises ``RunDirectoryError`` if there is none, ``OSError``."""
+    """Return the summary of the run in the directory ``path``.
+
+    Raises ``RunDirectoryError`` if there is none, ``OSError``.
+    """
     directory = RunDirectory(path)
     spec, result = read_resolved(directory), directory.finished_result()
     standing = store_standing(spec, directory)
@@ -91,7 +94,7 @@ _WORTH_A_LINE = 0.01
 @click.command("status")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
-    "--last", type=click.IntRange(min=0), default=10, show_default=True, help="Show so many happenings."
+    "--last", type=click.IntRange(min=0), default=10, show_default=True, help="Number of incidents to show."
 )
 @click.option(
     "--on",
@@ -102,8 +105,8 @@ _WORTH_A_LINE = 0.01
 @click.option("--namespace", default="", help="With --on kubernetes: not that of kubectl's context.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: fleet.json as it is.")
 def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_json: bool) -> None:
-    """Show how far the run in RUN_DIR is, which run it goes on from, and its fleet if it has one: members, spares, epoch,
-    pace, and what happened when.
+    """Show the progress of the run in RUN_DIR, the run that it continues, and its fleet if it has one:
+    members, spares, epoch, pace, and incidents.
 
     \b
       phalanx status runs/quickstart-1f3a9c04
@@ -111,11 +114,11 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
       phalanx status big-1f3a9c04 --on kubernetes
     """
     if engine is not None:
-        from phalanx.cli.launch.on_kubernetes import tell_status
+        from phalanx.cli.launch.on_kubernetes import print_status
         from phalanx.launch.engines.order import EngineError
 
         with explained(EngineError):
-            tell_status(str(run_dir), namespace, last, as_json=as_json)
+            print_status(str(run_dir), namespace, last, as_json=as_json)
         return
     refuse_unused(["--namespace"] * bool(namespace), "is for --on kubernetes")
     demand_folder(run_dir)
@@ -126,28 +129,28 @@ def command(run_dir: Path, last: int, engine: str | None, namespace: str, as_jso
             return
     with explained(FleetFileError, RunDirectoryError):
         summary = summarize(run_dir) if RunDirectory(run_dir).run_file.exists() else None
-        # Of a run without a fleet there is no fleet's JSON, which reading it explains.
-        fleet = as_json or summary is None or path_in(run_dir).exists()
-        seen = read_fleet_file(run_dir) if fleet else None
+        # A run without a fleet has no fleet.json; reading it raises the error that explains this.
+        has_fleet = as_json or summary is None or path_in(run_dir).exists()
+        fleet = read_fleet_file(run_dir) if has_fleet else None
     if as_json:
-        click.echo(msgspec.json.encode(seen).decode())
+        click.echo(msgspec.json.encode(fleet).decode())
         return
     if summary is not None:
         click.echo(f"{summary.name}: {_progress(summary, RunDirectory(run_dir))}")
         for origin in summary.lineage:
-            click.echo(f"  goes on from {origin}")
+            click.echo(f"  continues from {origin}")
         if summary.store:
             click.echo(f"  {summary.store}")
         if (line := _data_bound(RunDirectory(run_dir))) is not None:
             click.echo(line)
-    if seen is not None:
-        if not seen.over and (full := full_disk(run_dir)):
+    if fleet is not None:
+        if not fleet.over and (full := full_disk(run_dir)):
             click.echo(f"  {full}")
-        _print(seen, last)
+        _print(fleet, last)
 
 
 def _progress(summary: RunSummary, directory: RunDirectory) -> str:
-    """How far the run is: the newest logged step, if it is not finished, and what is saved of it."""
+    """Return the run's progress: the newest logged step, if it is not finished, and the saved steps."""
     events = directory.events
     newest = newest_event(events, lambda event: isinstance(event.body, Step)) if events.exists() else None
     if summary.finished or newest is None or not isinstance(newest.body, Step):
@@ -157,7 +160,9 @@ def _progress(summary: RunSummary, directory: RunDirectory) -> str:
 
 
 def _job_line(run_dir: Path) -> str | None:
-    """A line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine has the run."""
+    """Return a line on the job of a submitted run: why it waits, or that it has ended; ``None`` if no engine
+    has the run.
+    """
     from phalanx.cli.launch.formed_fleet import leading_log
     from phalanx.launch.engines.engine import submission_of
     from phalanx.launch.engines.order import EngineError
@@ -173,12 +178,14 @@ def _job_line(run_dir: Path) -> str | None:
     except EngineError as error:
         return f"{run.title}: not known here ({error})"
     log = leading_log(run)
-    ended = f"ended; its log is {log}" if log.exists() else "ended without a word, or before it began"
-    return f"{run.title}: {ended if job is None else job.doing}{_given(run_dir)}"
+    ended = f"ended; its log is {log}" if log.exists() else "ended without output, or before it began"
+    return f"{run.title}: {ended if job is None else job.doing}{_placement_lines(run_dir)}"
 
 
-def _given(run_dir: Path) -> str:
-    """Lines on what the nodes cost a step that an engine gave, or that joined later; empty if nobody has said that."""
+def _placement_lines(run_dir: Path) -> str:
+    """Return lines on the step cost of nodes that an engine assigned, or that joined later; empty if none is
+    recorded.
+    """
     from phalanx.launch.engines.order import FOLDER
 
     verdicts: dict[str, list[str]] = {}
@@ -187,14 +194,16 @@ def _given(run_dir: Path) -> str:
             lines = read_small(path).decode(errors="replace").strip().splitlines()
         except OSError:
             continue
-        whose = "the nodes that it got" if path.name == "given" else f"with those of {path.name[6:]}"
+        nodes = "the nodes that it got" if path.name == "given" else f"with those of {path.name[6:]}"
         if lines:
-            verdicts.setdefault(lines[-1].removeprefix("Error: "), []).append(whose)
-    return "".join(f"\n  {', '.join(whose)}: {verdict}" for verdict, whose in verdicts.items())
+            verdicts.setdefault(lines[-1].removeprefix("Error: "), []).append(nodes)
+    return "".join(f"\n  {', '.join(nodes)}: {verdict}" for verdict, nodes in verdicts.items())
 
 
 def _data_bound(directory: RunDirectory) -> str | None:
-    """A line on how much of the newest logged steps was waiting for samples, and how many come and are needed, if that is worth one."""
+    """Return a line on the time that the newest steps waited for samples, with the actual and the needed
+    rate; None if it is small.
+    """
     events = directory.events
     newest = None
     with suppress(EventLogError):
@@ -204,57 +213,57 @@ def _data_bound(directory: RunDirectory) -> str | None:
     waiting = newest.body.data_wait_s / newest.body.logged_s
     if waiting < _WORTH_A_LINE:
         return None
-    come = newest.body.tokens_per_s / read_resolved(directory).train.seq_len
-    needed = f"{come / (1 - waiting):.3g}" if waiting < 1 else "more"
+    rate = newest.body.tokens_per_s / read_resolved(directory).train.seq_len
+    needed = f"{rate / (1 - waiting):.3g}" if waiting < 1 else "more"
     return (
-        f"  data-bound: {waiting:.0%} of the newest logged steps, up to {newest.body.step:,}, waited for samples: {come:.3g} sequences/s come, "
+        f"  data-bound: {waiting:.0%} of the newest logged steps, up to {newest.body.step:,}, waited for samples: {rate:.3g} sequences/s come, "
         f"and {needed} could be trained on (phalanx goodput shows all)"
     )
 
 
-def _print(seen: FleetFile, last: int) -> None:
+def _print(fleet: FleetFile, last: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
     console = text_console()
-    console.print(_headline(seen))
-    table = Table("node", "role", "ranks", "host", "last heard", "", box=None, pad_edge=False)
-    for member in sorted(seen.members, key=lambda one: (one.ranks or (10**9,), one.name)):
-        heard = (
+    console.print(_headline(fleet))
+    table = Table("node", "role", "ranks", "host", "last heartbeat", "", box=None, pad_edge=False)
+    for member in sorted(fleet.members, key=lambda item: (item.ranks or (10**9,), item.name)):
+        last_heartbeat = (
             "over"
-            if seen.over
+            if fleet.over
             else f"{member.silent_s:.1f} s ago" + ("" if member.attached else ", not attached")
         )
-        table.add_row(member.name, member.role, _ranks(member.ranks), member.host, heard, member.why)
+        table.add_row(member.name, member.role, _ranks(member.ranks), member.host, last_heartbeat, member.why)
     console.print(table)
-    for one in seen.happenings[len(seen.happenings) - last :] if last else ():
-        when = (moment(one.unix_s), "dim")
-        console.print(Text.assemble(when, f"  epoch {one.epoch}  {one.node}  {one.what}"))
-    if seen.refused:
-        refused = ", ".join(f"{kind}: {count}" for kind, count in seen.refused.items())
+    for item in fleet.happenings[len(fleet.happenings) - last :] if last else ():
+        when = (moment(item.unix_s), "dim")
+        console.print(Text.assemble(when, f"  epoch {item.epoch}  {item.node}  {item.what}"))
+    if fleet.refused:
+        refused = ", ".join(f"{kind}: {count}" for kind, count in fleet.refused.items())
         console.print(Text.assemble(("refused", "yellow"), f" {refused}"))
 
 
-def _headline(seen: FleetFile) -> Text:
+def _headline(fleet: FleetFile) -> Text:
     from rich.text import Text
 
-    # By the last heartbeats, which a run that is over has outlived.
-    pace = f", {seen.step_s:.3g} s a step" if seen.step_s and not seen.over else ""
-    step = f", step {seen.step}" if seen.step >= 0 and not seen.over else ""
-    line = f" epoch {seen.epoch}, {seen.ranks} ranks{step}{pace}; {seen.recoveries} {'recovery' if seen.recoveries == 1 else 'recoveries'}"
-    if seen.reason:
-        line += f"; {seen.reason}" if seen.over else f" (last: {seen.reason})"
-    if seen.reign > 1:
+    # By the last heartbeats, which are outdated once the run is over.
+    pace = f", {fleet.step_s:.3g} s a step" if fleet.step_s and not fleet.over else ""
+    step = f", step {fleet.step}" if fleet.step >= 0 and not fleet.over else ""
+    line = f" epoch {fleet.epoch}, {fleet.ranks} ranks{step}{pace}; {fleet.recoveries} {'recovery' if fleet.recoveries == 1 else 'recoveries'}"
+    if fleet.reason:
+        line += f"; {fleet.reason}" if fleet.over else f" (last: {fleet.reason})"
+    if fleet.reign > 1:
         line += (
-            f"\nled by {seen.leader}, reign {seen.reign}: the coordinator that the run began with was lost"
+            f"\nled by {fleet.leader}, reign {fleet.reign}: the coordinator that the run began with was lost"
         )
-    age_s = time.time() - seen.written_unix_s
+    age_s = time.time() - fleet.written_unix_s
     stale = (
-        f"\nas of {age_s:.0f} s ago: the coordinator at {seen.coordinator} does not answer or is gone"
-        if not seen.over and age_s > _STALE_S
+        f"\nas of {age_s:.0f} s ago: the coordinator at {fleet.coordinator} does not answer"
+        if not fleet.over and age_s > _STALE_S
         else ""
     )
-    return Text.assemble((str(seen.phase), "bold"), line, (stale, "yellow"))
+    return Text.assemble((str(fleet.phase), "bold"), line, (stale, "yellow"))
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

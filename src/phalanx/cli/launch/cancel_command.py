@@ -21,7 +21,7 @@ _POLL_S = 1.0
 @click.command("cancel")
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--now", is_flag=True, help="End it at once: what is not saved is lost.")
-@click.option("--no-wait", is_flag=True, help="Ask, and do not wait until it has ended.")
+@click.option("--no-wait", is_flag=True, help="Do not wait until it has ended.")
 @click.option(
     "--on",
     "engine",
@@ -32,7 +32,7 @@ _POLL_S = 1.0
 def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespace: str) -> None:
     """Cancel the job of the run in RUN_DIR: one that trains saves first; it is not queued again.
 
-    The run can be submitted again later and goes on from there. One that is being submitted at the moment does not start.
+    The run can be submitted again later to continue. A submission that is in progress does not start the run.
 
     \b
       phalanx cancel runs/big-1f3a9c04
@@ -58,20 +58,20 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
             )
         unnoted = mark_as_stopped(run_dir, at_once=now)
-        # Noted first: a submission that does not see it has let be seen what it starts.
+        # Recorded first: a submission that misses the record has already published what it starts.
         submitter = wait_for_submitter(run_dir, partial(click.echo, err=True)) or submitter
         run = None if submitter and read_record(run_dir) is None else submission_of(run_dir)
         if run is None:
             click.echo(f"{submitter} has started nothing: the run is cancelled")
             return
-        # Noted again, too, where a submission has begun or a job has started since: both forget what was noted of earlier ones.
+        # Recorded again if a submission has begun or a job has started since: both clear earlier records.
         if (unnoted or submitter) and (unnoted := mark_as_stopped(run_dir, at_once=now)):
             click.echo(unnoted, err=True)
-        run.cancel_joining(waiting_only=True)  # they would get nodes for a run that ends
+        run.cancel_joining(waiting_only=True)  # They would get nodes for a run that ends.
         job = run.standing()
         if job is None:
             click.echo(
-                f"nothing of what {submitter} was to start runs: the run is cancelled"
+                f"nothing that {submitter} started is running: the run is cancelled"
                 if submitter
                 else f"{run.title} has ended already"
             )
@@ -90,12 +90,12 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             run.cancel_joining()
         if not no_wait or job.is_waiting:
             _give_back(run_dir, run.made)
-    click.echo(f"{run.title} is cancelled" if not no_wait else f"{run.title} is asked to end")
+    click.echo(f"{run.title} is cancelled" if not no_wait else f"{run.title} has a request to end")
 
 
 def _give_back(run_dir: Path, made: Submitted) -> None:
-    """Lets the run that has lent nodes to this one have as many again, where the job's own script did not come to it."""
-    from phalanx.cli.fleet.fleet_command import grown
+    """Let the run that has lent nodes to this one get as many again, if the job's own script has not done so."""
+    from phalanx.cli.fleet.fleet_command import request_nodes
     from phalanx.launch.engines.order import FOLDER, EngineError
     from phalanx.launch.engines.slurm_script import RETURNED
 
@@ -104,20 +104,23 @@ def _give_back(run_dir: Path, made: Submitted) -> None:
     lender = Path(made.taken_from)
     try:
         (run_dir / FOLDER / RETURNED).mkdir()
-        job = grown(lender, made.taken)
+        job = request_nodes(lender, made.taken)
     except FileExistsError:
         return
-    except (EngineError, click.ClickException, OSError) as error:  # the folder's disk may be full
-        said = error.message if isinstance(error, click.ClickException) else str(error)
-        again = f"phalanx fleet grow {quote(str(lender))} --by {made.taken} asks once more"
-        click.echo(f"{lender} does not take its {made.taken} nodes again: {said}; {again}", err=True)
+    except (EngineError, click.ClickException, OSError) as error:  # The folder's disk may be full.
+        message = error.message if isinstance(error, click.ClickException) else str(error)
+        again = f"phalanx fleet grow {quote(str(lender))} --by {made.taken} repeats the request"
+        click.echo(f"{lender} does not take its {made.taken} nodes again: {message}; {again}", err=True)
         return
     click.echo(f"{lender} takes {made.taken} nodes again: job {job}")
 
 
 def _request_stop(run: SubmittedRun) -> None:
-    """Have a run save and end: by its engine, or by the coordinator of its fleet. Each saves, however often it is asked."""
-    from phalanx.cli.fleet.fleet_command import ask
+    """Have a run save and end: by its engine, or by the coordinator of its fleet.
+
+    Repeated requests only save.
+    """
+    from phalanx.cli.fleet.fleet_command import send_request
     from phalanx.cli.launch.formed_fleet import formed_fleet
     from phalanx.fleet.core.messages import StopRun
 
@@ -126,4 +129,4 @@ def _request_stop(run: SubmittedRun) -> None:
     if fleet is not None and fleet.stopping:
         return
     if not run.request_stop(None if fleet is None else fleet.reign) and fleet is not None:
-        ask(run.run_dir, StopRun(never_at_once=True), None)
+        send_request(run.run_dir, StopRun(never_at_once=True), None)

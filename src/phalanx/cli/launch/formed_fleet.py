@@ -1,4 +1,6 @@
-"""The fleet that the last start of a submitted run has formed, told from that of an earlier start by the ages of their files."""
+"""The fleet of the last start of a submitted run; the ages of the files exclude the fleet of an earlier
+start.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from phalanx.launch.engines.order import FOLDER
 
 def formed_fleet(run: SubmittedRun) -> FleetFile | None:
     """Return the fleet of a run's last start; ``None`` if that start has formed no fleet yet."""
-    # A start writes this file first, and nothing that happens to its fleet changes it: an older fleet file is of an earlier start.
+    # A start writes this file first, and the fleet never changes it: an older fleet file is of an earlier
+    # start.
     mark = run.run_dir / FOLDER / run.start_mark
     try:
         fleet = read_fleet_file(run.run_dir)
@@ -21,7 +24,9 @@ def formed_fleet(run: SubmittedRun) -> FleetFile | None:
 
 
 def leading_log(run: SubmittedRun) -> Path:
-    """Return the log of a job, or of the host that leads now: on hosts without a scheduler another may have succeeded the first."""
+    """Return the log of a job, or of the leading host: on hosts without a scheduler another may have
+    succeeded the first.
+    """
     first, fleet = log_of(run), formed_fleet(run) if run.has_hosts else None
     log = first if fleet is None else first.with_name(f"{fleet.leader}.log")
     return log if log.exists() else first

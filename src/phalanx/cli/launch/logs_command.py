@@ -56,7 +56,7 @@ class LogsOptions:
     until: Annotated[str | None, Option(metavar="AGO|TIME")] = None
     """Only earlier lines."""
     grep: Annotated[str | None, Option(metavar="REGEX")] = None
-    """Only lines in which this is found, in upper or lower case."""
+    """Only lines that contain this text, in upper or lower case."""
     attempt: Annotated[int | None, NOT_NEGATIVE] = None
     """Only of this start of the run."""
     grouped: bool = False
@@ -64,17 +64,18 @@ class LogsOptions:
     as_json: AsJson = False
     """Lines of JSON, for programs."""
     follow: Annotated[bool, Option("--follow", "-f")] = False
-    """Go on until the run is complete, or the job has ended."""
+    """Continue until the run is complete, or the job has ended."""
     last: Annotated[int, NOT_NEGATIVE] = 50
-    """Begin with so many lines; 0: all."""
+    """Begin with this many lines; 0: all."""
     job: Annotated[bool | None, Option("--job/--lines")] = None
-    """The log that the job has printed, or the lines of its processes. By default the job's, of a submitted run for which no other option is given."""
+    """The job's printed log, or the lines of its processes. By default the job's, of a submitted run for
+    which no other option is given."""
     engine: Annotated[Literal["kubernetes"] | None, Option("--on")] = None
     """RUN_DIR is the name of a job there, as phalanx submit has printed it."""
     namespace: str = ""
-    """With --on kubernetes: not that of kubectl's context."""
+    """With --on kubernetes: a namespace other than that of kubectl's context."""
     index: Annotated[int | None, NOT_NEGATIVE] = None
-    """With --on kubernetes: the pod of this index; by default that which leads."""
+    """With --on kubernetes: the pod of this index; by default the leading pod."""
 
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -83,11 +84,14 @@ _LETTERS = {"error": "E", "warning": "W", "debug": "D"}
 
 
 def print_lines(options: LogsOptions) -> None:
-    """Prints the lines. Raises ``click.ClickException`` with what is wrong with the options, or if there are no logs."""
+    """Print the lines.
+
+    Raises ``click.ClickException`` with the error in the options, or if there are no logs.
+    """
     directory = RunDirectory(options.run_dir)
     if not directory.logs.is_dir():
         raise click.ClickException(
-            f"there is no {directory.logs}: nobody has started a run in {options.run_dir} yet, or its logs were removed"
+            f"there is no {directory.logs}: no run was started in {options.run_dir} yet, or its logs were removed"
         )
     query = _query(options, time.time())
     follower = Follower(directory, query) if options.follow else None
@@ -126,7 +130,7 @@ def _query(options: LogsOptions, now_s: float) -> LogQuery:
 
 
 def ranks_of(words: str) -> Iterable[int]:
-    """The ranks that ``3``, ``8-15`` or ``1,4`` names. Raises ``click.BadParameter``."""
+    """Parse the ranks in ``3``, ``8-15`` or ``1,4``. Raises ``click.BadParameter``."""
     for part in words.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if not match:
@@ -138,7 +142,7 @@ def ranks_of(words: str) -> Iterable[int]:
 
 
 def moment(words: str, now_s: float) -> float:
-    """The unix time that ``10m`` (ago) or an ISO time means. Raises ``click.BadParameter``."""
+    """Parse ``10m`` (ago) or an ISO time to Unix time. Raises ``click.BadParameter``."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", words.strip()):
         return now_s - float(match[1]) * _SECONDS[match[2]]
     try:
@@ -151,21 +155,21 @@ def moment(words: str, now_s: float) -> float:
 
 
 def _print_first_failure(directory: RunDirectory) -> None:
-    told = told_failure(directory)
-    if told is None:
+    failure = told_failure(directory)
+    if failure is None:
         return
-    at = datetime.fromtimestamp(told.line.t).strftime("%m-%d %H:%M:%S")
-    message = what_happened(told.line.text).splitlines()[0][:300]
-    recovered = recovered_step(directory, told.line)
+    at = datetime.fromtimestamp(failure.line.t).strftime("%m-%d %H:%M:%S")
+    message = what_happened(failure.line.text).splitlines()[0][:300]
+    recovered = recovered_step(directory, failure.line)
     since = "" if recovered is None else f" (recovered: step {recovered:,} was reached since)"
-    text = f"first failure{since}: {who(told.line)}, {at}: {_safe(message)}"
+    text = f"first failure{since}: {who(failure.line)}, {at}: {_safe(message)}"
     click.secho(text, fg="red" if recovered is None else "yellow", bold=True, err=True)
-    for words in told.evidence:
+    for words in failure.evidence:
         click.secho(f"  {_safe(words)}", dim=True, err=True)
 
 
 def _texts(lines: Iterable[LogLine], options: LogsOptions) -> Iterator[str]:
-    """What is printed of some lines."""
+    """Yield the printed form of some lines."""
     if options.grouped:
         for group in grouped(lines):
             yield _group_as_json(group) if options.as_json else _group_as_text(group)
@@ -195,7 +199,7 @@ def _text(t: float, level: str, place: str, text: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """A text that cannot command a terminal: a stranger may have written the file."""
+    """Return a text without control characters: the file may be of an untrusted author."""
     return clean(text).replace("\n", " ")
 
 
@@ -224,13 +228,15 @@ def _group_as_json(group: LogGroup) -> str:
 @click.command("logs")
 @command_options(LogsOptions)
 def command(options: LogsOptions) -> None:
-    """Print what the processes of the run in RUN_DIR have said, merged in time: ranks, agents, coordinator, and libraries in them.
+    """Print the log lines of the run in RUN_DIR, merged in time: ranks, agents, coordinator, and libraries in
+    them.
 
-    If processes failed, the one that failed first is told from those that failed because of it.
+    If processes failed, the first failure is printed apart from the failures that it caused.
 
-    Of a run that phalanx submit has started, it is the job's own log that is printed, unless --lines or one of the options that choose lines
-    is given. Under Slurm each line of it begins with the number of its node in the job; of a run that was started by ssh it is the log of the
-    host that leads, and those of the others lie beside it.
+    For a run that phalanx submit has started, the job's own log is printed, unless --lines or one of the
+    options that choose lines is given. Under Slurm each line of it begins with the number of its node in the
+    job. For a run that was started by ssh it is the log of the leading host; those of the others are beside
+    it.
 
     \b
       phalanx logs runs/quickstart-1f3a9c04 --level warning --since 10m
@@ -269,7 +275,7 @@ def command(options: LogsOptions) -> None:
 
     try:
         print_lines(options)
-    except BrokenPipeError:  # its reader has seen enough
+    except BrokenPipeError:  # Its reader has closed the pipe.
         sys.stderr.close()
 
 
@@ -282,13 +288,13 @@ def _print_job(run_dir: Path, last: int, *, follow: bool) -> None:
         run = submission_of(run_dir)
         if run is None:
             raise EngineError(
-                f"{run_dir} holds no run that phalanx submit has started; leave --job out to see what its processes said"
+                f"{run_dir} holds no run that phalanx submit has started; leave --job out to see the logs of its processes"
             )
         path = leading_log(run)
         if not path.exists():
             job = run.standing()
             if job is None:
-                raise EngineError(f"{run.title} has ended without a word: there is no {path}")
+                raise EngineError(f"{run.title} has ended without output: there is no {path}")
             if not follow:
                 click.echo(f"{run.title}: {job.doing}")
                 return

@@ -1,4 +1,7 @@
-"""The commands that follow a run on Kubernetes, whose run directory only its pods see: ``status``, ``logs`` and ``cancel`` of a job by its name."""
+"""The commands that follow a run on Kubernetes by its job's name: ``status``, ``logs`` and ``cancel``.
+
+Only its pods see the run directory.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from phalanx.launch.kubernetes import cluster
 from phalanx.launch.kubernetes.cluster import ClusterJob
 
 
-def tell_status(name: str, namespace: str, last: int, *, as_json: bool) -> None:
-    """Prints what the cluster does with a run, and what its fleet does, as the leading pod sees it."""
+def print_status(name: str, namespace: str, last: int, *, as_json: bool) -> None:
+    """Print the state of a run in the cluster, and of its fleet, as the leading pod sees it."""
     job = _named(name, namespace)
     if not as_json:
         click.echo(f"job {job.name} (kubernetes): {job.sentence}")
@@ -26,17 +29,17 @@ def tell_status(name: str, namespace: str, last: int, *, as_json: bool) -> None:
 
 
 def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
-    """Deletes a run's job; one that trains saves first, unless ``now``."""
+    """Delete a run's job; one that trains saves first, unless ``now``."""
     job = _named(name, namespace)
     if not now and not job.ended:
         click.echo(f"job {job.name} saves and ends (phalanx cancel --now ends it at once)")
     cluster.end(job, at_once=now, wait=wait)
-    done = "is cancelled; the same phalanx submit goes on from its newest checkpoint"
-    click.echo(f"job {job.name} {done if wait and not now else 'is asked to end'}")
+    done = "is cancelled; the same phalanx submit resumes from its newest checkpoint"
+    click.echo(f"job {job.name} {done if wait and not now else 'has a request to end'}")
 
 
 def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int) -> int:
-    """Prints what a pod of a run has printed; kubectl's exit code."""
+    """Print the output of a run's pod. Return kubectl's exit code."""
     return cluster.print_logs(_named(name, namespace), index=index, follow=follow, last=last)
 
 

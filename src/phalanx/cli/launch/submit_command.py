@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
 
 _OF_SOME_ENGINES = {"out": "manifests", "lender": "nodes that several runs share"}
-"""Options that not every engine uses -> what they are for."""
+"""Options that not every engine uses -> their purpose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ class SubmitOptions:
     ] = None
     """launch.container_image."""
     cluster: Annotated[str | None, Sets("launch.cluster")] = None
-    """The kind of the nodes, for the price of their placement: launch.cluster."""
+    """The kind of the nodes, for the cost of their placement: launch.cluster."""
     lender: Annotated[ExistingFolder | None, Option("--take-from")] = None
-    """A run of yours that gives back the nodes that are not free now, and gets as many again when this one ends."""
+    """A run of yours that gives back the missing nodes, and gets as many again when this one ends."""
     dry_run: bool = False
     """Print exactly what would be submitted, and change nothing."""
     out: FilePath | None = None
@@ -84,11 +84,13 @@ class SubmitOptions:
 @click.command("submit")
 @command_options(SubmitOptions)
 def command(options: SubmitOptions) -> None:
-    """Start the run of RUN_FILE on a cluster, on hosts by ssh, or in the background of this machine: one job, one agent on every node, spares included.
+    """Start the run of RUN_FILE on a cluster, on hosts by ssh, or in the background of this machine: one job,
+    one agent on every node, spares included.
 
-    What would keep the job from ever starting is said before it is queued, all of it. The run file is frozen with its overrides in
-    RUN_DIR/launch. When the job's time is up, or it is preempted with grace, the run saves and queues itself again; it goes on with the same
-    bits. Give the same command again to start an ended or failed run anew from where it was.
+    All errors that would keep the job from ever starting are printed before it is queued. The run file is
+    frozen with its overrides in RUN_DIR/launch. When the job's time is up, or it is preempted with grace, the
+    run saves and queues itself again, and continues with the same bits. Give the same command again to
+    restart an ended or failed run where it stopped.
 
     \b
       phalanx submit run.toml --on slurm --nodes 16 --spares 2 --partition big --time 2d
@@ -120,7 +122,10 @@ def command(options: SubmitOptions) -> None:
 
 
 def _read(options: SubmitOptions) -> RunSpec:
-    """The run with its overrides. Raises ``click.UsageError`` if nothing names an engine, ``RunFileError`` if there is none of that name."""
+    """Return the run with its overrides.
+
+    Raises ``click.UsageError`` without an engine, ``RunFileError`` for an unknown one.
+    """
     from phalanx.launch.engines.engine import GROUP
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.fields import RunFileError, unknown_value
@@ -164,10 +169,10 @@ def _request(options: SubmitOptions, notify: Callable[[str], None]) -> SubmitReq
 
 
 def _take_nodes(lender: Path, count: int) -> list[str]:
-    """Have a run give back nodes of its choice; returns their names once they have left it."""
-    from phalanx.cli.fleet.fleet_command import asked_to_go, wait_until_gone
+    """Have a run give back nodes of its choice. Return their names once they have left it."""
+    from phalanx.cli.fleet.fleet_command import request_release, wait_until_released
 
-    names = asked_to_go(lender, count, ())
+    names = request_release(lender, count, ())
     click.echo(f"{lender} gives back {' '.join(names)}", err=True)
-    wait_until_gone(lender, names)
+    wait_until_released(lender, names)
     return names

@@ -1,4 +1,4 @@
-"""``phalanx train --check-layout``: a few steps on two layouts, and where they part."""
+"""``phalanx train --check-layout``: a few steps on two layouts, and the first difference between them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from phalanx.train.start.prepare import resolve_with_data
 
 
 def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_json: bool) -> int:
-    """Trains ``steps`` steps on the layout of ``spec`` and on it with the fields of ``layout``; returns the exit code.
+    """Train ``steps`` steps on the layout of ``spec``, and on it with the fields of ``layout``. Return the
+    exit code.
 
-    ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". Nothing is left on the disk.
+    ``layout`` is a list of fields of [parallel], such as "tensor=2,ranks=4". No files are left on the disk.
     """
     kinds = (DataError, ReplayError, RunDirectoryError)
     with trouble(*kinds):
@@ -49,20 +50,22 @@ def compare_layouts(spec: RunSpec, run_file: Path, layout: str, steps: int, as_j
                 place = Path(folder) / name
                 replays.append(replay_locally(side.spec, order, side.layout.ranks, place, side.data))
     layouts = [side.layout for side in sides]
-    found = compare_replays(*replays)
+    compared = compare_replays(*replays)
     numbers = list(_numbers(*replays))
-    equal = found.parting is None and not numbers
+    equal = compared.parting is None and not numbers
     if as_json:
         parting = (
             None
-            if found.parting is None
-            else msgspec.to_builtins(found.parting) | {"text": str(found.parting)}
+            if compared.parting is None
+            else msgspec.to_builtins(compared.parting) | {"text": str(compared.parting)}
         )
         report = {"equal": equal, "steps": steps, "layouts": layouts, "parting": parting, "numbers": numbers}
-        click.echo(msgspec.json.encode(report | {"compared": found.observations, "left_out": found.left_out}))
+        click.echo(
+            msgspec.json.encode(report | {"compared": compared.observations, "left_out": compared.left_out})
+        )
     else:
         one_run = identity(sides[0].spec) == identity(sides[1].spec)
-        for line in _lines(found, layouts, numbers, one_run=one_run):
+        for line in _lines(compared, layouts, numbers, one_run=one_run):
             click.echo(line)
     return 0 if equal else 1
 
@@ -83,7 +86,7 @@ def _side(spec: RunSpec, run_file: Path) -> _Side:
 
 
 def _other_side(spec: RunSpec, layout: str, run_file: Path) -> _Side:
-    """The run on the other layout; what is wrong with it is said to be the option's, not the file's."""
+    """Return the run on the other layout. Errors in it are reported for the option, not for the file."""
     try:
         return _side(override(spec, list(_fields(layout)), run_file), run_file)
     except RunFileError as error:
@@ -91,7 +94,7 @@ def _other_side(spec: RunSpec, layout: str, run_file: Path) -> _Side:
 
 
 def _fields(layout: str) -> Iterator[str]:
-    """The fields of a layout such as "tensor=2, pipeline_split=[3, 1]", each with its section."""
+    """Yield the fields of a layout such as "tensor=2, pipeline_split=[3, 1]", each with its section."""
     words = [word.strip(" ,") for word in re.split(r",(?=\s*[\w.]+\s*=)", layout)]
     if not any(words):
         raise click.ClickException('--check-layout names no field of [parallel], such as "tensor=2,ranks=4"')
@@ -109,29 +112,29 @@ def _fields(layout: str) -> Iterator[str]:
 
 
 def _lines(
-    found: Compared, layouts: list[Layout], numbers: list[tuple[int, str, float, float]], one_run: bool
+    compared: Compared, layouts: list[Layout], numbers: list[tuple[int, str, float, float]], one_run: bool
 ) -> Iterator[str]:
     yield from (f"{name}  {_text(layout)}" for name, layout in zip("AB", layouts, strict=True))
-    yield f"{found.observations:,} tensors compared" + (
-        "" if found.parting is None else ", up to the first that differs"
+    yield f"{compared.observations:,} tensors compared" + (
+        "" if compared.parting is None else ", up to the first that differs"
     )
-    if found.parting is None and not numbers:
+    if compared.parting is None and not numbers:
         yield "the layouts agree in every bit"
-    if found.parting is not None:
-        yield f"the layouts part at {found.parting}"
+    if compared.parting is not None:
+        yield f"the layouts part at {compared.parting}"
         if one_run:
             yield "they are layouts of one run, so every bit should be equal: its promise is broken here"
         else:
             yield "they divide the model in other ways (context, tensor or expert degrees), which decides how sums are split; model.lanes frees the bits of tensor and expert degrees, model.context_tiles of context degrees"
     for step, name, left, right in numbers:
         yield f"  step {step}: {name} {number_text(left)} on A, {number_text(right)} on B"
-    yield from left_out_lines(found)
+    yield from left_out_lines(compared)
 
 
-def _numbers(one: Replay, other: Replay) -> Iterator[tuple[int, str, float, float]]:
-    """Losses and gradient norms that differ, with their steps."""
-    for step in sorted(one.numbers.keys() & other.numbers.keys()):
-        for name, left in one.numbers[step].items():
+def _numbers(first: Replay, other: Replay) -> Iterator[tuple[int, str, float, float]]:
+    """Yield the losses and gradient norms that differ, with their steps."""
+    for step in sorted(first.numbers.keys() & other.numbers.keys()):
+        for name, left in first.numbers[step].items():
             right = other.numbers[step][name]
             if bits(left) != bits(right):
                 yield step, name, left, right

@@ -34,7 +34,7 @@ def command(name: str, source: str) -> None:
     target = Path(f"{name}.toml")
     with explained(RunFileError):
         text = first_run_file(source, name)
-        read_table({}, PRESETS, [f'name="{name}"'], target)  # a name that no run can have
+        read_table({}, PRESETS, [f'name="{name}"'], target)  # A name that no run can have.
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -43,5 +43,5 @@ def command(name: str, source: str) -> None:
     except OSError as error:
         raise click.ClickException(f"{target} cannot be written: {error.strerror}") from None
     click.echo(f"{target}: written from {source}")
-    click.echo(f"  every field there is: phalanx spec; what it makes: phalanx show {target}")
+    click.echo(f"  all fields: phalanx spec; the resulting model: phalanx show {target}")
     click.echo(f"  to train it: phalanx train {target}")

@@ -1,7 +1,7 @@
 """The parts of a training session that all ways to train from the command line share.
 
-They are the console, the display of events while ranks run, and the messages and the closing table with which a run ends. Nothing of rich is
-imported before it is shown.
+They are the console, the display of events while ranks run, and the final messages and table of a run. rich
+is imported only when something is shown.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class DisplayStream(io.TextIOBase):
-    """Writes to ``stream`` until that fails; warns on stderr once then, and drops everything from there on."""
+    """Writes to ``stream`` until that fails; then warns once on stderr and drops all later output."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -64,7 +64,7 @@ class DisplayStream(io.TextIOBase):
         if not self._failed:
             try:
                 self._stream.write(text)
-            except (OSError, ValueError) as error:  # ValueError: it was closed
+            except (OSError, ValueError) as error:  # ValueError: it was closed.
                 self._give_up(error)
         return len(text)
 
@@ -77,8 +77,8 @@ class DisplayStream(io.TextIOBase):
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
-        with suppress(OSError, ValueError):  # stderr may be what has failed
-            print(f"warning: the display failed: {error}; training goes on", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # Writing to stderr may have failed too.
+            print(f"warning: the display failed: {error}; training continues", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -86,37 +86,40 @@ class FleetStory:
     """The faults, recoveries and ledger of a fleet during this start; its fields are added to the result's JSON."""
 
     faults: tuple[str, ...]
-    """The faults that happened, of those that were asked for."""
+    """The requested faults that happened."""
     faults_missed: tuple[str, ...]
-    """Those whose moment did not come: the rank or node was not there in that step."""
+    """The requested faults that did not happen: the rank or node did not exist in that step."""
     recoveries: tuple[Recovery, ...]
     ledger: dict[str, float]
     """Seconds by ledger bucket, over all epochs."""
 
 
 def console_for(as_json: bool) -> Console:
-    """The console for people: on stderr if stdout is to carry JSON. That it fails does not end a run."""
+    """Return the console for people: on stderr if stdout is to carry JSON. A failed write does not end a run."""
     return text_console(file=cast("TextIO", DisplayStream(unfiltered(sys.stderr if as_json else sys.stdout))))
 
 
 def progress_on(console: Console) -> Callable[[str, int, int], None]:
-    """Returns a callback ``(what, done, total)`` that prints the progress of data preparation, at most once a second."""
+    """Return a callback ``(label, done, total)`` that prints the progress of data preparation, at most once a
+    second.
+    """
     last_s: dict[str, float] = {}
 
-    def show(what: str, done: int, total: int) -> None:
+    def show(label: str, done: int, total: int) -> None:
         now_s = time.monotonic()
-        if done == total or now_s - last_s.get(what, 0.0) > 1.0:
-            last_s[what] = now_s
-            console.print(f"{what} {done:,}" + (f" of {total:,}" if total else ""), style="dim")
+        if done == total or now_s - last_s.get(label, 0.0) > 1.0:
+            last_s[label] = now_s
+            console.print(f"{label} {done:,}" + (f" of {total:,}" if total else ""), style="dim")
 
     return show
 
 
 def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool]], None]:
-    """Returns a function for launchers: it shows the events of this attempt until the ``ended`` given to it is true, and keeps
-    the loss curve drawn meanwhile.
+    """Return a function for launchers that shows the events of this attempt until ``ended()``, and keeps the
+    loss curve drawn.
 
-    A display that breaks (a closed pipe, say) is no reason to end a run: that is told, and training goes on.
+    A broken display (for example a closed pipe) does not end a run: it prints a warning, and training
+    continues.
     """
 
     def show(ended: Callable[[], bool]) -> None:
@@ -124,44 +127,44 @@ def event_display(run: OpenRun, console: Console) -> Callable[[Callable[[], bool
         from phalanx.observe.display.terminal import show_events
         from phalanx.observe.event_log import follow
 
-        ours = (event for event in follow(run.directory.events, ended) if event.attempt >= run.attempt)
+        events = (event for event in follow(run.directory.events, ended) if event.attempt >= run.attempt)
         run.directory.events.touch()
-        drawn = keep_drawn(ours, run.directory.events, run.directory.curve)
+        drawn = keep_drawn(events, run.directory.events, run.directory.curve)
         try:
             show_events(drawn, console, live=console.is_terminal)
         except Exception as error:
-            # stderr may be what has broken.
+            # stderr may be broken too.
             with suppress(OSError):
-                click.echo(f"warning: the display failed: {error!r}; training goes on", err=True)
+                click.echo(f"warning: the display failed: {error!r}; training continues", err=True)
 
     return show
 
 
-def tell_on(console: Console) -> Callable[[str], None]:
-    """Returns a function for launchers: it prints what becomes of a request to stop."""
+def print_on(console: Console) -> Callable[[str], None]:
+    """Return a function for launchers that prints the reaction to a request to stop."""
     return lambda words: console.print(words, style="yellow", soft_wrap=True)
 
 
-def tell_fallback(written: RunSpec, run: OpenRun, console: Console) -> None:
-    """Prints why the numerics of a run that leaves them open are native, if they are."""
+def print_fallback(written: RunSpec, run: OpenRun, console: Console) -> None:
+    """Print why the numerics of a run that leaves them open are native, if they are."""
     if note := note_of_fallback(written, run.spec):
         _print_marked(console, "note:", note)
 
 
-def tell_earlier_data(run: OpenRun, console: Console) -> None:
-    """Prints which runs of this run file are left behind because their dataset was prepared anew."""
+def print_earlier_data(run: OpenRun, console: Console) -> None:
+    """Print which runs of this run file are superseded because their dataset was prepared again."""
     for note in notes_of_earlier_data(run):
         _print_marked(console, "note:", note)
 
 
-def tell_parent(run: OpenRun, console: Console) -> None:
-    """Prints which checkpoint a child run goes on from, and what is another than in its parent from there on."""
+def print_parent(run: OpenRun, console: Console) -> None:
+    """Print which checkpoint a child run continues from, and which settings differ from its parent's."""
     checkpoint = run.spec.checkpoint
     if checkpoint.init_with != "training":
         return
     start = Path(checkpoint.init_from)
-    console.print(f"goes on from {start}")
-    with suppress(RunDirectoryError):  # the parent may be gone
+    console.print(f"continues from {start}")
+    with suppress(RunDirectoryError):  # The parent may have been removed.
         for change in changes_from_parent(
             read_resolved(RunDirectory(start.parent.parent)), run.spec, step_of(start) or 0
         ):
@@ -174,22 +177,22 @@ def _print_marked(console: Console, mark: str, text: str) -> None:
     console.print(Text.assemble((mark, "yellow"), f" {text}"), soft_wrap=True)
 
 
-def already_done(spec: RunSpec, run_file: Path, done: RunResult, console: Console, as_json: bool) -> int:
-    """Reports a run directory whose run is complete; returns the exit code."""
+def report_finished(spec: RunSpec, run_file: Path, result: RunResult, console: Console, as_json: bool) -> int:
+    """Report a run directory whose run is complete. Return the exit code."""
     from phalanx.train.start.prepare import prepare_run
 
-    run = prepare_run(spec, run_file, progress_on(console))  # checks that it is this run's directory
+    run = prepare_run(spec, run_file, progress_on(console))  # Checks that it is this run's directory.
     os.close(run.lock_fd)
-    console.print(f"{run.directory.path} is complete: {done.step} steps, nothing to do")
+    console.print(f"{run.directory.path} is complete: {result.step} steps, nothing to do")
     _report(run.directory, run.spec, console, as_json, None)
     return 0
 
 
-def how_to_go_on(run_dir: Path, words: Sequence[str], *, child: bool) -> str:
-    """The command that goes on with a run that the ``words`` have started.
+def resume_command(run_dir: Path, words: Sequence[str], *, child: bool) -> str:
+    """Return the command that continues a run that was started with ``words``.
 
-    The directory of a child run says all; the command that made it would look for the parent again. The words of a run that was submitted are those of a job
-    on one of its nodes.
+    For a child run it names its directory, since the original command would look for the parent again. A
+    submitted run's ``words`` are those of a job on one of its nodes.
     """
     frozen = (run_dir / FOLDER / "run.toml").resolve()
     if any(Path(word).resolve() == frozen for word in words):
@@ -198,18 +201,20 @@ def how_to_go_on(run_dir: Path, words: Sequence[str], *, child: bool) -> str:
 
 
 def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, story: FleetStory | None) -> int:
-    """Reports how a run ended, with the fleet's ``story`` if it had one; returns the exit code."""
+    """Report how a run ended, with the fleet's ``story`` if it had one. Return the exit code."""
     for fault in story.faults_missed if story else ():
-        _print_marked(console, "did not happen:", f"{fault}: its moment did not come")
+        _print_marked(console, "did not happen:", f"{fault}: its moment was not reached")
     if ending.status == "finished":
         _report(run.directory, run.spec, console, as_json, story)
         return 0
-    again = how_to_go_on(run.directory.path, sys.argv[1:], child=run.spec.checkpoint.init_with == "training")
+    again = resume_command(
+        run.directory.path, sys.argv[1:], child=run.spec.checkpoint.init_with == "training"
+    )
     if ending.status == "stopped":
         step = max(run.directory.committed_steps(), default=0)
         how = f"{ending.message or 'stopped'}{' without saving' if ending.unsaved else ''};"
-        # The last save may have failed, and a full disk takes no event that says so.
-        _print_marked(console, how, f"the newest checkpoint is of step {step}; to go on: {again}")
+        # The last save may have failed, and on a full disk no event records that.
+        _print_marked(console, how, f"the newest checkpoint is of step {step}; to continue: {again}")
         if as_json:
             fleets = {"unsaved_steps": ending.unsaved_steps} if story else {}
             click.echo(json.dumps({"stopped": True, "saved_step": step} | fleets))
@@ -217,17 +222,17 @@ def conclude(run: OpenRun, ending: Ending, console: Console, as_json: bool, stor
     who = "" if ending.failed_rank is None else f"rank {ending.failed_rank} "
     click.echo(f"error: {who}{ending.message}", err=True)
     if run.directory.committed_steps():
-        click.echo(f"To go on from the newest checkpoint: {again}", err=True)
+        click.echo(f"To continue from the newest checkpoint: {again}", err=True)
     return 1
 
 
 def _program() -> list[str]:
-    """The words with which this program was started, as the user would write them again."""
+    """Return the words with which this program was started, as the user would write them again."""
     started = Path(sys.argv[0])
     if started.name == "__main__.py":
         return [sys.executable, "-m", "phalanx"]
-    found = shutil.which("phalanx")
-    if found is not None and started.exists() and os.path.samefile(found, started):
+    installed = shutil.which("phalanx")
+    if installed is not None and started.exists() and os.path.samefile(installed, started):
         return ["phalanx"]
     return [str(started)]
 
@@ -235,7 +240,9 @@ def _program() -> list[str]:
 def _report(
     directory: RunDirectory, spec: RunSpec, console: Console, as_json: bool, story: FleetStory | None
 ) -> None:
-    """Prints a finished run's sample, held-out loss beside xz, speed, directory and hash; as JSON if asked."""
+    """Print a finished run's sample, held-out loss beside xz, speed, directory and hash; as JSON if
+    ``as_json``.
+    """
     result = directory.finished_result()
     assert result is not None
     table = result.to_json() | (asdict(story) if story else {})
@@ -270,7 +277,7 @@ def _sample(path: Path, sample: SampleSpec, console: Console) -> str | None:
     try:
         text: str = sampler(path, sample)
         return text
-    except Exception as error:  # The run has ended well: its result is printed whatever becomes of a text.
+    except Exception as error:  # The run has ended well: its result is printed even if the sample fails.
         console.print(f"no sample: {error}", style="yellow")
         return None
 
@@ -300,9 +307,11 @@ def result_table(
     program: Sequence[str] = ("phalanx",),
     comparison: Comparison | None = None,
 ) -> Table:
-    """The figures by which runs are compared, in two columns, and the command that shows them beside other runs'.
+    """Return the figures by which runs are compared, in two columns, and the command that shows them beside
+    other runs'.
 
-    ``program`` are the words by which this program is called, ``comparison`` is that with the weights that the run file expects.
+    ``program`` are the words by which this program is called, ``comparison`` is that with the weights that
+    the run file expects.
     """
     from rich.table import Table
     from rich.text import Text
@@ -320,7 +329,9 @@ def result_table(
 
 
 def page_command(directory: RunDirectory, program: Sequence[str]) -> str:
-    """The command that opens the page over the folder in which the run lies; that folder goes without saying where it is the usual one."""
+    """Return the command that opens the page over the run's parent folder, which is left out if it is the
+    usual one.
+    """
     folder = directory.path.parent
     usual = folder.resolve() == (Path.cwd() / "runs").resolve()
     return shlex.join([*program, "ui", *([] if usual else [str(folder)])])

@@ -1,4 +1,6 @@
-"""``phalanx show``: what a run's model is and weighs, without building it; and who holds what on a fleet of some size."""
+"""``phalanx show``: the size and cost of a run's model, without building it, and the contents of each rank on
+a fleet of some size.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,15 @@ if TYPE_CHECKING:
     from phalanx.train.measure.dry_run import Comparison
 
 
-# ``phalanx show --ranks``: who holds what on a fleet of that size, and what a step calls; and the dry run of some ranks.
-#
-# Facts first, as plain data that ``--json`` prints; tables are made of them. Nothing here needs torch but the dry run.
+# ``phalanx show --ranks``: what each rank of a fleet of that size holds and calls in a step, and the dry run
+# of some ranks. Facts first, as plain data that ``--json`` prints; tables are made of them. Only the dry run
+# needs torch.
 
 
 def resolved(spec: RunSpec, ranks: int, path: Path) -> RunSpec:
-    """The run as it would be on GPUs, unless it asks for CPUs.
+    """Return the run as it would be on GPUs, unless its run file selects CPUs.
 
-    Raises ``RunFileError`` with what is impossible on ``ranks`` ranks.
+    Raises ``RunFileError`` with the fields that are impossible on ``ranks`` ranks.
     """
     compute = compute_format(spec.precision, device_of(spec.runtime, has_gpu=True))
     spec = dataclasses.replace(
@@ -54,13 +56,13 @@ def resolved(spec: RunSpec, ranks: int, path: Path) -> RunSpec:
         raise RunFileError(path, problems)
     if spec.parallel.pipeline == 1:
         return spec
-    # Balanced once, not for every rank that is looked at.
+    # Balanced once, not for every inspected rank.
     split = tuple(map(len, stage_layers(spec)))
     return dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, pipeline_split=split))
 
 
 def layout_facts(spec: RunSpec, ranks: int) -> JsonObject:
-    """Degrees, and what the fullest rank at each place of the pipeline holds and calls."""
+    """Return the degrees, and the contents and calls of the fullest rank at each place of the pipeline."""
     layout = layout_of(spec.parallel, ranks)
     stages = [_stage_facts(spec, layout, fullest(spec, layout, rank)) for rank in range(layout.pipeline)]
     return {
@@ -75,19 +77,19 @@ def layout_facts(spec: RunSpec, ranks: int) -> JsonObject:
     }
 
 
-def _stage_facts(spec: RunSpec, layout: Layout, held: Holding) -> JsonObject:
-    state = state_bytes(spec, layout, held, 2 if spec.precision.compute == "bf16" else 4)
+def _stage_facts(spec: RunSpec, layout: Layout, holding: Holding) -> JsonObject:
+    state = state_bytes(spec, layout, holding, 2 if spec.precision.compute == "bf16" else 4)
     calls: dict[str, dict[str, int]] = {}
-    for (axis, kind), number in sorted(collectives(spec, layout, held).items()):
+    for (axis, kind), number in sorted(collectives(spec, layout, holding).items()):
         calls.setdefault(axis, {})[kind] = number
     return {
-        "pipeline_rank": held.place.pipeline,
-        "stages": held.stages,
-        "layers": held.layers,
-        "embedding": held.embedding,
-        "head": held.head,
-        "dense_parameters": held.dense,
-        "expert_parameters": held.experts,
+        "pipeline_rank": holding.place.pipeline,
+        "stages": holding.stages,
+        "layers": holding.layers,
+        "embedding": holding.embedding,
+        "head": holding.head,
+        "dense_parameters": holding.dense,
+        "expert_parameters": holding.experts,
         "state_bytes": state,
         "state_bytes_total": sum(state.values()),
         "collectives_per_step": calls,
@@ -95,7 +97,9 @@ def _stage_facts(spec: RunSpec, layout: Layout, held: Holding) -> JsonObject:
 
 
 def default_ranks(spec: RunSpec, ranks: int) -> list[int]:
-    """A rank at the beginning, in the middle and at the end of the pipeline, each elsewhere in its stage."""
+    """Return a rank at the beginning, in the middle and at the end of the pipeline, each elsewhere in its
+    stage.
+    """
     pipeline = spec.parallel.pipeline
     per_stage = ranks // pipeline
     places = ((0, 0), (pipeline // 2, per_stage // 2), (pipeline - 1, per_stage - 1))
@@ -105,7 +109,7 @@ def default_ranks(spec: RunSpec, ranks: int) -> list[int]:
 def dry_run_facts(
     spec: RunSpec, ranks: int, chosen: Sequence[int], on_rank: Callable[[int], None]
 ) -> list[JsonObject]:
-    """Returns the comparison that the dry run of each chosen rank made; ``on_rank`` is called before each."""
+    """Return the comparison by the dry run of each chosen rank. ``on_rank`` is called before each."""
     from phalanx.train.measure.dry_run import dry_run
 
     facts = []
@@ -115,31 +119,31 @@ def dry_run_facts(
     return facts
 
 
-def _comparison_facts(found: Comparison) -> JsonObject:
+def _comparison_facts(comparison: Comparison) -> JsonObject:
     differing = {
         name: {"derived": derived, "built": built}
-        for name, (derived, built) in found.elements.items()
+        for name, (derived, built) in comparison.elements.items()
         if derived != built
     }
     return {
-        "rank": found.rank,
-        "stages": found.stages,
-        "parameters": len(found.elements),
+        "rank": comparison.rank,
+        "stages": comparison.stages,
+        "parameters": len(comparison.elements),
         "elements": {
-            "derived": sum(pair[0] for pair in found.elements.values()),
-            "built": sum(pair[1] for pair in found.elements.values()),
+            "derived": sum(pair[0] for pair in comparison.elements.values()),
+            "built": sum(pair[1] for pair in comparison.elements.values()),
         },
         "parameters_differing": differing,
         "collectives": [
             {"axis": axis, "kind": kind, "derived": derived, "counted": counted}
-            for (axis, kind), (derived, counted) in found.calls.items()
+            for (axis, kind), (derived, counted) in comparison.calls.items()
         ],
-        "matches": found.matches,
+        "matches": comparison.matches,
     }
 
 
 def print_layout(facts: JsonObject) -> None:
-    """The tables of ``layout_facts``."""
+    """Print the tables of ``layout_facts``."""
     from rich.table import Table
     from rich.text import Text
 
@@ -186,16 +190,16 @@ def _add_calls(table: Table, stages: list[JsonObject]) -> None:
 
 
 def _alike(stages: list[JsonObject]) -> list[tuple[JsonObject, list[int]]]:
-    """Places of the pipeline that hold and call equally much, each group with its first."""
+    """Group the places of the pipeline with equal contents and calls, each group with its first."""
     groups: dict[str, tuple[JsonObject, list[int]]] = {}
     for stage in stages:
-        told = {key: stage[key] for key in stage if key not in ("pipeline_rank", "stages", "layers")}
-        groups.setdefault(f"{len(stage['layers'])} {told}", (stage, []))[1].append(stage["pipeline_rank"])
+        contents = {key: stage[key] for key in stage if key not in ("pipeline_rank", "stages", "layers")}
+        groups.setdefault(f"{len(stage['layers'])} {contents}", (stage, []))[1].append(stage["pipeline_rank"])
     return list(groups.values())
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, runs of them shortened: ``0-3, 5``."""
+    """Format ascending numbers, with ranges shortened: ``0-3, 5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -205,26 +209,26 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def print_dry_run(found: JsonObject) -> None:
-    """The table of one rank of ``dry_run_facts``."""
+def print_dry_run(facts: JsonObject) -> None:
+    """Print the table of one rank of ``dry_run_facts``."""
     from rich.table import Table
     from rich.text import Text
 
-    verdict = ("matches", "green") if found["matches"] else ("differs", "red")
-    title = Text.assemble(f"Rank {found['rank']:,}: ", verdict)
+    verdict = ("matches", "green") if facts["matches"] else ("differs", "red")
+    title = Text.assemble(f"Rank {facts['rank']:,}: ", verdict)
     table = Table("what", "", "derived", "found", title=title, highlight=False)
     for column in table.columns[2:]:
         column.justify = "right"
-    elements = found["elements"]
+    elements = facts["elements"]
     table.add_row(
         "elements held",
-        f"{found['parameters']} parameters",
+        f"{facts['parameters']} parameters",
         f"{elements['derived']:,}",
         f"{elements['built']:,}",
     )
-    for name, pair in list(found["parameters_differing"].items())[:10]:
+    for name, pair in list(facts["parameters_differing"].items())[:10]:
         table.add_row("", name, f"{pair['derived']:,}", f"{pair['built']:,}", style="red")
-    for row in found["collectives"]:
+    for row in facts["collectives"]:
         style = None if row["derived"] == row["counted"] else "red"
         table.add_row(row["axis"], row["kind"], f"{row['derived']:,}", f"{row['counted']:,}", style=style)
     text_console().print(table)
@@ -252,8 +256,9 @@ class ShowOptions:
 def command(options: ShowOptions) -> None:
     """Show parameters, FLOPs per token and state bytes of a run. Needs no GPU and builds nothing.
 
-    With --ranks also who holds what on a fleet of that size, of which nothing need exist. A dry run builds the trainer's own
-    modules of a few of its ranks without memory, and counts the collectives of a step of a tiny model on the same layout.
+    With --ranks also the contents of each rank on a fleet of that size, which need not exist. A dry run
+    builds the trainer's own modules of a few of its ranks without memory, and counts the collectives of a
+    step of a tiny model on the same layout.
 
     \b
       phalanx show configs/llama3-405b.toml
@@ -279,7 +284,7 @@ def command(options: ShowOptions) -> None:
         facts["dry_run"] = _dry_run(laid_out, options.ranks, options.chosen, as_json=options.as_json)
     if options.as_json:
         click.echo(json.dumps(facts))
-    if not all(found["matches"] for found in facts.get("dry_run", ())):
+    if not all(rank_facts["matches"] for rank_facts in facts.get("dry_run", ())):
         raise SystemExit(1)
 
 
@@ -291,11 +296,11 @@ def _dry_run(spec: RunSpec, ranks: int, chosen: tuple[int, ...], *, as_json: boo
         click.echo(
             "\nDry run: collectives of a tiny model, one slot of as few micro-batches as the schedule allows"
         )
-    found = dry_run_facts(spec, ranks, chosen or default_ranks(spec, ranks), tell)
+    facts = dry_run_facts(spec, ranks, chosen or default_ranks(spec, ranks), tell)
     if not as_json:
-        for rank in found:
+        for rank in facts:
             print_dry_run(rank)
-    return found
+    return facts
 
 
 def _facts(spec: RunSpec) -> JsonObject:

@@ -21,31 +21,36 @@ from phalanx.run.spec import RunSpec
 @click.argument("section", required=False)
 @click.option("--markdown", is_flag=True, help="Print Markdown tables (docs/run-file.md is made so).")
 def command(section: str | None, markdown: bool) -> None:
-    """Show every field of a run file, or those of one SECTION: type, default, meaning. What is printed is a run file itself.
+    """Show every field of a run file, or those of one SECTION: type, default, meaning.
+
+    The output is itself a run file.
 
     \b
       phalanx spec optimizer
       phalanx spec > all-defaults.toml
     """
-    found = [(name, kind, optional) for name, kind, optional in sections(RunSpec) if section in (None, name)]
-    for name, kind, optional in found:
-        # A table that may be absent changes the run where it is present; by itself it was asked for.
+    selected = [
+        (name, kind, optional) for name, kind, optional in sections(RunSpec) if section in (None, name)
+    ]
+    for name, kind, optional in selected:
+        # An optional table changes the run if it is present, so it is a comment unless it was requested by
+        # name.
         text = _markdown(name, kind) if markdown else _as_toml(name, kind)
         click.echo(_commented(text) if optional and section is None and not markdown else text)
-    if not found:
-        known = ", ".join(name or "(top)" for name, _, _ in sections(RunSpec))
-        raise click.ClickException(f"there is no section {section!r}; there are: {known}")
+    if not selected:
+        names = ", ".join(name or "(top)" for name, _, _ in sections(RunSpec))
+        raise click.ClickException(f"there is no section {section!r}; there are: {names}")
 
 
 def _heading(name: str) -> str:
-    """The section's line in a run file."""
+    """Return the section's line in a run file."""
     section, _, field = name.rpartition(".")
-    within = next((kind for one, kind, _ in sections(RunSpec) if one == section), RunSpec)
+    within = next((kind for candidate, kind, _ in sections(RunSpec) if candidate == section), RunSpec)
     return f"[[{name}]]" if is_tables(field_types(within)[field]) else f"[{name}]"
 
 
 def _rows(kind: type) -> Iterator[tuple[str, str, str, str, str]]:
-    """Name, type, default, owner and meaning of each field that is no section itself."""
+    """Yield name, type, default, owner and meaning of each field that is no section itself."""
     docs = field_docs(kind)
     declared = field_types(kind)
     for field in dataclasses.fields(kind):
@@ -77,14 +82,14 @@ def _type_name(declared: FieldType) -> str:
 
 
 def _toml_value(value: object) -> str:
-    """A default as TOML writes it, a list on one line."""
+    """Return a default as TOML writes it, a list on one line."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
     return tomli_w.dumps({"_": value}).strip().removeprefix("_ = ")
 
 
 def _as_toml(name: str, kind: type) -> str:
-    """A section with its defaults as a piece of a run file; what may be absent is a comment."""
+    """Return a section with its defaults as a piece of a run file; optional fields are comments."""
     lines = [_heading(name) if name else "# top of the file"]
     for field, kind_name, default, owner, meaning in _rows(kind):
         lines += textwrap.wrap(meaning, 110, initial_indent="# ", subsequent_indent="# ")

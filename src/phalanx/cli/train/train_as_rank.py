@@ -1,4 +1,4 @@
-"""``phalanx train`` as one of many processes that somebody else's launcher has started."""
+"""``phalanx train`` as one of many processes that an external launcher has started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
-    """Joins the others, lets rank 0 prepare the run, and trains; the exit code."""
+    """Join the other ranks, let rank 0 prepare the run, and train. Return the exit code."""
     set_for_rank()
     from phalanx.parallel.process_group.rendezvous import device_for, join, leave, rank_from_environment
 
@@ -58,8 +58,8 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
                 print(f"error: {error}", file=sys.stderr, flush=True)
             else:
                 traceback.print_exc()
-        finally:  # also where it cannot be printed
-            os._exit(EXIT_FAILED)  # a clean exit would wait for ranks that wait for this one
+        finally:  # Also if the error cannot be printed.
+            os._exit(EXIT_FAILED)  # A clean exit would wait for ranks that wait for this one.
     if result is None:
         return EXIT_STOPPED
     if first and as_json:
@@ -68,36 +68,36 @@ def train_as_rank(spec: RunSpec, run_file: Path, as_json: bool) -> int:
 
 
 def _agree(spec: RunSpec, run_file: Path, first: bool) -> tuple[Path, int]:
-    """The run directory and attempt that rank 0 has prepared; its error, on every rank, if it could not."""
+    """Return the run directory and attempt that rank 0 has prepared. If it could not, every rank exits."""
     from phalanx.parallel.process_group.typed_gather import broadcast_typed
     from phalanx.train.start.prepare import prepare_run
 
     run_dir, attempt = "", 0
     if first:
         try:
-            run = prepare_run(spec, run_file, lambda _what, _done, _total: None)
+            run = prepare_run(spec, run_file, lambda _label, _done, _total: None)
             run_dir, attempt = str(run.directory.path), run.attempt
         except Exception as error:
-            # What went wrong must be out before the others, who wait for an answer, end; if it can be printed at all.
+            # Print the error, if possible, before the other ranks, which wait for an answer, end.
             with suppress(OSError):
                 print(f"error: {error}", file=sys.stderr, flush=True)
     run_dir, attempt = broadcast_typed((run_dir, attempt), tuple[str, int])
     if not run_dir:
-        os._exit(EXIT_FAILED)  # rank 0 has said why
+        os._exit(EXIT_FAILED)  # Rank 0 has printed the reason.
     return Path(run_dir), attempt
 
 
 def _follow(run_dir: Path, attempt: int, as_json: bool) -> Callable[[], None]:
-    """Shows the run's events as plain lines, from a thread; returns what ends it."""
+    """Show the run's events as plain lines, from a thread. Return a function that ends it."""
     from phalanx.observe.display.terminal import show_events
     from phalanx.observe.event_log import follow
 
     ended = False
     events = RunDirectory(run_dir).events
     events.touch()
-    ours = (event for event in follow(events, lambda: ended) if event.attempt >= attempt)
+    own_events = (event for event in follow(events, lambda: ended) if event.attempt >= attempt)
     console = console_for(as_json)
-    thread = Thread(target=show_events, args=(ours, console, False), daemon=True)
+    thread = Thread(target=show_events, args=(own_events, console, False), daemon=True)
     thread.start()
 
     def end() -> None:

@@ -13,15 +13,15 @@ import click
 
 from phalanx.cli.errors import explained, refuse_unused, trouble
 from phalanx.cli.train.session import (
-    already_done,
     conclude,
     console_for,
     event_display,
+    print_earlier_data,
+    print_fallback,
+    print_on,
+    print_parent,
     progress_on,
-    tell_earlier_data,
-    tell_fallback,
-    tell_on,
-    tell_parent,
+    report_finished,
 )
 from phalanx.command import (
     Argument,
@@ -56,21 +56,21 @@ class TrainOptions:
     from_step: Annotated[
         str | None, Option("--from", metavar="[STEP]", flag_value=_NEWEST, is_flag=False)
     ] = None
-    """Go on from the checkpoint of STEP of the run in RUN_DIR (without STEP: the newest) as a run of its own, with the values of --set from there
-    on."""
+    """Continue from the checkpoint of STEP of the run in RUN_DIR (without STEP: the newest) as a run of its
+    own, with the values of --set from that step on."""
     from_model: Annotated[Path | None, Option(metavar="DIR")] = None
     """Start from the weights of the imported model in DIR, on the text of --data."""
     data: Annotated[Path | None, Option(metavar="PATH")] = None
     """With --from-model: a prepared dataset, or text, which is prepared with the model's tokenizer."""
     nodes: Annotated[int | None, POSITIVE, Sets("fleet.nodes")] = None
-    """Train as a fleet of so many nodes on this machine."""
+    """Train as a fleet of this many nodes on this machine."""
     spares: Annotated[int | None, NOT_NEGATIVE, Sets("fleet.spares")] = None
-    """Nodes more, warm, to step in (short for --set fleet.spares=...)."""
+    """Additional warm nodes that replace lost ones (short for --set fleet.spares=...)."""
     faults: Annotated[tuple[str, ...], Option("--fault", metavar="FAULT")] = ()
-    """Break something: "kill node 2 at step 30", a file of such lines, or random:SEED:COUNT; may be repeated."""
+    """Inject a fault: "kill node 2 at step 30", a file of such lines, or random:SEED:COUNT; may be repeated."""
     check_layout: Annotated[str | None, Option(metavar="FIELD=VALUE,...")] = None
-    """Train a few steps on the run's layout and on another one, such as "tensor=2,ranks=4" (fields of [parallel]), in temporary directories, and show
-    where they part."""
+    """Train a few steps on the run's layout and on another one, such as "tensor=2,ranks=4" (fields of
+    [parallel]), in temporary directories, and show the first difference."""
     check_steps: Annotated[int, POSITIVE] = 3
     """Steps of --check-layout."""
     run_dir: Annotated[str | None, Sets("run_dir")] = None
@@ -82,12 +82,13 @@ class TrainOptions:
 @click.command("train")
 @command_options(TrainOptions)
 def command(options: TrainOptions) -> None:
-    """Train the run that RUN_FILE describes, or go on with the one in RUN_DIR.
+    """Train the run that RUN_FILE describes, or continue the one in RUN_DIR.
 
-    Started again after Ctrl-C, a crash or kill -9, it goes on from the newest good checkpoint, on as many ranks as there
-    are then; the weights at the end are the same. With --from it goes on as a child run: in a directory of its own, with optimizer
-    state, step and place in the data as they were, and with other values of train.steps, optimizer.lr, schedule, train.batch_size and
-    the like from that step on. With --from-model no run file is needed.
+    Run it again after Ctrl-C, a crash or kill -9: it resumes from the newest good checkpoint, on as many
+    ranks as are available then; the weights at the end are the same. With --from it continues as a child run:
+    in a directory of its own, with the same optimizer state, step and place in the data, and with other
+    values of train.steps, optimizer.lr, schedule, train.batch_size and the like from that step on. With
+    --from-model no run file is needed.
 
     \b
       phalanx train configs/quickstart.toml
@@ -131,7 +132,7 @@ def command(options: TrainOptions) -> None:
 
 
 def _described(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path]:
-    """The run that the command line describes, and the path of its run file, for messages."""
+    """Return the run that the command line describes, and the path of its run file, for messages."""
     from_step, model, data = options.from_step, options.from_model, options.data
     overrides = [*options.overrides, *set_fields(options)]
     if model is not None or data is not None:
@@ -139,7 +140,7 @@ def _described(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path
             raise click.UsageError("--from-model and --data belong together: give both")
         if from_step is not None:
             raise click.UsageError(
-                "--from goes on with a run, --from-model begins one: leave out one of the two"
+                "--from continues a run, --from-model starts one: leave out one of the two"
             )
         fields = [*fields_from_model(model, data, bare=place is None), *overrides]
         if place is None:
@@ -153,7 +154,7 @@ def _described(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path
         raise click.UsageError("give a run file, a run directory, or --from-model")
     if from_step is not None:
         if place.is_file():
-            raise click.UsageError(f"--from goes on with a run directory, and {place} is a file")
+            raise click.UsageError(f"--from continues a run directory, and {place} is a file")
         if from_step != _NEWEST and not (from_step.isdecimal() and len(from_step) <= _MOST_DIGITS):
             raise click.BadParameter(f"{from_step!r} is no step", param_hint="--from")
         step = None if from_step == _NEWEST else int(from_step)
@@ -172,21 +173,21 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
 
     console = console_for(as_json)
     with explained(DataError, RunDirectoryError):
-        if spec.run_dir and (done := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
-            return already_done(spec, run_file, done, console, as_json)
+        if spec.run_dir and (result := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
+            return report_finished(spec, run_file, result, console, as_json)
         ranks = ranks_on_this_machine(spec, run_file)
         run = prepare_run(spec, run_file, progress_on(console))
     console.print(
         f"run directory {run.directory.path}, {ranks} {'rank' if ranks == 1 else 'ranks'} on this machine",
         soft_wrap=True,
     )
-    tell_parent(run, console)
-    tell_earlier_data(run, console)
-    tell_fallback(spec, run, console)
+    print_parent(run, console)
+    print_earlier_data(run, console)
+    print_fallback(spec, run, console)
     for change in run.layout_changes:
         console.print(
             f"another layout than before: {change}; the bits of the weights depend on it", style="yellow"
         )
-    ending = run_locally(run, ranks, event_display(run, console), tell_on(console))
+    ending = run_locally(run, ranks, event_display(run, console), print_on(console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, None)

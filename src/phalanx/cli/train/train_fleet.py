@@ -14,20 +14,20 @@ from rich.console import Console
 from phalanx.cli.errors import explained
 from phalanx.cli.train.session import (
     FleetStory,
-    already_done,
     conclude,
     console_for,
     event_display,
+    print_earlier_data,
+    print_fallback,
+    print_on,
+    print_parent,
     progress_on,
-    tell_earlier_data,
-    tell_fallback,
-    tell_on,
-    tell_parent,
+    report_finished,
 )
 from phalanx.data.errors import DataError
 from phalanx.fleet.control.security import SecurityError
 from phalanx.fleet.fault import FaultError, FleetShape, fault_marker, read_faults
-from phalanx.fleet.node.launcher import Lead, LocalFleet
+from phalanx.fleet.node.launcher import LeadNode, LocalFleet
 from phalanx.fleet.node.processes import run_fleet
 from phalanx.hardware.catalog import cluster
 from phalanx.hardware.local.detect import system_here
@@ -46,9 +46,9 @@ from phalanx.train.start.prepare import prepare_run
 
 
 def train_fleet(
-    spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json: bool, lead: Lead | None = None
+    spec: RunSpec, run_file: Path, faults: tuple[str, ...], as_json: bool, lead: LeadNode | None = None
 ) -> int:
-    """Trains as a local fleet, or as the node that leads one on a cluster; the exit code."""
+    """Train as a local fleet, or as the node that leads one on a cluster. Return the exit code."""
     console = console_for(as_json)
     ranks = spec.fleet.nodes * spec.fleet.workers_per_node
     spec = dataclasses.replace(spec, parallel=dataclasses.replace(spec.parallel, ranks=ranks))
@@ -59,28 +59,28 @@ def train_fleet(
     planned = _faults(spec, faults)
     spec = _with_planned_halving(spec, console)
     with explained(DataError, RunDirectoryError):
-        if spec.run_dir and (done := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
-            return already_done(spec, run_file, done, console, as_json)
+        if spec.run_dir and (result := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
+            return report_finished(spec, run_file, result, console, as_json)
         run = prepare_run(spec, run_file, progress_on(console))
     nodes, spares = spec.fleet.nodes, spec.fleet.spares
     console.print(
         f"run directory {run.directory.path}, a fleet of {nodes} {'node' if nodes == 1 else 'nodes'} and {spares} "
         f"{'spare' if spares == 1 else 'spares'}, {ranks} {'rank' if ranks == 1 else 'ranks'}",
-        soft_wrap=True,  # a job's log puts a label before each line
+        soft_wrap=True,  # A job's log puts a label before each line.
     )
-    tell_parent(run, console)
-    tell_earlier_data(run, console)
-    tell_fallback(spec, run, console)
-    console.print(f"look at it with phalanx status {run.directory.path}", style="dim", soft_wrap=True)
+    print_parent(run, console)
+    print_earlier_data(run, console)
+    print_fallback(spec, run, console)
+    console.print(f"watch it with phalanx status {run.directory.path}", style="dim", soft_wrap=True)
     fleet = LocalFleet(nodes, spares, planned, lead=lead)
     with explained(SecurityError):
-        ending = run_fleet(run, fleet, event_display(run, console), tell_on(console))
+        ending = run_fleet(run, fleet, event_display(run, console), print_on(console))
     os.close(run.lock_fd)
     return conclude(run, ending, console, as_json, fleet_story(run, planned))
 
 
 def _too_few(fleet: FleetSpec) -> Iterator[Problem]:
-    """A fleet that would wait for ever without a word."""
+    """Yield the problem of a fleet that would wait for ever."""
     if fleet.min_nodes > fleet.nodes + fleet.spares:
         yield Problem(
             "fleet.min_nodes",
@@ -91,15 +91,17 @@ def _too_few(fleet: FleetSpec) -> Iterator[Problem]:
 
 
 def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
-    """The run with the planner's answer to which degree falls first if too few ranks are left, where that is the planner's to say."""
+    """Set which degree falls first if too few ranks are left to the planner's answer, if the run file leaves
+    it to the planner.
+    """
     if spec.fleet.halve_first != "planned" or len(halves(spec)) < 2:
         return spec
     system = system_here()
     try:
         vocabulary = spec.model.vocab_size or spec.data.vocab_size
-        asked = dataclasses.replace(spec, model=resolve_model(spec.model, vocabulary))
+        resolved = dataclasses.replace(spec, model=resolve_model(spec.model, vocabulary))
         accelerators = cluster(f"{system}:{spec.parallel.ranks}") if system else None
-        answer = installed_planner().first_halved(asked, accelerators) if accelerators else None
+        answer = installed_planner().first_halved(resolved, accelerators) if accelerators else None
     except ValueError as error:
         console.print(f"with too few ranks the tensor degree falls first: no plan, {error}")
         answer = None
@@ -114,7 +116,7 @@ def _with_planned_halving(spec: RunSpec, console: Console) -> RunSpec:
     return dataclasses.replace(spec, fleet=dataclasses.replace(spec.fleet, halve_first=answer.axis))
 
 
-def _faults(spec: RunSpec, given: tuple[str, ...]) -> tuple[str, ...]:
+def _faults(spec: RunSpec, arguments: tuple[str, ...]) -> tuple[str, ...]:
     fleet = spec.fleet
     shape = FleetShape(
         nodes=fleet.nodes + fleet.spares,
@@ -124,15 +126,15 @@ def _faults(spec: RunSpec, given: tuple[str, ...]) -> tuple[str, ...]:
         losable_nodes=max(0, fleet.nodes + fleet.spares - fleet.min_nodes),
     )
     try:
-        return tuple(map(str, read_faults(given, shape)))
+        return tuple(map(str, read_faults(arguments, shape)))
     except (FaultError, ValueError, OSError) as error:
         raise click.BadParameter(str(error), param_hint="--fault") from error
 
 
 def fleet_story(run: OpenRun, faults: tuple[str, ...]) -> FleetStory:
-    """Reads what happened to the fleet from the events of this start; without its events, a fleet has little to tell."""
+    """Return the story of the fleet by the events of this start; almost empty without its events."""
     events: list[Event] = []
-    with suppress(EventLogError):  # the file was removed: no reason to end with a traceback
+    with suppress(EventLogError):  # The file was removed: no reason to end with a traceback.
         events += (event for event in read_events(run.directory.events) if event.attempt >= run.attempt)
     account = goodput(events)
     ledger_s = {bucket: ns / NS_PER_S for bucket, ns in account.buckets_ns.items()}

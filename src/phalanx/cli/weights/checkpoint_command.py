@@ -72,8 +72,8 @@ def verify_command(place: str, step: int | None, as_json: bool) -> None:
     from phalanx.checkpoint.committed.copying import verify_tier
 
     with explained(CheckpointError):
-        where = open_checkpoints(place, step)
-        findings = verify_tier(where.tier, where.name, where.step)
+        checkpoints = open_checkpoints(place, step)
+        findings = verify_tier(checkpoints.tier, checkpoints.name, checkpoints.step)
     bad = [{"step": f.step, "path": f.place, "problem": str(f.error)} for f in findings]
     if as_json:
         click.echo(json.dumps({"good": not bad, "findings": bad}))
@@ -103,8 +103,8 @@ def copy_command(source: str, target: str, step: int | None, as_json: bool) -> N
     from phalanx.run.directory.paths import locate_checkpoints
 
     with explained(CheckpointError):
-        where = open_checkpoints(source, step)
-        chosen = where.newest()
+        checkpoints = open_checkpoints(source, step)
+        chosen = checkpoints.newest()
         if is_store(target):
             remote = open_object_tier(target)
             require_conditional_store(remote.store)
@@ -113,12 +113,12 @@ def copy_command(source: str, target: str, step: int | None, as_json: bool) -> N
             folder = Path(target)
             folder.mkdir(parents=True, exist_ok=True)
             tier = DiskTier(locate_checkpoints(folder)[0])
-        copied, nbytes = copy_step(where.tier, chosen, tier)
+        copied, nbytes = copy_step(checkpoints.tier, chosen, tier)
     if as_json:
         click.echo(json.dumps({"step": chosen, "copied": copied, "bytes": nbytes, "target": target}))
     else:
-        done = f"copied, {format_bytes(nbytes)}" if copied else "was there already"
-        click.echo(f"step {chosen}: {done}: {target}")
+        outcome = f"copied, {format_bytes(nbytes)}" if copied else "was there already"
+        click.echo(f"step {chosen}: {outcome}: {target}")
 
 
 @command.command("export")

@@ -31,15 +31,15 @@ class ExportOptions:
     dtype: Annotated[Literal["float32", "bfloat16"], DtypeName(), Option(show_default=False)] = "float32"
     """Format of the weights (hf only)."""
     max_seq_len: Annotated[int | None, POSITIVE] = None
-    """The context length that is written (hf only; the published one, or else train.seq_len)."""
+    """The context length to write (hf only; the published one, or else train.seq_len)."""
     verify: Literal["transformers", "vllm"] | None = None
     """Then let this engine load OUT, and compare its greedy tokens with the run's (hf only)."""
     prompts: Annotated[tuple[str, ...], Option("--verify-prompt")] = ()
-    """A prompt for --verify; again for more. Without one, the beginnings of held-out text."""
+    """A prompt for --verify; may be repeated. Without one, the beginnings of held-out text."""
     verify_tokens: Annotated[int, POSITIVE] = 24
     """New tokens of each."""
     verify_python: Annotated[str, Option(metavar="PATH")] = ""
-    """The python of another environment, which has the engine."""
+    """The Python of another environment, which has the engine."""
     out: Annotated[Path, Argument()]
 
 
@@ -51,8 +51,9 @@ def command(options: ExportOptions) -> None:
     "hf" is a Hugging Face folder (config, safetensors, tokenizer) that transformers opens; "dcp" is PyTorch's
     distributed checkpoint, with the optimizer's state.
 
-    Of a run that started from an imported model, what its publisher said (tokenizer files, chat template, generation config,
-    context length) is written again as long as it holds; what is left out is printed.
+    For a run that started from an imported model, the publisher's files and settings (tokenizer files, chat
+    template, generation config, context length) are written again if they are still valid; the others are
+    printed.
 
     \b
       phalanx export runs/quickstart-1f3a9c04 --to hf exported/
@@ -69,10 +70,10 @@ def command(options: ExportOptions) -> None:
     export_check = load_plugin("phalanx.export_checks", "phalanx")
     if export_check is None:
         raise click.UsageError(
-            "--verify needs what runs a model: pip install --force-reinstall --no-deps phalanx-train"
+            "--verify needs a package that runs a model: pip install --force-reinstall --no-deps phalanx-train"
         )
     run_dir = checkpoint_place(options.place, options.step).root.parent
-    # Before anything is written, since whoever is refused would have to remove it to try again.
+    # Before anything is written: a refused command must not leave files to remove.
     verified = export_check(
         *(run_dir, options.verify, options.prompts, _VERIFIED_PROMPTS),
         *(options.verify_tokens, options.verify_python),
@@ -89,12 +90,12 @@ def export_to(
     dtype: Literal["float32", "bfloat16"],
     max_seq_len: int = 0,
 ) -> int:
-    """Exports a checkpoint and returns its step; errors end the command with a message."""
+    """Export a checkpoint and return its step. Errors end the command with a message."""
     notes: tuple[str, ...] = ()
-    where = checkpoint_place(place, step)
+    checkpoints = checkpoint_place(place, step)
     with explained(CheckpointError, RunDirectoryError):
-        tier = DiskTier(where.root)
-        chosen = where.newest(tier.steps())
+        tier = DiskTier(checkpoints.root)
+        chosen = checkpoints.newest(tier.steps())
         if kind == "dcp":
             from phalanx.checkpoint.interop.dcp.export_folder import export_dcp
 
@@ -102,7 +103,7 @@ def export_to(
         else:
             from phalanx.checkpoint.interop.huggingface.export_folder import export_hf
 
-            run = RunDirectory(where.root.parent)
+            run = RunDirectory(checkpoints.root.parent)
             spec = read_resolved(run)
             tokenizer = run.tokenizer if run.tokenizer.is_dir() else None
             published = run.published if run.published.is_dir() else None

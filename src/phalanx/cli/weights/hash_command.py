@@ -21,10 +21,10 @@ from phalanx.run.directory.paths import RunDirectory, is_published, read_small_j
 @click.option("--step", type=int, help="A step other than the newest.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(place: Path, step: int | None, as_json: bool) -> None:
-    """Print the SHA-256 of all weights in PLACE: a run directory, a checkpoint, or a folder of Hugging Face.
+    """Print the SHA-256 of all weights in PLACE: a run directory, a checkpoint, or a Hugging Face folder.
 
-    It is computed from the bytes on disk and equals the hash that training prints, however many ranks wrote them. Of a run that
-    goes on from another one's checkpoint, its lineage is printed too (on stderr).
+    It is computed from the bytes on disk and equals the hash that training prints, however many ranks wrote
+    them. For a run that continues another one's checkpoint, its lineage is printed too (on stderr).
 
     \b
       phalanx hash runs/quickstart-1f3a9c04
@@ -34,19 +34,19 @@ def command(place: Path, step: int | None, as_json: bool) -> None:
         if is_published(place):
             from phalanx.checkpoint.interop.huggingface.stored_folder import FolderTier
 
-            chosen, named, run_dir = step or 0, place, place
+            chosen, path, run_dir = step or 0, place, place
             digest = digest_checkpoint(FolderTier(place), chosen)
         else:
-            where = checkpoint_place(place, step)
-            tier = DiskTier(where.root)
-            chosen = where.newest(tier.steps())
-            named, run_dir = tier.folder(chosen), where.root.parent
+            checkpoints = checkpoint_place(place, step)
+            tier = DiskTier(checkpoints.root)
+            chosen = checkpoints.newest(tier.steps())
+            path, run_dir = tier.folder(chosen), checkpoints.root.parent
             digest = digest_checkpoint(tier, chosen)
     lineage = read_lineage(read_small_json(RunDirectory(run_dir).record))
     if as_json:
-        found = {"checkpoint": str(named), "step": chosen, "weights_sha256": digest}
-        click.echo(json.dumps({**found, "lineage": lineage_table(lineage)}))
+        report = {"checkpoint": str(path), "step": chosen, "weights_sha256": digest}
+        click.echo(json.dumps({**report, "lineage": lineage_table(lineage)}))
         return
-    click.echo(f"{digest}  {named}")
+    click.echo(f"{digest}  {path}")
     for origin in lineage:
-        click.echo(f"goes on from {origin}", err=True)
+        click.echo(f"continues from {origin}", err=True)

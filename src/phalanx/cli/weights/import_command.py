@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(directory: Path, out: Path | None, model: str | None, as_json: bool) -> None:
-    """Read the Hugging Face model in DIRECTORY, or a checkpoint of PyTorch's distributed format, into a run directory.
+    """Read the Hugging Face model in DIRECTORY, or a checkpoint of PyTorch's distributed format, into a run
+    directory.
 
-    Families: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, MiniMax-M2, gpt-oss, Phi-3 and Phi-4, Gemma 2, Gemma 3 (text),
-    OLMo 2 and 3, OLMoE, SmolLM3, Seed-OSS, GLM-4, GLM-4.5, dots.llm1, DeepSeek-V2, DeepSeek-V3 and Kimi K2, as safetensors; also in fp8
-    by blocks, and gpt-oss in mxfp4.
+    Families: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, MiniMax-M2, gpt-oss, Phi-3 and
+    Phi-4, Gemma 2, Gemma 3 (text), OLMo 2 and 3, OLMoE, SmolLM3, Seed-OSS, GLM-4, GLM-4.5, dots.llm1,
+    DeepSeek-V2, DeepSeek-V3 and Kimi K2, as safetensors; also in fp8 by blocks, and gpt-oss in mxfp4.
 
-    PyTorch's distributed format (torch.distributed.checkpoint) does not say what the model is: --model does. Names may be those that
-    `phalanx export --to dcp` writes, or those of torchtitan's Llama 3. Only weights are taken over.
+    PyTorch's distributed format (torch.distributed.checkpoint) does not describe the model, so pass it with
+    --model. Names may be those that `phalanx export --to dcp` writes, or those of torchtitan's Llama 3. Only
+    weights are imported.
 
     Text can be generated from it, and a run can start from it: --set checkpoint.init_from=RUN_DIR.
 
@@ -64,7 +66,7 @@ def command(directory: Path, out: Path | None, model: str | None, as_json: bool)
 
 
 def _model(place: str) -> ModelSpec:
-    """The model of a run file, a run directory or a preset. Raises ``RunFileError``."""
+    """Return the model of a run file, a run directory or a preset. Raises ``RunFileError``."""
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run, read_table
 

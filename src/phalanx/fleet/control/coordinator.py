@@ -1,13 +1,14 @@
 """The coordinator: the shell around the pure core, with sockets, a clock and a write-ahead journal.
 
-Messages of agents and operators are queued, written to the journal and passed to ``phalanx.fleet.core.decide.step``; the
-commands that follow are sent once the journal is on disk, so that nobody is told anything that a restarted coordinator
-would not know. It holds no other state of consequence, so ``kill -9`` costs nothing: the next one replays the journal,
-agents reconnect and describe themselves, and training has gone on meanwhile. Heartbeats are collected and passed to the
-core once per tick, so that 12,500 nodes cost one line of the journal.
+It queues messages of agents and operators, writes them to the journal and passes them to
+``phalanx.fleet.core.decide.step``. It sends the resulting commands once the journal is on disk, so no node
+acts on a decision that a restarted coordinator would not have. It keeps no other essential state, so ``kill
+-9`` costs nothing. The next coordinator replays the journal, agents reconnect and describe themselves, and
+training continues meanwhile. Heartbeats are collected and passed to the core once per tick, so 12,500 nodes
+cost one line of the journal.
 
-After each turn, and before anything is sent, the core's invariants are checked; if one is broken, the turn's commands
-are dropped and the state is rebuilt from what the nodes say (``phalanx.fleet.core.invariants``).
+After each turn, and before anything is sent, the core's invariants are checked. If one is broken, the turn's
+commands are dropped and the state is rebuilt from the nodes' reports (``phalanx.fleet.core.invariants``).
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from phalanx.fleet.control.succession.reign import (
 )
 from phalanx.fleet.control.transport import AgentLink, FleetServer, TransportError, raise_descriptor_limit
 from phalanx.fleet.control.turn import (
-    Decided,
     Inbox,
     RunDisk,
     TokenRotation,
+    TurnDecision,
     answer,
     decide,
     first_step,
@@ -68,15 +69,16 @@ from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.spec import RunSpec
 from phalanx.wire.messages import token_name
 
-# The address of a coordinator: that of the last one of its run's start, so that agents find it there.
+# Address of a coordinator: a restarted one listens where the last one of this attempt did, so that agents
+# find it.
 
 
 async def listen(
     server: FleetServer, args: CoordinatorArgs, log: Callable[[str], None], *, restarted: bool
 ) -> int:
-    """Listens where the last coordinator of this attempt did, if this one is ``restarted``; returns the port.
+    """Listen, and return the port. If ``restarted``, prefer the port of the last coordinator of this attempt.
 
-    If another program has taken that port, a free one does: agents find it in fleet.json.
+    If another program has taken that port, use a free one: agents read it from fleet.json.
 
     Raises:
         TransportError: It cannot listen, or another coordinator of this run listens there.
@@ -92,13 +94,13 @@ async def listen(
                 f"another coordinator of this run listens on {join_address(host, port)}; end it first"
             ) from error
         log(
-            f"another program has taken {join_address(host, port)}; a free port serves instead, and fleet.json says which"
+            f"another program has taken {join_address(host, port)}; using a free port instead, see fleet.json"
         )
         return await server.start(host, 0)
 
 
 def _port(args: CoordinatorArgs, *, restarted: bool) -> int:
-    """The port that the arguments name, else that of the last coordinator of this attempt; 0 if neither is known."""
+    """Return the port from the arguments, else that of the last coordinator of this attempt, else 0."""
     if restarted and not args.port:
         with suppress(FleetFileError, ValueError):
             return int(split_address(read_fleet_file(args.run_dir).coordinator)[1])
@@ -108,19 +110,22 @@ def _port(args: CoordinatorArgs, *, restarted: bool) -> int:
 _LONGEST_TICK_S = 1.0
 _UNSYNCED_BYTES = 1 << 20
 _REST = 3.0
-"""After a turn it rests for so many times what the core took, and meanwhile takes in more: a turn costs O(nodes), however little has come in."""
+"""Pause after a turn, as a multiple of the core's time.
+
+Messages accumulate meanwhile: a turn costs O(nodes), however few there are.
+"""
 _GOODBYE_S = 1.0
 
 
 @dataclass
 class Elected:
-    """A won election: what a candidate hands over to the coordinator that it becomes."""
+    """A won election: state that a candidate hands over to the coordinator that it becomes."""
 
     reign: Reign
     server: FleetServer
     port: int
     inbox: list[m.CoreEvent]
-    """The events since it began to listen, in their order."""
+    """The events since it began to listen, in order."""
     heartbeats: dict[str, m.Heartbeat]
 
 
@@ -136,7 +141,8 @@ class Coordinator:
         *,
         renew_journal_bytes: int = RENEW_BYTES,
     ) -> None:
-        """
+        """Restore the state, or take over that of a candidate.
+
         Args:
             args: The arguments of its process.
             spec: The run.
@@ -152,7 +158,7 @@ class Coordinator:
         self._decided_in_s = 0.0
         """Processor time of the last turn's decisions."""
         self._inquiry: Inquiry | None = None
-        """The inquiry into a hang that is under way, if there is one."""
+        """The inquiry into a hang that is in progress, if there is one."""
         self._rotation = TokenRotation(args.run_dir, self._server, self._inbox)
         fleet = spec.fleet
         self._tick_s = min(_LONGEST_TICK_S, min(fleet.lease_s, fleet.confirm_s or fleet.lease_s) / 8)
@@ -186,21 +192,23 @@ class Coordinator:
         )
 
     def _now_s(self) -> float:
-        """Unix time that neither steps back nor jumps with the machine's clock while this process lives."""
+        """Return Unix time that never steps back, and does not jump with the machine's clock while this
+        process lives.
+        """
         return time.monotonic() + self._clock_ahead_s
 
     # --- handlers of the server ------------------------------------------------------------------
 
     def on_report(self, report: m.AgentMessage) -> None:
-        """Queues a report of an attached agent."""
+        """Queue a report of an attached agent."""
         if isinstance(report, m.Heartbeat):
-            # A later one contains all that an earlier one did.
+            # The later heartbeat contains all of the earlier one.
             self._inbox.heartbeats[report.node] = report
             return
         if isinstance(report, m.Recorded):
             self._take_record(report)
             return
-        self._failures.heard(report)
+        self._failures.add(report)
         self._inbox.add(report)
 
     def _take_record(self, report: m.Recorded) -> None:
@@ -212,11 +220,11 @@ class Coordinator:
             self._inbox.wake.set()
 
     def on_disconnect(self, link: AgentLink) -> None:
-        """Queues the end of an agent's stream."""
+        """Queue the end of an agent's stream."""
         self._inbox.add(m.Disconnected(link.node, link.incarnation))
 
     async def on_operation(self, operation: m.OperatorRequest) -> str:
-        """Queues an operator's request; returns the answer for the operator."""
+        """Queue an operator's request. Return the answer for the operator."""
         if isinstance(operation, m.RotateTokens):
             return await self._rotation.rotate(operation.grace_s)
         text, event = answer(operation, self._state, self._inbox, self._spec, self._args.node)
@@ -225,37 +233,41 @@ class Coordinator:
         return text
 
     def log(self, line: str) -> None:
-        """Writes a line into this process's log."""
+        """Write a line into this process's log."""
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
     # --- the loop --------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Runs until the run is over. Returns the exit code: 0 if it finished or was stopped, 1 if it failed.
+        """Run to the end of the run. Return the exit code: 0 if it finished or was stopped, 1 if it failed.
 
         Raises:
-            SupersededError: Another coordinator leads the run now. Nothing was sent that follows from what this one decided meanwhile.
+            SupersededError: Another coordinator leads the run now. Nothing that this one decided meanwhile
+                was sent.
         """
         port = self._port_open or await listen(
             self._server, self._args, self.log, restarted=bool(self._restarts)
         )
         self._address = join_address(self._args.host, port)
-        # Before fleet.json names this process as the coordinator: a reader of it may send the signal.
+        # Before fleet.json names this process as the coordinator: a reader of the file may send the signal.
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._inbox.add, m.StopRun(never_at_once=True))
         loop.add_signal_handler(HURRY_SIGNAL, self._ask_to_end_at_once)
         await self._publisher.write_now(self._now_s())
         forget_candidates(self._directory)
         self.log(f"coordinates {self._args.run_dir} at {self._address}, start {self._restarts + 1}")
-        held = self._server.credentials
-        if (self._state.key or held.earlier.accepted()) and self._state.key != token_name(held.token):
-            # The coordinator before was killed between the file and its journal.
-            self._inbox.add(rekeyed(held))
+        credentials = self._server.credentials
+        if (self._state.key or credentials.earlier.accepted()) and self._state.key != token_name(
+            credentials.token
+        ):
+            # The previous coordinator was killed between the token file and its journal.
+            self._inbox.add(rekeyed(credentials))
         watching = asyncio.create_task(self._inbox.measure_deafness(self._tick_s))
         self._serve_metrics()
         while not self._over:
             await asyncio.sleep(min(_REST * self._decided_in_s, self._tick_s))
-            # Not wait_for, which forgets a cancellation that comes with the wake (https://github.com/python/cpython/issues/86296).
+            # Not wait_for, which loses a cancellation that arrives with the wake
+            # (https://github.com/python/cpython/issues/86296).
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._tick_s):
                     await self._inbox.wake.wait()
@@ -263,7 +275,7 @@ class Coordinator:
             try:
                 await self._turn()
             except JournalError as error:
-                self.log(f"{error}; decides nothing until it can")
+                self.log(f"{error}; no decisions until that succeeds")
                 await asyncio.sleep(RETRY_S)
             except SupersededError:
                 watching.cancel()
@@ -285,17 +297,17 @@ class Coordinator:
         return self._state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
     def _ask_to_end_at_once(self) -> None:
-        # A second request to stop says so, and the first may not have come yet.
+        # A second request to stop must be recognizable, and the first may not have arrived yet.
         is_asked = self._state.stopping or self._inbox.holds(m.StopRun)
         self._inbox.add(*([m.StopRun()] if is_asked else [m.StopRun(), m.StopRun()]))
 
     # --- a turn ----------------------------------------------------------------------------------
 
     async def _turn(self) -> None:
-        """One turn: journals what has come in since the last one, lets the core decide, and sends the commands."""
+        """Run one turn: journal the events since the last one, let the core decide, and send the commands."""
         now_s = self._now_s()
         batch = self._journaled(now_s)
-        # No await between the journal and the core: what is in the journal is what the core has seen.
+        # No await between the journal and the core: the journal holds exactly what the core has received.
         began_s = time.thread_time()
         decided = decide(self._state, batch, now_s)
         self._state = decided.state
@@ -308,12 +320,12 @@ class Coordinator:
         if sending or self._journal.unsynced_bytes > _UNSYNCED_BYTES:
             await self._writing.synced()
         if due:
-            await self._lead.claim_anew(self._state)
-        # Before any node is told to restore.
+            await self._lead.claim_next_term(self._state)
+        # Before any node gets a restore command.
         self._disk.set_aside(self._state, stored=bool(self._spec.checkpoint.store))
-        # The new agents before any other command, all of them now and then. Only at the end of a turn: a coordinator that takes in
-        # reports and can decide nothing, for its disk, leads nobody.
-        self._server.lead(self._lead.claim.reign, again=self._lead.is_to_be_said(now_s))
+        # New agents come before any other command, and all agents now and then. Only at the end of a turn: a
+        # coordinator that receives reports but cannot decide, because of its disk, does not lead.
+        self._server.lead(self._lead.claim.reign, again=self._lead.is_heartbeat_due(now_s))
         for node, command in sending:
             self._server.send(node, command)
         self._server.drop_outdated(self._state.key)
@@ -321,7 +333,10 @@ class Coordinator:
         await self._writing.renew(lambda: first_line(self._state, self._restarts))
 
     def _journaled(self, now_s: float) -> tuple[m.CoreEvent, ...]:
-        """The batch of events that this turn decides, once it is in the journal. Raises ``SupersededError``."""
+        """Return the batch of events that this turn decides, once it is in the journal.
+
+        Raises ``SupersededError``.
+        """
         looks = now_s >= self._disk.due_s
         if looks:
             self._lead.look_for_successor()
@@ -331,31 +346,32 @@ class Coordinator:
         on_disk = self._look_at_disk(now_s) if looks else None
         batch = self._inbox.batch(on_disk)
         self._journal.append(batch_line(now_s, batch))
-        # Only now: what could not be written down is told again.
+        # Only now: a batch that the journal refused is reported again.
         if on_disk is not None:
-            self._disk.told(on_disk)
+            self._disk.mark_reported(on_disk)
         self._inbox.clear()
         return batch
 
     def _look_at_disk(self, now_s: float) -> m.DiskHolds | None:
-        for told in self._disk.mend():
-            self._publisher.tell(Incident(now_s, self._state.epoch, "", told))
+        for text in self._disk.mend():
+            self._publisher.publish_incident(Incident(now_s, self._state.epoch, "", text))
         return self._disk.look(now_s)
 
-    async def _resync(self, decided: Decided, contradiction: Exception) -> list[tuple[str, c.Command]]:
-        """Replaces a contradictory state by a rebuilt one; returns the commands that ask every node to describe itself.
+    async def _resync(self, decided: TurnDecision, contradiction: Exception) -> list[tuple[str, c.Command]]:
+        """Replace a contradictory state by a rebuilt one. Return the commands that request every node's
+        description.
 
-        The journal that led to the contradiction is kept as evidence, and a new journal begins. No command that follows from the
-        contradictory state is sent; what came in behind the event that raised (a request to stop, a run that has finished) is decided
-        next turn.
+        The journal that led to the contradiction is kept as evidence, and a new journal begins. No command
+        that follows from the contradictory state is sent. Events behind the one that raised (a request to
+        stop, a finished run) are decided next turn.
         """
         self._inbox.put_back(decided.undecided)
-        kept = report_contradiction(self._journal, contradiction, self.log)
+        evidence = report_contradiction(self._journal, contradiction, self.log)
         self._state, orders = resync(self._state, decided.before, reason(contradiction))
         self._inquiry = None
         # A replay of the old journal would lead through the contradictory state again.
         await self._writing.until_written(
-            lambda: self._journal.begin_anew(first_line(self._state, self._restarts), keep_as=kept)
+            lambda: self._journal.replace_content(first_line(self._state, self._restarts), keep_as=evidence)
         )
         return list(deliveries(self._state, orders))
 
@@ -365,11 +381,11 @@ class Coordinator:
         return fleet_file(self._state, run, self._address, claim, attached, refused, self._restarts)
 
     async def _shut_down(self) -> None:
-        """Tells every agent that the run is over, and gives it a moment to hang up."""
+        """Send every agent the end of the run, and wait briefly for them to disconnect."""
         self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
         for node in list(self._server.links):
             self._server.send(node, c.Shutdown(self._state.reason))
-        # While agents still hang up: whoever misses one of them sees why.
+        # While agents still disconnect: an agent that misses the message reads the end here.
         await self._publisher.write_now(self._now_s())
         deadline_s = time.monotonic() + _GOODBYE_S
         while self._server.links and time.monotonic() < deadline_s:
@@ -380,7 +396,8 @@ class Coordinator:
 
 
 def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:
-    """Runs the coordinator in this process to the end of the run. Returns 0 if it finished or was stopped, 1 if it failed.
+    """Run the coordinator in this process to the end of the run. Return 0 if it finished or was stopped, 1 if
+    it failed.
 
     Raises:
         RunDirectoryError: There is no run in the run directory.

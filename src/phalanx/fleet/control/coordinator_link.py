@@ -1,9 +1,9 @@
 """The client side of the connection to the coordinator, for agents and operators.
 
-Nothing secret is sent to, and nothing is accepted from, a program that has not proven that it knows the run's token; the next address is
-tried instead. An agent works on without a coordinator. Whenever it is not connected it dials, with randomized exponential back-off (so that
-12,500 agents do not come at once after a restart), and begins by describing itself; reports that were made while it
-was not connected are therefore not kept.
+A program must prove that it knows the run's token before a client sends it secrets or obeys it; otherwise the
+client tries the next address. An agent works without a coordinator. While it is not connected it dials with
+randomized exponential back-off, so 12,500 agents do not arrive at once after a restart. It begins each
+connection by describing itself, so reports made while disconnected are not kept.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _WRONG_TOKEN = (
 
 
 class CoordinatorLink:
-    """An agent's connection, attached whenever the coordinator is there."""
+    """An agent's connection, attached whenever the coordinator is reachable."""
 
     def __init__(
         self,
@@ -63,17 +63,19 @@ class CoordinatorLink:
         on_other_start: Callable[[], None] = lambda: None,
         on_wrong_token: Callable[[], None] = lambda: None,
     ) -> None:
-        """
+        """Set up the link. Nothing is dialed until ``run``.
+
         Args:
-            where: Returns the addresses ("host:port") at which the coordinator may be, before each dial; after one has failed the next
-                one is tried.
+            where: Returns the addresses ("host:port") at which the coordinator may be. Called before each
+                dial; after a failure the next one is tried.
             credentials: Those of the run.
-            first_reports: Returns the reports to send first on each connection: a Joined, and what the coordinator may have missed.
+            first_reports: Returns the reports to send first on each connection: a Joined, and reports that
+                the coordinator may have missed.
             on_command: Called with each command, in the event loop.
             log: Called with lines for people.
-            on_other_start: Called when whoever listens says that it coordinates another start of the run, or another run. Nothing
-                proves that: it is a reason to look into the run directory, and no more.
-            on_wrong_token: Called likewise when whoever listens does not accept the token.
+            on_other_start: Called when the peer claims to coordinate another run, or another start of this
+                run. The claim is unproven: check the run directory, and do no more.
+            on_wrong_token: Called likewise when the peer rejects the token.
         """
         self._where, self._credentials, self._first_reports, self._on_command, self._log = (
             where,
@@ -92,13 +94,14 @@ class CoordinatorLink:
         self._led_s: float | None = None
         self._follows = NOT_LED
         self.address = ""
-        """Where the present stream leads, or the last one did."""
+        """The address of the present stream, or of the last one."""
 
     def change_token(self, credentials: Credentials) -> None:
-        """Attaches anew, with other credentials from now on."""
+        """Attach again, with other credentials from now on."""
         self._credentials = credentials
         if self._stream is not None:
-            # Ends this side of the stream, and then the coordinator the other: no command is lost on the way.
+            # Ends this side of the stream; the coordinator then ends the other. No command is lost on the
+            # way.
             self._stream.write(END)
 
     @property
@@ -108,33 +111,40 @@ class CoordinatorLink:
 
     @property
     def led_s(self) -> float | None:
-        """When the coordinator on the present stream last said that it leads, by the monotonic clock; None for a candidate, and without a stream."""
+        """Monotonic time of the last leader heartbeat on the present stream; None for a candidate, and
+        without a stream.
+        """
         return self._led_s if self.attached else None
 
     @property
     def led(self) -> bool:
-        """True if a stream is open to a coordinator that leads: to no candidate, and to none that was superseded."""
+        """True if a stream is open to the leading coordinator: not to a candidate, and not to a superseded
+        one.
+        """
         return self.led_s is not None
 
-    def drop(self, why: str) -> None:
-        """Gives the present stream up, and tries the next address."""
+    def drop(self, reason: str) -> None:
+        """Close the present stream, and try the next address."""
         if self._dropping is not None and not self._dropping.done():
-            self._dropping.set_result(why)
+            self._dropping.set_result(reason)
 
-    def say(self, report: AgentMessage) -> None:
-        """Sends a report; dropped while not attached, since ``first_reports`` repeats what matters."""
+    def send(self, report: AgentMessage) -> None:
+        """Send a report.
+
+        It is dropped while not attached, since ``first_reports`` repeats the essential state.
+        """
         if self._queue is not None:
             with suppress(asyncio.QueueFull):
                 self._queue.put_nowait(report)
 
     async def run(self) -> None:
-        """Attaches, again and again, until cancelled."""
+        """Attach, again and again, until cancelled."""
         pause_s, complaints, tried = _FIRST_PAUSE_S, dict[str, str](), set[str]()
         while True:
             addresses = self._where()
             if tried.issuperset(addresses):
                 tried.clear()
-            address = next((one for one in addresses if one not in tried), "")
+            address = next((candidate for candidate in addresses if candidate not in tried), "")
             if address:
                 failure, was_attached = await self._attach_once(address)
             else:
@@ -202,7 +212,7 @@ class CoordinatorLink:
                 self._on_command(command)
 
     def _take_lead(self, reign: int) -> None:
-        """Follows a coordinator, unless a later one has led this agent."""
+        """Follow a coordinator, unless a later one has led this agent."""
         if reign < self._follows:
             self.drop(f"it leads in reign {reign}, and was superseded: reign {self._follows} has begun")
         else:
@@ -210,7 +220,7 @@ class CoordinatorLink:
 
 
 class _Dropped(Exception):  # noqa: N818
-    """The agent has given a stream up."""
+    """The agent has closed the stream itself."""
 
 
 async def _receive_unless(frames: FrameStream, dropping: asyncio.Future[str]) -> bytes:
@@ -274,7 +284,7 @@ async def operate(
     Raises:
         TransportError: It is not there, or refuses.
     """
-    remedy = "is the run going on? see phalanx status RUN"
+    remedy = "check with phalanx status RUN whether the run is active"
     try:
         async with asyncio.timeout(timeout_s), _opened(address, credentials) as frames:
             seals = await _proven(frames, credentials, "Operate", address)
@@ -287,7 +297,7 @@ async def operate(
         remedy = _WRONG_TOKEN if error.code == "unauthenticated" else remedy
     except WireError as error:
         reason = str(error)
-    raise TransportError(f"the coordinator at {address} did not do it ({reason}); {remedy}")
+    raise TransportError(f"the coordinator at {address} did not accept the request ({reason}); {remedy}")
 
 
 async def answers(address: str, credentials: Credentials, timeout_s: float = 5.0) -> bool:

@@ -1,9 +1,9 @@
 """Streams between the processes of a fleet, and the credentials that each end proves when a stream begins.
 
-A stream carries frames over TCP, under mutual TLS if there are certificates. A client greets with facts about itself, none of them secret.
-It is turned away before the handshake if it belongs to another run, or to another start of it. The handshake then proves both that and the
-token (``phalanx.wire.messages``, ``phalanx.run.identity``). Every frame after that is sealed; after an empty one its sender sends
-nothing more.
+A stream carries frames over TCP, under mutual TLS if there are certificates. A client greets with facts about
+itself, none of them secret. The server refuses it before the handshake if it belongs to another run, or to
+another start of this run. The handshake proves both facts and the token (``phalanx.wire.messages``,
+``phalanx.run.identity``). Every frame after that is sealed. An empty frame is its sender's last.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ END = b""
 _LONGEST_HANDSHAKE_BYTES = 1 << 16
 _CONNECT_S, _TLS_HANDSHAKE_S = 20.0, 30.0
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 60_000))
-"""A half-open connection is noticed within these times; a busy machine must not be taken for one."""
+"""A half-open connection is detected within these times; a busy machine must not be mistaken for one."""
 
 
 class Greeting(Struct, frozen=True, tag=True):
@@ -158,17 +158,22 @@ def _notice_half_open(connection: socket.socket) -> None:
 # Credentials of one process of a fleet: its secrets and names.
 
 HANDSHAKE_S = 120.0
-"""For the whole handshake of a stream. Where thousands of agents come back at once to a busy machine, each waits for its turn; who gives up
-and dials again makes the others wait longer."""
+"""Limit of the whole handshake of a stream.
+
+When thousands of agents return at once to a busy machine, each waits for its turn. An agent that gives up and
+dials again makes the others wait longer.
+"""
 _SOFTWARE, _CLOCK = "phalanx-software", "phalanx-clock"
 CLOCK_APART_S = 30.0
-"""A machine whose clock is further from the coordinator's takes no part: its events and logs would lie in the wrong order, and certificates
-might not hold. Of a clock that is behind, ``HANDSHAKE_S`` more are allowed: a busy coordinator may hear so late."""
+"""A machine whose clock is further from the coordinator's is refused: its events and logs would be in the
+wrong order, and certificates might be invalid. A clock that is behind gets ``HANDSHAKE_S`` more, since a busy
+coordinator may read the greeting so late.
+"""
 
 
 @cache
 def software() -> str:
-    """The versions of Phalanx and of torch on this machine, found without importing torch."""
+    """Return the versions of Phalanx and of torch on this machine, without importing torch."""
     try:
         torch = version("torch")
     except PackageNotFoundError:
@@ -177,21 +182,23 @@ def software() -> str:
 
 
 class Refusal(NamedTuple):
-    """Why a client is sent away before the handshake."""
+    """Reason for refusing a client before the handshake."""
 
     kind: str
-    """For the count of refusals."""
+    """Key for the count of refusals."""
     code: RefusalCode
-    why: str
+    reason: str
     host: str = ""
-    """Whose clock is apart."""
+    """Host whose clock is apart."""
     ahead_s: float = 0.0
-    """By how much it is ahead of this machine's; negative if it is behind."""
+    """Seconds by which its clock is ahead of this machine's; negative if it is behind."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """The secrets and names that both sides of a connection must know: the run, its token, which start of it, and certificates for TLS."""
+    """Secrets and names that both sides of a connection must know: the run, its token, its start, and
+    certificates for TLS.
+    """
 
     run: str
     """The run's identity."""
@@ -209,7 +216,7 @@ class Credentials:
     """Limit of the whole handshake of a stream."""
 
     def with_keys(self, join: Keyring, operate: Keyring | None = None) -> Credentials:
-        """The same credentials after a rotation of the tokens."""
+        """Return the same credentials after a rotation of the tokens."""
         changed = replace(self, token=join.token, earlier=join)
         return (
             changed
@@ -218,11 +225,11 @@ class Credentials:
         )
 
     def accepted_names(self) -> frozenset[str]:
-        """The names of the tokens with which agents may be attached now."""
+        """Return the names of the tokens with which agents may be attached now."""
         return frozenset(map(token_name, (self.token, *self.earlier.accepted())))
 
     def facts(self) -> Facts:
-        """Return the facts that a client greets with: none of them secret."""
+        """Return the facts that a client greets with. None of them is secret."""
         start = f"{self.fencing.attempt} {self.fencing.run_file_sha256}"
         return (
             ("phalanx-version", str(PROTOCOL_VERSION)),
@@ -234,23 +241,23 @@ class Credentials:
 
     def refusal(self, facts: Facts, method: Method) -> Refusal | None:
         """Return why a client with these facts is refused before the handshake of a stream of ``method``, if it is."""
-        given = dict(facts)
-        if given.get("phalanx-version") != str(PROTOCOL_VERSION):
+        fields = dict(facts)
+        if fields.get("phalanx-version") != str(PROTOCOL_VERSION):
             return Refusal(
                 "other version",
                 "unauthenticated",
-                f"version {given.get('phalanx-version')} of the messages, not {PROTOCOL_VERSION}: install the same Phalanx",
+                f"version {fields.get('phalanx-version')} of the messages, not {PROTOCOL_VERSION}: install the same Phalanx",
             )
-        if given.get("phalanx-run") != self.run:
+        if fields.get("phalanx-run") != self.run:
             return Refusal("another run", "another start", f"this is another run, {self.run[:12]}")
-        if given.get("phalanx-start") != dict(self.facts())["phalanx-start"]:
+        if fields.get("phalanx-start") != dict(self.facts())["phalanx-start"]:
             return Refusal("another start", "another start", f"the fleet is of another start: {self.fencing}")
-        theirs = given.get(_SOFTWARE, "a host has unknown software")
-        # An operator's machine may have no torch at all; an agent's workers would compute other bits.
-        if method == "Attach" and not theirs.endswith(f" has {software()}"):
-            why = f"{theirs}, and the coordinator {software()}: install the same on every node"
-            return Refusal("other software", "unauthenticated", why)
-        return _clock_apart(given.get(_CLOCK, ""), host_in(facts)) if method == "Attach" else None
+        peer_software = fields.get(_SOFTWARE, "a host has unknown software")
+        # An operator's machine may have no torch. An agent with another torch would compute other bits.
+        if method == "Attach" and not peer_software.endswith(f" has {software()}"):
+            reason = f"{peer_software}, and the coordinator {software()}: install the same on every node"
+            return Refusal("other software", "unauthenticated", reason)
+        return _clock_apart(fields.get(_CLOCK, ""), host_in(facts)) if method == "Attach" else None
 
     async def prove(self, stream: HandshakeStream, method: Method, role: Role) -> Seals:
         """Prove to each other, by the first messages of a stream of ``method``, that both ends know the token.
@@ -262,8 +269,8 @@ class Credentials:
         token = self.operator_token if operates else self.token
         earlier = (self.earlier_operators if operates else self.earlier).accepted()
         if not token:
-            raise UnprovenError(f"has met a process without a token for {method}")
-        # The facts that both ends have in common; host, software and clock of either are its own.
+            raise UnprovenError(f"has no token for {method}")
+        # The facts that both ends have in common; host, software and clock differ between them.
         common = ((name, value) for name, value in self.facts() if name not in (_SOFTWARE, _CLOCK))
         shared_facts = ", ".join(f"{name} {value}" for name, value in common)
         purpose = f"phalanx {method}, {shared_facts}"
@@ -279,17 +286,22 @@ def host_in(facts: Facts) -> str:
     return software.partition(" has ")[0] if " has " in software else ""
 
 
-def _clock_apart(said: str, host: str) -> Refusal | None:
-    """The refusal of a machine for what its clock says (Unix seconds); None if it is not refused, or says no time."""
+def _clock_apart(clock_text: str, host: str) -> Refusal | None:
+    """Refuse a machine whose clock is too far from this one's.
+
+    Return None if it is close enough, or ``clock_text`` (Unix seconds) is not a number.
+    """
     try:
-        ahead_s = float(said) - time.time()
+        ahead_s = float(clock_text) - time.time()
     except ValueError:
         return None
     if not math.isfinite(ahead_s) or -CLOCK_APART_S - HANDSHAKE_S <= ahead_s <= CLOCK_APART_S:
         return None
-    what = "ahead of" if ahead_s > 0 else "behind"
-    why = f"the clock of {host} is {abs(ahead_s):.0f} s {what} the coordinator's: set it (chrony, ntpd)"
-    return Refusal("clock apart", "unauthenticated", why, host, ahead_s)
+    direction = "ahead of" if ahead_s > 0 else "behind"
+    reason = (
+        f"the clock of {host} is {abs(ahead_s):.0f} s {direction} the coordinator's: set it (chrony, ntpd)"
+    )
+    return Refusal("clock apart", "unauthenticated", reason, host, ahead_s)
 
 
 def credentials_of(
@@ -299,14 +311,15 @@ def credentials_of(
     certificates: Path | None,
     roles: Sequence[TokenRole] = ("join", "operate"),
 ) -> Credentials:
-    """The credentials of the start ``attempt`` of a run, for a process with these roles (a coordinator has both).
+    """Return the credentials of the start ``attempt`` of a run, for a process with these roles (a coordinator
+    has both).
 
     Raises ``SecurityError``.
     """
-    shown = read_certificates(certificates) if certificates else None
+    own_certificates = read_certificates(certificates) if certificates else None
     join = keyring(run_dir) if "join" in roles else Keyring()
     operate = keyring(run_dir, "operate") if "operate" in roles else Keyring()
     if join.token and operate.token:
         require_two_tokens(join.token, operate.token)
     start = fencing_token(spec, attempt)
-    return Credentials(identity(spec), join.token, start, shown, operate.token, join, operate)
+    return Credentials(identity(spec), join.token, start, own_certificates, operate.token, join, operate)

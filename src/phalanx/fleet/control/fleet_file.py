@@ -1,13 +1,14 @@
-"""Files of a fleet in its run directory: ``fleet.json``, the steps that are not to be trusted, and the register of claims.
+"""Files of a fleet in its run directory: ``fleet.json``, the steps that are not to be trusted, and the
+register of claims.
 
-``fleet.json`` is the state of the fleet, written by the coordinator for everybody who can read the run directory.
-Agents find in it the address of the coordinator, the launcher how the run ended, and people the members, the spares, and
-what happened when. It is replaced atomically, so a reader never sees half of it.
+``fleet.json`` is the state of the fleet, written by the coordinator for everybody who can read the run
+directory. Agents read the address of the coordinator from it, and the launcher how the run ended. People read
+the members, the spares, and the incidents. It is replaced atomically, so a reader never sees half of it.
 
 A second file names the steps whose checkpoints are not to be trusted, for the agents that copy them.
 
-Claims state which coordinator leads, and are never changed. Where a coordinator claimed the end of the run and was lost, the claim counts
-more than its ``fleet.json``.
+Claims state which coordinator leads, and are never changed. If a coordinator claimed the end of the run and
+was lost, the claim overrides its ``fleet.json``.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from phalanx.run.directory.files import read_small, sync, write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 _STALE_S = 10.0
-"""A file of a living coordinator is younger."""
+"""The file of a living coordinator is younger than this."""
 
 
 class FleetFileError(RuntimeError):
-    """There is no readable ``fleet.json``; the message says what to do."""
+    """There is no readable ``fleet.json``; the message has the remedy."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -52,12 +53,12 @@ class Member(msgspec.Struct, frozen=True):
     silent_s: float = 0.0
     why: str = ""
     domain: tuple[str, ...] = ()
-    """Where it says that it is in the network, from the widest to the narrowest."""
+    """Its failure domains in the network as it reports them, from the widest to the narrowest."""
     fault: IncidentKind = IncidentKind.NOTE
-    """The kind of the incident for which it was lost or put aside."""
+    """The kind of the incident for which it was lost or quarantined."""
 
 
-class Happening(msgspec.Struct, frozen=True):
+class FleetIncident(msgspec.Struct, frozen=True):
     """An incident, for people."""
 
     unix_s: float
@@ -79,14 +80,14 @@ class FleetFile(msgspec.Struct, frozen=True):
     leader: str
     """The node on whose machine it runs; empty if that is none of the fleet's."""
     reign: int
-    """1 until a lost coordinator is succeeded by one on another machine, then one more each time."""
+    """1 for the first coordinator; one more each time a coordinator on another machine succeeds it."""
     written_unix_s: float
     phase: FleetPhase
     reason: str
     epoch: int
     ranks: int
     expected_nodes: int
-    """Nodes that the fleet should have, spares included, after all that was given back or asked for."""
+    """Nodes that the fleet should have, spares included, after all requests to grow or shrink."""
     step: int
     """The last step completed in this epoch, by the last heartbeats; -1 before the first."""
     step_s: float
@@ -98,10 +99,10 @@ class FleetFile(msgspec.Struct, frozen=True):
     stopping: bool
     durable_steps: tuple[int, ...]
     unsaved_steps: int
-    """Completed steps that are on no disk, by the last heartbeats; at the end of the run they are lost."""
+    """Completed steps that are on no disk, by the last heartbeats; the end of the run loses them."""
     result_json: str
     members: tuple[Member, ...]
-    happenings: tuple[Happening, ...]
+    happenings: tuple[FleetIncident, ...]
     stale: int
     refused: dict[str, int]
 
@@ -120,7 +121,7 @@ def fleet_file(
     refused: Counter[str],
     restarts: int,
 ) -> FleetFile:
-    """The content of ``fleet.json`` for ``state``."""
+    """Return the content of ``fleet.json`` for ``state``."""
     return FleetFile(
         run=run,
         coordinator=coordinator,
@@ -157,10 +158,10 @@ def _member(state: FleetState, node: Node, attached: bool) -> Member:
     return Member(node.name, role, node.host, ranks, attached, silent_s, node.why, node.domain, node.fault)
 
 
-def _happening(incident: Incident) -> Happening:
-    left = EpochLeft(incident.epoch, incident.what).text
-    what = left if incident.ended_epoch else incident.what
-    return Happening(incident.at_s, incident.epoch, incident.node, what, incident.kind, incident.step)
+def _happening(incident: Incident) -> FleetIncident:
+    end_text = EpochLeft(incident.epoch, incident.what).text
+    text = end_text if incident.ended_epoch else incident.what
+    return FleetIncident(incident.at_s, incident.epoch, incident.node, text, incident.kind, incident.step)
 
 
 def _role(state: FleetState, node: Node, seated: bool) -> str:
@@ -174,12 +175,12 @@ def _role(state: FleetState, node: Node, seated: bool) -> str:
 
 
 def path_in(run_dir: Path) -> Path:
-    """The path of the file in a run directory."""
+    """Return the path of the file in a run directory."""
     return run_dir / "fleet.json"
 
 
 def write_fleet_file(run_dir: Path, content: FleetFile) -> float:
-    """Replaces the file atomically and durably; returns the processor time that it took, in seconds.
+    """Replace the file atomically and durably. Return the processor time that it took, in seconds.
 
     It waits for the disk, so an event loop calls it in a thread. Raises ``OSError``.
     """
@@ -189,15 +190,15 @@ def write_fleet_file(run_dir: Path, content: FleetFile) -> float:
 
 
 def read_fleet_file(run_dir: Path) -> FleetFile:
-    """Reads the file of a run. Raises ``FleetFileError``.
+    """Read the file of a run. Raises ``FleetFileError``.
 
-    Of a coordinator that was lost after it had claimed the end of the run, and before it could write that here, the claim is believed.
+    If a coordinator claimed the end of the run and was lost before it wrote the end here, the claim is used.
     """
     path = path_in(run_dir)
     try:
-        found = msgspec.json.decode(read_small(path), type=FleetFile)
-        silent = not found.over and time.time() - found.written_unix_s > _STALE_S
-        return _as_claimed(run_dir, found) if silent else found
+        content = msgspec.json.decode(read_small(path), type=FleetFile)
+        silent = not content.over and time.time() - content.written_unix_s > _STALE_S
+        return _as_claimed(run_dir, content) if silent else content
     except FileNotFoundError:
         raise FleetFileError(
             f"there is no {path}: no fleet was ever started there; start one with phalanx train RUN_FILE --nodes N"
@@ -206,19 +207,19 @@ def read_fleet_file(run_dir: Path) -> FleetFile:
         raise FleetFileError(f"cannot read {path}: {error}; is it of this version of Phalanx?") from error
 
 
-def _as_claimed(run_dir: Path, found: FleetFile) -> FleetFile:
+def _as_claimed(run_dir: Path, content: FleetFile) -> FleetFile:
     directory = RunDirectory(run_dir)
     with suppress(ClaimError, RunDirectoryError):
         newest = ClaimRegister(directory, directory.newest_attempt()).newest()
         if newest is not None and newest.ended is not None:
-            return replace(found, phase=newest.ended, reason=newest.reason)
-    return found
+            return replace(content, phase=newest.ended, reason=newest.reason)
+    return content
 
 
-# Checkpoints that are not to be trusted: a file for the agents that copy checkpoints to the run's object store.
-#
-# An audit that finds a corruption condemns the steps after the last one that is known to be good. The coordinator sets them aside on disk;
-# in the object store the agents do, which cannot be reached at any moment. Until they have, the file stays, and nothing is copied.
+# Untrusted checkpoints: a file for the agents that copy checkpoints to the run's object store. An audit that
+# finds a corruption condemns the steps after the last one that is known to be good. The coordinator sets them
+# aside on disk. The agents do so in the object store, which may be unreachable. Until they have, the file
+# stays, and nothing is copied.
 
 
 def _file(directory: RunDirectory) -> Path:
@@ -226,14 +227,17 @@ def _file(directory: RunDirectory) -> Path:
 
 
 def record_distrust(directory: RunDirectory, step: int) -> None:
-    """Says that what was saved after ``step`` is not to be trusted. Raises ``OSError``."""
+    """Record that checkpoints after ``step`` are not to be trusted. Raises ``OSError``."""
     earlier = distrusted_after(directory)
     if earlier is None or step < earlier:
         write_atomically(_file(directory), f"{step}\n".encode())
 
 
 def distrusted_after(directory: RunDirectory) -> int | None:
-    """The step after which copies are not to be trusted and have not been set aside; ``None`` if all are trusted. Raises ``OSError``."""
+    """Return the step after which copies are not trusted and not yet set aside; ``None`` if all are trusted.
+
+    Raises ``OSError``.
+    """
     try:
         return int(read_small(_file(directory)))
     except (FileNotFoundError, ValueError):
@@ -241,32 +245,29 @@ def distrusted_after(directory: RunDirectory) -> int | None:
 
 
 def forget_distrust(directory: RunDirectory, step: int) -> None:
-    """Says that the copies after ``step`` have been set aside. Raises ``OSError``."""
+    """Record that the copies after ``step`` have been set aside. Raises ``OSError``."""
     if distrusted_after(directory) == step:
         with suppress(FileNotFoundError):
             _file(directory).unlink()
 
 
 # The register of claims: files that state which coordinator leads, each made once and never changed.
-#
-# ``phalanx.fleet.core.succession`` decides when a claim is due and what is in it. The register keeps claims as
-# ``fleet/claims/000-00000001.json`` and so on: the start of the run, and the term. A file appears whole, under a name that nobody else has
-# used, by a link (POSIX ``link``, which is atomic on NFS too: RFC 1813, section 3.3.15). So of two processes on two machines that make the
-# claim of one term, one gets it.
-#
-# A file system that shows new names late, as NFS may for a minute, delays only how soon a superseded head notices; its next claim fails all
-# the same.
+# ``phalanx.fleet.core.succession`` decides when a claim is due and what it contains. The register keeps them
+# as ``fleet/claims/000-00000001.json`` and so on: the start of the run, and the term. A file appears
+# complete, under an unused name, by a link (POSIX ``link``, atomic on NFS too: RFC 1813, section 3.3.15). If
+# two processes claim the same term, one succeeds. A file system may show new names late, as NFS may for a
+# minute. That only delays how soon a superseded head notices; its next claim fails all the same.
 
 
 KEPT = 8
-"""Claims that are kept whole. Of older ones the name is left, so that no term is claimed twice."""
+"""Claims whose content is kept. Of older ones only the name remains, so that no term is claimed twice."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Answers of a file system that has no links."""
+"""Error codes of a file system without links."""
 _NAME = re.compile(r"(\d{3,})-(\d{8,})\.json")
 
 
 class ClaimError(RuntimeError):
-    """The newest claim cannot be read or made; the message says why."""
+    """The newest claim cannot be read or made; the message has the reason."""
 
 
 class ClaimRegister:
@@ -276,25 +277,28 @@ class ClaimRegister:
         self._folder, self.attempt = directory.fleet / "claims", attempt
 
     def newest_name(self) -> tuple[int, int]:
-        """The start and the term of the newest claim of all starts; the term is 0 if this start has made none. Raises ``OSError``."""
+        """Return the start and the term of the newest claim of all starts; the term is 0 if this start has
+        none. Raises ``OSError``.
+        """
         return max([*self._names(), (self.attempt, 0)])
 
     def newest_term(self) -> int:
-        """The highest term that was claimed, as far as this machine sees; 0 if none was. Raises ``OSError``."""
+        """Return the highest claimed term that this machine sees; 0 if there is none. Raises ``OSError``."""
         return max((term for attempt, term in self._names() if attempt == self.attempt), default=0)
 
     def _names(self) -> list[tuple[int, int]]:
-        """The claims that there are: the start of the run, and the term. Raises ``OSError``."""
+        """Return the start and the term of each claim. Raises ``OSError``."""
         with suppress(FileNotFoundError):
             matches = filter(None, map(_NAME.fullmatch, os.listdir(self._folder)))
             return [(int(match[1]), int(match[2])) for match in matches]
         return []
 
     def newest(self) -> Claim | None:
-        """The newest claim; None if none was made.
+        """Return the newest claim; None if there is none.
 
         Raises:
-            ClaimError: It cannot be read. What it said of epochs is not known then, so nobody may lead on by the one before.
+            ClaimError: It cannot be read. Its epochs are then unknown, so nobody may lead by the claim before
+                it.
         """
         try:
             term = self.newest_term()
@@ -303,11 +307,11 @@ class ClaimRegister:
             raise ClaimError(f"cannot read the newest claim in {self._folder}: {error}") from error
 
     def read(self, term: int) -> Claim:
-        """A claim of this start. Raises ``OSError``, ``msgspec.MsgspecError``."""
+        """Read a claim of this start. Raises ``OSError``, ``msgspec.MsgspecError``."""
         return decode_claim(read_small(self._path(term)))
 
     def make(self, claim: Claim) -> bool:
-        """Makes a claim, durable when this returns; False if another has made that of its term.
+        """Make a claim, durable on return. Return False if another process has claimed its term.
 
         Raises:
             ClaimError: The disk does not take it; the same call may be made again.
@@ -315,22 +319,25 @@ class ClaimRegister:
         path = self._path(claim.term)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            made = _make_once(path, encode_claim(claim))
+            is_new = _make_once(path, encode_claim(claim))
             sync(self._folder)
         except OSError as error:
             raise ClaimError(f"cannot make the claim {path}: {error.strerror}") from error
         old = self._path(claim.term - KEPT)
         with suppress(OSError):
-            if made and old.exists():
+            if is_new and old.exists():
                 write_atomically(old, b"{}", durable=False)
-        return made
+        return is_new
 
     def _path(self, term: int) -> Path:
         return self._folder / f"{self.attempt:03d}-{term:08d}.json"
 
 
 def _make_once(path: Path, content: bytes) -> bool:
-    """Makes a file that nobody has made; True if it is this one's. Raises ``OSError``; the same call may be made again."""
+    """Create a file that does not exist yet. Return True if this process created it.
+
+    Raises ``OSError``; the same call may be made again.
+    """
     temporary = path.with_name(f".{path.name}.{int.from_bytes(os.urandom(7))}.tmp")
     try:
         temporary.write_bytes(content)
@@ -346,12 +353,15 @@ def _make_once(path: Path, content: bytes) -> bool:
         pass
     finally:
         temporary.unlink(missing_ok=True)
-    # It may be one's own though a call has failed: the answer to it was lost, or what came after it failed.
+    # It may be this process's own though a call has failed: the reply was lost, or a later step failed.
     return path.read_bytes() == content
 
 
 def _make_exclusively(path: Path, content: bytes) -> None:
-    """Makes a file where there are no links. Whoever reads it too early finds it unreadable, and reads it again."""
+    """Create a file where there are no links.
+
+    A reader that is too early cannot decode it, and reads it again.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with open(descriptor, "wb") as file:
@@ -359,5 +369,5 @@ def _make_exclusively(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        path.unlink(missing_ok=True)  # an empty claim would be a term that nobody can follow
+        path.unlink(missing_ok=True)  # An empty claim would be a term that nobody can follow.
         raise

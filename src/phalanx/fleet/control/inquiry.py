@@ -1,14 +1,17 @@
-"""Inquiries of a coordinator into a fault: which rank the others wait for in a hang, and which rank failed first.
+"""Inquiries of a coordinator into a fault: which rank the others wait for in a hang, and which rank failed
+first.
 
-PyTorch's flight recorder keeps the last collectives of a process: group, number in the group, operation, sizes, and whether each is over.
-In a hang, a rank inside a collective waits for the members of its group that have not reached it. Those may wait in other groups in turn;
-the ranks at the end of all chains, which wait for nobody, are the cause (the idea of PyTorch's ``fr_trace`` analyzer, here as a function on
-values).
+PyTorch's flight recorder keeps the last collectives of a process: group, number in the group, operation,
+sizes, and whether each has ended. In a hang, a rank inside a collective waits for the members of its group
+that have not reached it. Those may wait in other groups in turn. The ranks at the end of all chains, which
+wait for nobody, are the cause. The idea is that of PyTorch's ``fr_trace`` analyzer, here as a function on
+values.
 
-Records are taken by ``phalanx.parallel.mesh.torch_compat.flight_record`` in any thread of a worker, also while its main thread hangs; a
-worker that gives none counts as absent. A process records only if ``TORCH_FR_BUFFER_SIZE`` was above 0 in its environment when its first
-group was made; agents set it for their workers. Gloo does not record point-to-point messages (the pipeline's); a rank that waits for one
-looks idle, and may be named beside the culprit, or in its place. NCCL records them.
+``phalanx.parallel.mesh.torch_compat.flight_record`` takes records in any thread of a worker, also while its
+main thread hangs. A worker that returns none counts as absent. A process records only if
+``TORCH_FR_BUFFER_SIZE`` was above 0 when its first group was made; agents set it for their workers. Gloo does
+not record point-to-point messages (the pipeline's). A rank that waits for one looks idle, and may be named
+beside the culprit, or in its place. NCCL records them.
 """
 
 from __future__ import annotations
@@ -59,18 +62,18 @@ class Call:
     """Shapes of its inputs."""
     over: bool
     since_ns: int
-    """When it was called, in ns of the Unix clock of its node."""
+    """When it was called, in ns of its node's Unix clock."""
 
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The collectives that one rank was in when asked."""
+    """The collectives that one rank was in when the record was taken."""
 
     rank: int
     groups: Mapping[str, tuple[int, ...]]
     """The ranks of each of its process groups, by the group's name."""
     last: Mapping[str, Call]
-    """Its last collective in each group; no entry where there was none."""
+    """Its last collective in each group; groups without one have no entry."""
     taken_ns: int = 0
     """When the record was taken, by the same clock as ``Call.since_ns``."""
     cut: bool = False
@@ -95,12 +98,12 @@ class Stuck:
     """Seconds for which all of ``waiting`` had been in it."""
 
     def __str__(self) -> str:
-        what = f"{self.operation} number {self.number} of group {self.group[:12]}"
+        collective = f"{self.operation} number {self.number} of group {self.group[:12]}"
         if self.odd:
-            return f"{what}: ranks {_list(self.odd)} call something else"
+            return f"{collective}: ranks {_list(self.odd)} call another operation"
         if self.absent:
-            return f"{what}: ranks {_list(self.waiting)} wait, ranks {_list(self.absent)} never came"
-        return f"{what}: ranks {_list(self.waiting)} are all in it, and it does not end"
+            return f"{collective}: ranks {_list(self.waiting)} wait, ranks {_list(self.absent)} never came"
+        return f"{collective}: ranks {_list(self.waiting)} are all in it, and it does not end"
 
 
 @dataclass(frozen=True)
@@ -115,20 +118,20 @@ class Diagnosis:
     """Ranks that gave no record, or not all of it."""
 
     def proven(self, least_s: float) -> tuple[int, ...]:
-        """The culprits if there is no doubt, else empty.
+        """Return the culprits if the evidence is complete, else nothing.
 
-        There is none if every rank gave a full record, all members called the same operations, and the others have
-        been in the collective that the culprits did not reach for at least ``least_s``.
+        It is complete if every rank gave a full record, all members called the same operations, and the
+        others have waited in the collective for at least ``least_s``.
         """
-        waits = [found for found in self.stuck if set(self.culprits) & set(found.absent)]
-        doubt = self.silent or any(found.odd for found in self.stuck)
-        return () if doubt or any(found.waited_s < least_s for found in waits) else self.culprits
+        blocking = [collective for collective in self.stuck if set(self.culprits) & set(collective.absent)]
+        doubt = self.silent or any(collective.odd for collective in self.stuck)
+        return () if doubt or any(collective.waited_s < least_s for collective in blocking) else self.culprits
 
     def __str__(self) -> str:
         if not self.stuck:
-            return "no rank is in a collective: the run hangs elsewhere, if it does"
-        named = f"rank {_list(self.culprits)}: " if self.culprits else ""
-        return f"{named}{self.stuck[0]}"
+            return "no rank is in a collective: if the run hangs, it hangs elsewhere"
+        culprits = f"rank {_list(self.culprits)}: " if self.culprits else ""
+        return f"{culprits}{self.stuck[0]}"
 
 
 def _list(ranks: Iterable[int]) -> str:
@@ -136,7 +139,7 @@ def _list(ranks: Iterable[int]) -> str:
 
 
 def parse_record(record: bytes) -> FlightRecord:
-    """A record as ``torch_compat.flight_record`` gives it. Raises ``FlightRecordError``."""
+    """Parse a record of ``torch_compat.flight_record``. Raises ``FlightRecordError``."""
     try:
         data = json.loads(record)
         groups = {str(name): tuple(map(int, ranks)) for name, ranks in data["groups"].items()}
@@ -155,10 +158,10 @@ def parse_record(record: bytes) -> FlightRecord:
 
 
 def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
-    """A record reduced to what ``diagnose`` reads: the last collective of each group.
+    """Reduce a record to the input of ``diagnose``: the last collective of each group.
 
-    Unfinished ones come first, then the newest, as many as fit into ``most_bytes``. Raises ``FlightRecordError`` if not
-    even one fits, or if it is no record.
+    Unfinished ones come first, then the newest, as many as fit into ``most_bytes``. Raises
+    ``FlightRecordError`` if not even one fits, or if it is no record.
     """
     try:
         data = json.loads(record)
@@ -167,7 +170,7 @@ def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
             for entry in data["recorder"].get("entries", [])
             if not entry["is_p2p"]
         }
-        # The collective that the rank waits in now matters most.
+        # The collective that the rank waits in now is the most important one.
         newest = sorted(last.values(), key=lambda entry: (_over(entry), -entry["time_created_ns"]))
         for count in range(len(newest), -1, -1):
             entries = [{key: entry[key] for key in _LOOKED_AT} for entry in newest[:count]]
@@ -201,47 +204,51 @@ def _over(entry: Mapping[str, object]) -> bool:
 
 
 def diagnose(records: Sequence[FlightRecord], ranks: int) -> Diagnosis:
-    """Diagnoses a hang of a run of ``ranks`` ranks from the records that its ranks gave."""
+    """Diagnose a hang of a run of ``ranks`` ranks from the records of its ranks."""
     by_rank = {record.rank: record for record in records}
     # Each rank counts its own groups, so two different groups may have the same name.
     groups = {(name, members) for record in records for name, members in record.groups.items()}
-    stuck = [found for name, members in sorted(groups) for found in _stuck(name, members, by_rank)]
+    stuck = [collective for name, members in sorted(groups) for collective in _stuck(name, members, by_rank)]
     silent = tuple(rank for rank in range(ranks) if rank not in by_rank or by_rank[rank].cut)
-    blocked = {rank for found in stuck for rank in found.waiting}
-    culprits = {rank for found in stuck for rank in (*found.absent, *found.odd) if rank not in blocked}
-    culprits |= {rank for found in stuck for rank in found.odd}
-    first = sorted(stuck, key=lambda found: not culprits & {*found.absent, *found.odd})
+    blocked = {rank for collective in stuck for rank in collective.waiting}
+    culprits = {
+        rank for collective in stuck for rank in (*collective.absent, *collective.odd) if rank not in blocked
+    }
+    culprits |= {rank for collective in stuck for rank in collective.odd}
+    first = sorted(stuck, key=lambda collective: not culprits & {*collective.absent, *collective.odd})
     return Diagnosis(tuple(sorted(culprits)), tuple(first), silent)
 
 
 def _stuck(name: str, members: tuple[int, ...], by_rank: Mapping[int, FlightRecord]) -> list[Stuck]:
-    """The earliest collective of one group that its members wait in; empty if there is none."""
+    """Return the earliest collective of one group in which its members wait; empty if there is none."""
     calls = {
         rank: by_rank[rank].last.get(name)
         for rank in members
         if rank in by_rank and by_rank[rank].groups.get(name) == members
     }
-    inside = {rank: call for rank, call in calls.items() if call and not call.over}
-    if not inside:
+    unfinished = {rank: call for rank, call in calls.items() if call and not call.over}
+    if not unfinished:
         return []
-    number = min(call.number for call in inside.values())
-    here = {rank: call for rank, call in inside.items() if call.number == number}
+    number = min(call.number for call in unfinished.values())
+    waiting = {rank: call for rank, call in unfinished.items() if call.number == number}
     absent = tuple(rank for rank in members if (call := calls.get(rank)) is None or call.number < number)
-    kinds = [(call.operation, call.sizes) for call in here.values()]
+    kinds = [(call.operation, call.sizes) for call in waiting.values()]
     usual = max(kinds, key=kinds.count)
-    odd = tuple(rank for rank, kind in zip(here, kinds, strict=True) if kind[0] != usual[0])
-    waited_s = min(by_rank[rank].taken_ns - call.since_ns for rank, call in here.items()) / 1e9
-    return [Stuck(name, number, *usual, tuple(sorted(here)), absent, odd, waited_s)]
+    odd = tuple(rank for rank, kind in zip(waiting, kinds, strict=True) if kind[0] != usual[0])
+    waited_s = min(by_rank[rank].taken_ns - call.since_ns for rank, call in waiting.items()) / 1e9
+    return [Stuck(name, number, *usual, tuple(sorted(waiting)), absent, odd, waited_s)]
 
 
-# Inquiry into a hang: collects the ranks' flight records for a moment, then diagnoses.
-#
-# It is bounded: it takes one record of each rank, of this epoch only, from that rank's own node, and after ``PATIENCE_S`` diagnoses with
-# what has arrived. A coordinator that is killed meanwhile loses the records; a deadline then ends the epoch.
+# Inquiry into a hang: collects the ranks' flight records for a moment, then diagnoses. It is bounded: it
+# takes one record of each rank, of this epoch only, from that rank's own node. After ``PATIENCE_S`` it
+# diagnoses with the records that it has. A coordinator that is killed meanwhile loses the records; a deadline
+# then ends the epoch.
 
 PATIENCE_S = 2.0
 _WAITED_SHARE = 0.5
-"""A rank is proven guilty only if the others have waited in the collective for at least this share of the silence."""
+"""A rank is proven guilty only if the others have waited in the collective for at least this share of the
+silence.
+"""
 _TEXT_MAX = 2000
 
 
@@ -259,7 +266,7 @@ class Inquiry:
 
     @classmethod
     def into(cls, state: FleetState, silent_s: float, now_s: float) -> Inquiry:
-        """The inquiry into the present epoch, to be begun when its members are asked for their flight records."""
+        """Begin the inquiry into the present epoch, before its members send their flight records."""
         formation = state.settings.formation
         places = {name: formation.ranks_of(seat, state.ranks) for seat, name in enumerate(state.seats)}
         return cls(state.epoch, places, silent_s, now_s + PATIENCE_S)
@@ -269,38 +276,40 @@ class Inquiry:
         """Number of ranks of the epoch."""
         return sum(map(len, self.ranks_of.values()))
 
-    def add(self, said: Recorded) -> str:
-        """Adds a record; returns why it was refused, or an empty text."""
+    def add(self, message: Recorded) -> str:
+        """Add a record. Return why it was refused, or an empty text."""
         try:
-            record = parse_record(said.record.encode())
+            record = parse_record(message.record.encode())
         except FlightRecordError as error:
             return str(error)[:300]
-        if said.epoch != self.epoch or record.rank not in self.ranks_of.get(said.node, ()):
-            return f"rank {record.rank} of epoch {said.epoch} is not on {said.node}"
+        if message.epoch != self.epoch or record.rank not in self.ranks_of.get(message.node, ()):
+            return f"rank {record.rank} of epoch {message.epoch} is not on {message.node}"
         self.records.setdefault(record.rank, record)
         return ""
 
     def over(self, now_s: float) -> bool:
-        """True if all records have arrived, or the time is up."""
+        """Return True if all records have arrived, or the time is up."""
         return len(self.records) == self.ranks or now_s >= self.until_s
 
     def finding(self) -> Diagnosed:
-        """The diagnosis of all records, as an event for the core."""
-        found = diagnose(list(self.records.values()), self.ranks)
-        proven = found.proven(_WAITED_SHARE * self.silent_s)
-        silent = f"; no full record of ranks {', '.join(map(str, found.silent))}" if found.silent else ""
-        return Diagnosed(self.epoch, f"{found}{silent}"[:_TEXT_MAX], proven)
+        """Return the diagnosis of all records, as an event for the core."""
+        diagnosis = diagnose(list(self.records.values()), self.ranks)
+        proven = diagnosis.proven(_WAITED_SHARE * self.silent_s)
+        silent = (
+            f"; no full record of ranks {', '.join(map(str, diagnosis.silent))}" if diagnosis.silent else ""
+        )
+        return Diagnosed(self.epoch, f"{diagnosis}{silent}"[:_TEXT_MAX], proven)
 
 
-# Inquiry into a failure: which rank failed first when a fault has ended an epoch, from the logs of the workers.
-#
-# A fault in one rank breaks the collectives of all others, and their reports reach the coordinator in any order. Each worker's last words
-# are in its log, in the run directory that the whole fleet shares, with time, rank and step. The coordinator reads the ends of the logs of
-# those nodes that reported something, a moment later and in a thread. So a fault costs the fleet no message, and no text is cut. For a node
-# whose log cannot be read, its own report counts.
+# Inquiry into a failure: which rank failed first when a fault has ended an epoch, from the logs of the
+# workers. A fault in one rank breaks the collectives of all others, and their reports reach the coordinator
+# in any order. Each worker's last lines are in its log in the shared run directory, with time, rank and step.
+# The coordinator reads the ends of the logs of the nodes that reported a failure, a moment later and in a
+# thread. So a fault costs the fleet no message, and no text is cut. For a node whose log cannot be read, its
+# own report counts.
 
 _WAIT_S = 1.0
-"""The others' errors, and the ends of processes, come a moment after the first."""
+"""The others' errors, and the ends of processes, arrive a moment after the first."""
 _MOST_NODES = 64
 _LAST_SAID = 100
 _RECENT_S = 120.0
@@ -308,65 +317,66 @@ _MOST_CHARACTERS = 600
 
 
 class FailureInquiry:
-    """What nodes have reported since an epoch was left the last time."""
+    """Failure reports of nodes since the last epoch ended."""
 
     def __init__(self, directory: RunDirectory, attempt: int, workers: int) -> None:
         self._directory, self._attempt, self._workers = directory, attempt, workers
-        self._heard: dict[str, LogLine] = {}
+        self._reports: dict[str, LogLine] = {}
         self._asking: asyncio.Task[None] | None = None
 
     def begin(self, tell: Callable[[str], None]) -> None:
-        """Tells which rank failed first, if any did, once the others have said that they failed too."""
+        """Start a task that passes the first failure to ``tell``, once the other ranks have reported theirs."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(tell))
 
     async def _ask(self, tell: Callable[[str], None]) -> None:
         await asyncio.sleep(_WAIT_S)
-        heard = self.taken()
-        if heard and (found := await asyncio.to_thread(self.finding, heard)):
-            tell(found)
+        reports = self.take()
+        if reports and (text := await asyncio.to_thread(self.finding, reports)):
+            tell(text)
 
-    def heard(self, report: m.AgentMessage) -> None:
-        """Notes that a node has reported that something failed."""
+    def add(self, report: m.AgentMessage) -> None:
+        """Add a node's report that something failed. Other reports are ignored."""
         if not isinstance(report, m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal):
             return
         if isinstance(report, m.Broken) and report.text == m.LEFT_AS_ASKED:
             return
         now_s = time.time()
-        # What ended no epoch, such as a spare's worker that died hours ago, is not the beginning of what fails now.
-        self._heard = {node: line for node, line in self._heard.items() if line.t > now_s - _RECENT_S}
-        if len(self._heard) < _MOST_NODES:
+        # An older failure that ended no epoch, such as that of a spare's worker, is not the cause of this
+        # one.
+        self._reports = {node: line for node, line in self._reports.items() if line.t > now_s - _RECENT_S}
+        if len(self._reports) < _MOST_NODES:
             text = f"error: {_words(report)}"
             line = LogLine(
                 now_s, "error", report.node, None, report.epoch, self._attempt, None, text, report.node
             )
-            self._heard.setdefault(report.node, line)
+            self._reports.setdefault(report.node, line)
 
-    def taken(self) -> Mapping[str, LogLine]:
-        """What was noted; from now on it is forgotten."""
-        heard, self._heard = self._heard, {}
-        return heard
+    def take(self) -> Mapping[str, LogLine]:
+        """Return the reports, and forget them."""
+        reports, self._reports = self._reports, {}
+        return reports
 
-    def finding(self, heard: Mapping[str, LogLine]) -> str:
-        """Which rank failed first, in words; empty if nobody knows. Reads files."""
+    def finding(self, reports: Mapping[str, LogLine]) -> str:
+        """Describe which rank failed first; empty if that cannot be determined. Reads log files."""
         errors: list[LogLine] = []
         since = time.time() - _RECENT_S
-        for node, reported in heard.items():
-            said: list[LogLine] = []
+        for node, reported in reports.items():
+            lines: list[LogLine] = []
             for worker in range(self._workers):
                 log = self._directory.named_log(self._attempt, f"{node}-{worker}")
                 with suppress(OSError):
-                    said += (
+                    lines += (
                         line
                         for line in last_lines(log, _LAST_SAID)
                         if line.level == "error" and line.t > since
                     )
-            errors += said or [reported]
-        found = first_failure(errors)
-        if found is None:
+            errors += lines or [reported]
+        failure = first_failure(errors)
+        if failure is None:
             return ""
-        message = what_happened(found.line.text).splitlines()[0][:_MOST_CHARACTERS]
-        return f"first failure: {who(found.line)}: {message} ({'; '.join(found.evidence)})"
+        message = what_happened(failure.line.text).splitlines()[0][:_MOST_CHARACTERS]
+        return f"first failure: {who(failure.line)}: {message} ({'; '.join(failure.evidence)})"
 
 
 def _words(report: m.WorkerExited | m.WorkerHung | m.Broken | m.Fatal) -> str:

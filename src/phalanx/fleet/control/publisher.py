@@ -1,7 +1,8 @@
-"""Publications of a coordinator: incidents in the run's event stream and its own log, its state in ``fleet.json``, and metrics of that state.
+"""Publications of a coordinator: incidents in the run's event stream and its own log, its state in
+``fleet.json``, and metrics.
 
-None of it is of consequence for the run, so a disk that fails or is slow delays nothing else. The file is written often enough to be looked
-at and takes no more than a small share of the coordinator's time, whatever the size of the fleet.
+The run does not depend on them, so a slow or failing disk delays nothing else. The file is written often
+enough to be watched, and takes a small share of the coordinator's time, whatever the size of the fleet.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _FILE_SHARE = 0.02
 
 
 class Publisher:
-    """Publishes what happens to a fleet, for one life of its coordinator."""
+    """Publishes incidents, state and metrics of a fleet, for one life of its coordinator."""
 
     def __init__(
         self,
@@ -40,15 +41,17 @@ class Publisher:
         leads: Callable[[], bool] = lambda: True,
         on_epoch_left: Callable[[], None] = lambda: None,
     ) -> None:
-        """
+        """Set up publication.
+
         Args:
             directory: The run's.
-            attempt: Under which events are written.
-            content: Returns what fleet.json is to say now.
+            attempt: Attempt under which events are written.
+            content: Returns the present content of fleet.json.
             log: Takes lines for the coordinator's log.
-            least_pause_s: Between two writes of fleet.json.
+            least_pause_s: Least time between two writes of fleet.json.
             published_s: Incidents up to this time were published by an earlier coordinator.
-            leads: Asked, in a thread, just before fleet.json is replaced: that of a successor is left alone.
+            leads: Called in a thread just before fleet.json is replaced. If it returns False, the file of the
+                successor is left alone.
             on_epoch_left: Called when an epoch has ended.
         """
         self._leads, self._on_epoch_left = leads, on_epoch_left
@@ -58,10 +61,13 @@ class Publisher:
         self._due_s, self._shown_epoch = 0.0, NO_EPOCH
         self._writing: asyncio.Task[None] | None = None
         self.newest: FleetFile | None = None
-        """What fleet.json says, or is about to."""
+        """The content of fleet.json that was written last, or is being written."""
 
     def publish(self, state: FleetState, now_s: float, *, over: bool) -> None:
-        """Tells new incidents, and now and then (at once when an epoch trains) has fleet.json written, unless the run is over."""
+        """Publish new incidents.
+
+        Write fleet.json periodically, and at once when an epoch trains, unless the run is over.
+        """
         self._tell_new(state.incidents)
         formed = state.phase is FleetPhase.RUNNING and state.epoch != self._shown_epoch
         if (now_s >= self._due_s or formed) and self._writing is None and not over:
@@ -71,22 +77,22 @@ class Publisher:
     def _tell_new(self, incidents: Sequence[Incident]) -> None:
         for incident in incidents:
             if incident.at_s > self._published_s:
-                self.tell(incident)
+                self.publish_incident(incident)
         self._published_s = max((incident.at_s for incident in incidents), default=self._published_s)
 
-    def tell(self, incident: Incident) -> None:
-        """Writes an incident into the log and the run's event stream."""
-        named = f"{node_called(incident.node)}: {incident.what}" if incident.node else incident.what
+    def publish_incident(self, incident: Incident) -> None:
+        """Write an incident into the log and the run's event stream."""
+        text = f"{node_called(incident.node)}: {incident.what}" if incident.node else incident.what
         self._write_event(
-            EpochLeft(incident.epoch, named, incident.kind)
+            EpochLeft(incident.epoch, text, incident.kind)
             if incident.ended_epoch
-            else Message(incident.level, named, incident.kind, incident.node)
+            else Message(incident.level, text, incident.kind, incident.node)
         )
         if incident.ended_epoch:
             self._on_epoch_left()
 
     def warn(self, text: str) -> None:
-        """Writes a warning into the log and the run's event stream."""
+        """Write a warning into the log and the run's event stream."""
         self._write_event(Message("warning", text))
 
     def _write_event(self, body: EpochLeft | Message) -> None:
@@ -102,13 +108,13 @@ class Publisher:
         return write_fleet_file(run_dir, content) if self._leads() else 0.0
 
     async def write_now(self, now_s: float) -> None:
-        """Writes fleet.json, after a write that is under way."""
+        """Write fleet.json, after a write that is in progress."""
         if self._writing is not None:
             await self._writing
         await self._write(now_s)
 
     async def _write(self, now_s: float) -> None:
-        """Replaces fleet.json, durably, by a thread: the event loop must not wait for a slow disk."""
+        """Replace fleet.json, durably, in a thread: the event loop must not wait for a slow disk."""
         path, began_s = self._directory.path, time.thread_time()
         content = self.newest = self._content()
         took_s = time.thread_time() - began_s
@@ -121,10 +127,9 @@ class Publisher:
         self._writing = None
 
 
-# Metrics of a fleet, from the state that its coordinator publishes in ``fleet.json``.
-#
-# The published value is frozen, so that a thread can read it while the coordinator continues to decide; it is as old as the file, a second
-# or two.
+# Metrics of a fleet, from the state that its coordinator publishes in ``fleet.json``. The published value is
+# frozen, so a thread can read it while the coordinator continues to decide. It is as old as the file: a
+# second or two.
 
 _SOURCE = "fleet.json"
 ROLES = ("member", "spare", "warming", "lost", "quarantined", "drained", "leaving", GIVEN_BACK)
@@ -146,10 +151,10 @@ def _phases(fleet: FleetFile) -> Found:
 
 
 FLEET_METRICS: tuple[Derived[FleetFile], ...] = (
-    _derived("nodes", "gauge", "Nodes by what they are to the fleet.", _roles, "role"),
-    _derived("expected_nodes", "gauge", "Nodes that there should be, spares included.", lambda f: f.expected_nodes),
+    _derived("nodes", "gauge", "Nodes by their role in the fleet.", _roles, "role"),
+    _derived("expected_nodes", "gauge", "Target number of nodes, spares included.", lambda f: f.expected_nodes),
     _derived("ranks", "gauge", "Ranks of the present epoch.", lambda f: f.ranks),
-    _derived("phase", "gauge", "1 for the phase that the fleet is in.", _phases, "phase"),
+    _derived("phase", "gauge", "1 for the present phase of the fleet.", _phases, "phase"),
     _derived("epoch", "gauge", "Number of the present epoch.", lambda f: f.epoch),
     _derived("step", "gauge", "Last step completed in this epoch, by heartbeats.", lambda f: f.step if f.step != NO_STEP else None),
     _derived("usual_step_seconds", "gauge", "Seconds that a step usually takes, by heartbeats.", lambda f: f.step_s or None),
@@ -157,12 +162,12 @@ FLEET_METRICS: tuple[Derived[FleetFile], ...] = (
     _derived("regroups_total", "counter", "Epochs that were ended as planned, to grow or shrink.", lambda f: f.regroups),
     _derived("durable_step", "gauge", "Newest step that is on disk.", lambda f: max(f.durable_steps, default=None)),
     _derived("unsaved_steps", "gauge", "Completed steps that are on no disk.", lambda f: f.unsaved_steps),
-    _derived("coordinator_reign", "gauge", "1, and one more with each node that has succeeded a lost coordinator.", lambda f: f.reign),
-    _derived("coordinator_restarts_total", "counter", "Times that the coordinator was started again.", lambda f: f.restarts),
+    _derived("coordinator_reign", "gauge", "Number of the present reign: 1, and one more for each succession.", lambda f: f.reign),
+    _derived("coordinator_restarts_total", "counter", "Restarts of the coordinator.", lambda f: f.restarts),
     _derived("stale_messages_total", "counter", "Messages ignored: late, repeated, or from a fenced node.", lambda f: f.stale),
-    _derived("refused_total", "counter", "Connections and messages that the coordinator has refused.", lambda f: sum(f.refused.values())),
+    _derived("refused_total", "counter", "Connections and messages that the coordinator refused.", lambda f: sum(f.refused.values())),
     _derived("state_timestamp_seconds", "gauge", "Unix time of the state that these numbers are of.", lambda f: f.written_unix_s),
-    _derived("stopping", "gauge", "1 if the run was asked to save and stop.", lambda f: float(f.stopping)),
+    _derived("stopping", "gauge", "1 if the run has a request to save and stop.", lambda f: float(f.stopping)),
 )  # fmt: skip
 
 
@@ -171,20 +176,21 @@ def _of_node(name: str, text: str) -> Metric:
 
 
 ATTACHED = _of_node("attached", "1 if the node's agent is connected to the coordinator.")
-SILENT = _of_node("silent_seconds", "Seconds since the coordinator has heard from the node.")
+SILENT = _of_node("silent_seconds", "Seconds since the node's last heartbeat.")
 RANKS = _of_node("ranks", "Ranks that the node holds.")
-BARRED = _of_node("quarantined", "1 if the node was found unfit, and holds no rank for that.")
-STRAGGLER = _of_node(
-    "straggler", "1 if the node computes slowly: taken out for it, or kept for want of a spare."
-)
+BARRED = _of_node("quarantined", "1 if the node is quarantined and holds no rank.")
+STRAGGLER = _of_node("straggler", "1 if the node is slow: quarantined, or kept for lack of a spare.")
 NODE_METRICS = (ATTACHED, SILENT, RANKS, BARRED, STRAGGLER)
 _SLOW = (IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE)
 _SLOW_FOR_S = 900.0
-"""A node that is kept is named again at each window of steps for as long as it is slow."""
+"""A node stays reported as slow for this long. It is named again at each window of steps while it is slow."""
 
 
 class FleetSampler:
-    """The samples of one fleet, which is the coordinator's own. The labels of its nodes are kept: writing them is most of the work."""
+    """Samples of one fleet: the coordinator's own.
+
+    Node labels are cached, since formatting them is most of the work.
+    """
 
     def __init__(
         self,
@@ -196,19 +202,19 @@ class FleetSampler:
         self._nodes: dict[str, Labels] = {}
 
     def samples(self) -> list[Sample]:
-        """Samples of the state that was published last; none before the first."""
+        """Return samples of the last published state; none before the first."""
         fleet = self._newest()
         if fleet is None:
             return []
         slow = _stragglers(fleet)
-        there = [(self._node(member.name), member) for member in fleet.members if member.role != GIVEN_BACK]
+        present = [(self._node(member.name), member) for member in fleet.members if member.role != GIVEN_BACK]
         return [
             *collect(FLEET_METRICS, fleet, self._run, self._failed),
-            *(Sample(ATTACHED, labels, int(member.attached)) for labels, member in there),
-            *(Sample(SILENT, labels, member.silent_s) for labels, member in there),
-            *(Sample(RANKS, labels, len(member.ranks)) for labels, member in there),
-            *(Sample(BARRED, labels, int(member.role == "quarantined")) for labels, member in there),
-            *(Sample(STRAGGLER, labels, int(member.name in slow)) for labels, member in there),
+            *(Sample(ATTACHED, labels, int(member.attached)) for labels, member in present),
+            *(Sample(SILENT, labels, member.silent_s) for labels, member in present),
+            *(Sample(RANKS, labels, len(member.ranks)) for labels, member in present),
+            *(Sample(BARRED, labels, int(member.role == "quarantined")) for labels, member in present),
+            *(Sample(STRAGGLER, labels, int(member.name in slow)) for labels, member in present),
         ]
 
     def _node(self, name: str) -> Labels:
@@ -218,8 +224,8 @@ class FleetSampler:
 
 
 def _stragglers(fleet: FleetFile) -> set[str]:
-    """The nodes that are known to be slow now."""
+    """Return the nodes that are slow now."""
     since_s = fleet.written_unix_s - _SLOW_FOR_S
-    named = {one.node for one in fleet.happenings if one.unix_s >= since_s and one.kind in _SLOW}
-    barred = {one.name for one in fleet.members if one.role == "quarantined" and one.fault in _SLOW}
-    return {name for name in named | barred if name}
+    reported = {item.node for item in fleet.happenings if item.unix_s >= since_s and item.kind in _SLOW}
+    barred = {item.name for item in fleet.members if item.role == "quarantined" and item.fault in _SLOW}
+    return {name for name in reported | barred if name}

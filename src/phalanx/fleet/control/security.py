@@ -1,10 +1,13 @@
-"""Authentication: secret tokens for every connection to a run's fleet, and mutual TLS if certificates are given.
+"""Authentication: secret tokens for every connection to a run's fleet, and mutual TLS if certificates are
+given.
 
-Without them, everybody who can reach the coordinator's port could end a run or send it false reports. There are two: one to take part,
-and one to operate, so that whoever has got hold of an agent's cannot stop the run with it. The run's launcher makes them when the fleet
-is first started, and they lie in the run directory, readable by its owner only; on every connection both sides prove that they know the
-one that it takes, and never send it (``phalanx.wire.messages``). On a network that others can listen to, give certificates too: a
-folder with ``ca.pem``, ``node.pem`` and ``node.key``. Then both sides must show a certificate that the run's own authority has signed.
+Without them, anyone who can reach the coordinator's port could end a run or send it false reports. There are
+two: one to take part, and one to operate, so that a stolen agent token cannot stop the run. The run's
+launcher makes them when the fleet is first started. They are in the run directory, readable by its owner
+only. On every connection both sides prove that they know the token and never send it
+(``phalanx.wire.messages``). If others can read the network traffic, add certificates: a folder with
+``ca.pem``, ``node.pem`` and ``node.key``. Then both sides must show a certificate that the run's own
+authority has signed.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _SHORTEST_TOKEN = 16
 
 
 class SecurityError(RuntimeError):
-    """A token or certificate is missing or unusable; the message names it and says what to do."""
+    """A token or certificate is missing or unusable; the message names it and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class Certificates:
     key: bytes = field(repr=False)
 
     def server_context(self) -> ssl.SSLContext:
-        """The TLS context of a listening socket: only peers with a certificate of our authority are accepted."""
+        """Return the TLS context of a listening socket: only peers with a certificate of our authority are
+        accepted.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return self._loaded(context)
@@ -50,7 +55,9 @@ class Certificates:
     def client_context(self, *, names_host: bool = False) -> ssl.SSLContext:
         """Return the TLS context of a connection to a data port; with ``names_host``, the server's certificate must name its host."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = names_host  # nodes are dialed by address; their authority is this run's own
+        context.check_hostname = (
+            names_host  # Nodes are dialed by address, and their authority is this run's own.
+        )
         return self._loaded(context)
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
@@ -61,7 +68,10 @@ class Certificates:
 
 
 def read_certificates(folder: Path) -> Certificates:
-    """The certificates in ``folder``: ``ca.pem``, ``node.pem`` and ``node.key``. Raises ``SecurityError``."""
+    """Read the certificates in ``folder``: ``ca.pem``, ``node.pem`` and ``node.key``.
+
+    Raises ``SecurityError``.
+    """
     try:
         authority, certificate, key = (
             (folder / name).read_bytes() for name in ("ca.pem", "node.pem", "node.key")
@@ -75,68 +85,77 @@ def read_certificates(folder: Path) -> Certificates:
 
 @dataclass(frozen=True)
 class Keyring:
-    """The token of a role, and all those before it, of which some are still accepted for a while after a rotation."""
+    """The token of a role and all tokens before it.
+
+    Some of those are still accepted for a while after a rotation.
+    """
 
     token: str = field(default="", repr=False)
     earlier: tuple[tuple[str, float], ...] = field(default=(), repr=False)
-    """(token, unix time from which on it is refused), the newest first; those that are refused stay, so that whoever has one finds its way."""
+    """(token, Unix time from which it is refused), the newest first.
+
+    Refused ones stay, so that their holders can follow the rotation.
+    """
 
     def accepted(self) -> tuple[str, ...]:
-        """The earlier tokens that are accepted now."""
+        """Return the earlier tokens that are accepted now."""
         now_s = time.time()
         return tuple(token for token, until_s in self.earlier if now_s < until_s)
 
     def follows(self, token: str) -> bool:
-        """True if ``token`` was changed into this one, however many rotations ago."""
+        """Return True if ``token`` was changed into this one, however many rotations ago."""
         return any(token == old for old, _ in self.earlier)
 
 
 def run_token(run_dir: Path, role: TokenRole = "join") -> str:
-    """The token of ``keyring``. Raises ``SecurityError`` as that does."""
+    """Return the token of ``keyring``. Raises ``SecurityError`` as that does."""
     return keyring(run_dir, role).token
 
 
 def keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
-    """The tokens of a run for a role: that of the environment, else those of its directory. Only the run's launcher makes one.
+    """Return the tokens of a run for a role: from the environment, else from its directory. Only the run's
+    launcher makes tokens.
 
-    Where the file says that the environment's token was changed, the file's counts: a process cannot change the environment with which it
-    will be started again.
+    If the file records that the environment's token was rotated, the file wins: a process cannot change the
+    environment of its restarts.
 
     Raises:
         SecurityError: There is none, it cannot be read, or it is too short to be a secret.
     """
     variable = TOKEN_VARIABLES[role]
-    if not (given := os.environ.get(variable)):
+    if not (token := os.environ.get(variable)):
         return read_keyring(run_dir, role)
-    return keyring_after(_checked(given, f"the environment variable {variable}"), run_dir, role)
+    return keyring_after(_checked(token, f"the environment variable {variable}"), run_dir, role)
 
 
 def keyring_after(token: str, run_dir: Path, role: TokenRole = "join") -> Keyring:
-    """The tokens of a run's file if ``token`` is the present one there, or was changed into it; else ``token`` alone.
+    """Return the tokens of a run's file if it holds ``token``, now or before a rotation; else ``token``
+    alone.
 
-    A file that says neither is damaged, or of other hands: half a token is as good a token as any, and whoever took it over would be
-    refused by all who have the whole.
+    If the file holds neither token, it was truncated or written by someone else. A process that took over
+    such a token would be refused by the others.
     """
     with suppress(SecurityError):
-        found = read_keyring(run_dir, role)
-        if found.token == token or found.follows(token):
-            return found
+        keys = read_keyring(run_dir, role)
+        if keys.token == token or keys.follows(token):
+            return keys
     return Keyring(token)
 
 
 def read_keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
-    """The tokens in a run's file for a role, whatever the environment says.
+    """Read the tokens for a role from a run's file, ignoring the environment.
 
-    Its first line is the token; further lines are earlier ones, each with the unix time from which on it is refused.
+    The first line is the token. Further lines are earlier ones, each with the Unix time from which it is
+    refused.
 
     Raises:
         SecurityError: There is none, it cannot be read, or it is too short to be a secret.
     """
     path = run_dir / _TOKEN_FILES[role]
     try:
-        first, *rest = read_small(path).decode().splitlines() or [""]
-        # A token may have spaces in it.
-        earlier = [line.rsplit(maxsplit=1) for line in rest if line.strip()]
+        first, *older = read_small(path).decode().splitlines() or [""]
+        # A token may contain spaces.
+        earlier = [line.rsplit(maxsplit=1) for line in older if line.strip()]
         token = _checked(first.strip(), str(path))
         return Keyring(token, tuple((_checked(old, str(path)), float(until_s)) for old, until_s in earlier))
     except ValueError as error:
@@ -144,10 +163,10 @@ def read_keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
     except FileNotFoundError:
         variable = TOKEN_VARIABLES[role]
         remedy = (
-            f"a fleet cannot go on with another one. Put it back, give it in {variable}, or end what is left of the fleet and start the "
+            f"a fleet cannot continue with another one. Restore it, give it in {variable}, or end what is left of the fleet and start the "
             "run again"
             if role == "join"
-            else f"without it nobody can operate the fleet. Put it back, or give it in {variable}; agents train on meanwhile, and Ctrl-C of "
+            else f"without it nobody can operate the fleet. Restore it, or give it in {variable}; agents train on meanwhile, and Ctrl-C of "
             "the command that trains, or SIGTERM to the coordinator, saves and ends the run"
         )
         raise SecurityError(
@@ -161,7 +180,8 @@ def read_keyring(run_dir: Path, role: TokenRole = "join") -> Keyring:
 
 
 def make_token(run_dir: Path, role: TokenRole = "join") -> str:
-    """The token of a run that its launcher starts now: the one that there is, else a new one, durable when this returns.
+    """Return the token of a run that its launcher starts now: the existing one, else a new one. It is durable
+    on return.
 
     Raises:
         SecurityError: As ``run_token`` does, or it cannot be written.
@@ -176,7 +196,9 @@ def make_token(run_dir: Path, role: TokenRole = "join") -> str:
 
 
 def require_rotatable(run_dir: Path, role: TokenRole, token: str) -> None:
-    """Raises ``SecurityError`` unless ``token`` is that of the run's file, where everybody who has it will find the next one."""
+    """Raise ``SecurityError`` unless ``token`` is that of the run's file, where its holders will find the
+    next one.
+    """
     path, variable = run_dir / _TOKEN_FILES[role], TOKEN_VARIABLES[role]
     if not path.exists():
         raise SecurityError(
@@ -189,18 +211,18 @@ def require_rotatable(run_dir: Path, role: TokenRole, token: str) -> None:
         )
 
 
-def rotate_token(run_dir: Path, role: TokenRole, held: Keyring, grace_s: float) -> Keyring:
-    """Puts a new token in the place of ``held.token``, which is accepted for ``grace_s`` seconds more.
+def rotate_token(run_dir: Path, role: TokenRole, keys: Keyring, grace_s: float) -> Keyring:
+    """Replace ``keys.token`` by a new token. The old one is accepted for ``grace_s`` seconds more.
 
-    It is durable when this returns, unless the disk fails at the very last call (``_write_keyring``).
+    The new one is durable on return, unless the disk fails at the very last call (``_write_keyring``).
 
     Raises:
         SecurityError: As ``require_rotatable`` does, or it cannot be written.
     """
-    require_rotatable(run_dir, role, held.token)
+    require_rotatable(run_dir, role, keys.token)
     path, until_s = run_dir / _TOKEN_FILES[role], time.time() + grace_s
-    before = ((token, min(at_s, until_s)) for token, at_s in held.earlier)
-    new = Keyring(secrets.token_hex(32), ((held.token, until_s), *before))
+    before = ((token, min(at_s, until_s)) for token, at_s in keys.earlier)
+    new = Keyring(secrets.token_hex(32), ((keys.token, until_s), *before))
     try:
         _write_keyring(path, new, replace=True)
     except OSError as error:
@@ -209,7 +231,9 @@ def rotate_token(run_dir: Path, role: TokenRole, held: Keyring, grace_s: float) 
 
 
 def require_two_tokens(join: str, operate: str) -> None:
-    """Raises ``SecurityError`` if agents and operators of a run have the same token, so that each may do what the other may."""
+    """Raise ``SecurityError`` if agents and operators of a run have the same token: each could then do what
+    the other may.
+    """
     if join == operate:
         raise SecurityError(
             f"the tokens of agents and of operators are the same: give {TOKEN_VARIABLES['operate']} another value than "
@@ -218,11 +242,12 @@ def require_two_tokens(join: str, operate: str) -> None:
 
 
 def _write_keyring(path: Path, keys: Keyring, *, replace: bool = False) -> None:
-    """Writes tokens, in the place of others or unless somebody is quicker; the file has its name once it is whole, on the disk, and
-    readable by its owner only.
+    """Write tokens to a file readable by its owner only. With ``replace``, replace the file; otherwise fail
+    if it exists.
 
-    Raises ``OSError``; the tokens of before are in force then. Once new ones have taken their place, which every process sees at once, they
-    count though the folder cannot be synced: after a power cut the earlier file may be back.
+    The file gets its name once it is complete and on disk. Raises ``OSError``; the previous tokens then stay
+    valid. If only the sync of the folder fails, the new ones are valid: every process sees them, but a power
+    cut may bring the earlier file back.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -247,7 +272,7 @@ def _write_keyring(path: Path, keys: Keyring, *, replace: bool = False) -> None:
 def _checked(token: str, where: str) -> str:
     if not token:
         raise SecurityError(
-            f"{where} is empty (a power cut can leave that): end what is left of the fleet, remove it, and start the run again: a new "
+            f"{where} is empty (a power cut can leave that): end the rest of the fleet, remove it, and start the run again: a new "
             "token is made"
         )
     if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable():

@@ -1,14 +1,18 @@
-"""The coordinator's server: one stream for each agent (``phalanx.fleet.control.credentials``), and one for each request of an operator.
+"""The coordinator's server: one stream for each agent (``phalanx.fleet.control.credentials``), and one for
+each request of an operator.
 
-The client side is ``phalanx.fleet.control.coordinator_link``. The first messages of a
-stream prove, in both directions, that the two ends know the run's token (``phalanx.wire.messages``) and belong to the same start of the
-same run (``phalanx.run.identity``); before that an agent sends and obeys nothing. Every message after that is
-sealed with a key of that connection, which is derived from all of this: nobody in between can alter or add one, and no command of another
-start opens. A message that cannot be decoded is refused, counted and logged, and changes nothing. Nothing waits for a slow reader: its
-queue is short, and when it is full the connection is closed; the agent reconnects and describes itself. If connections are too many, one that
-has not proven itself makes room.
+The client side is ``phalanx.fleet.control.coordinator_link``. The first messages of a stream are a handshake.
+It proves in both directions that the two ends know the run's token (``phalanx.wire.messages``) and belong to
+the same start of the same run (``phalanx.run.identity``). Before that an agent sends and obeys nothing.
 
-Each connection is an open file, so the limit on open files is raised first, and bounds the number of connections.
+Every later message is sealed with a key of that connection, derived from the handshake. So nobody in between
+can alter or add a message, and a command of another start cannot be opened. A message that cannot be decoded
+is refused, counted and logged, and changes nothing. Nothing waits for a slow reader: its queue is short, and
+when it is full the connection is closed; the agent reconnects and describes itself. If there are too many
+connections, the oldest unproven one is closed.
+
+Each connection is an open file, so the limit on open files is raised first, and bounds the number of
+connections.
 """
 
 from __future__ import annotations
@@ -66,17 +70,16 @@ from phalanx.wire.messages import (
 from phalanx.wire.port import shut
 from phalanx.wire.stream import FrameStream
 
-# The limit on open files is checked before the fleet depends on it.
-#
-# Every agent is a connection, and one that reconnects may be there twice for a moment.
+# The limit on open files is checked before the fleet depends on it. Every agent is a connection, and one that
+# reconnects may count twice for a moment.
 
 
 class DescriptorLimitError(RuntimeError):
-    """The system allows too few open files for the fleet; the message says how many it needs."""
+    """The system allows too few open files for the fleet; the message has the number needed."""
 
 
 def raise_descriptor_limit(nodes: int) -> int:
-    """Raises this process's limit on open files to the hard limit; returns it.
+    """Raise this process's limit on open files to the hard limit, and return it.
 
     Raises ``DescriptorLimitError`` if that is too low for the coordinator of ``nodes`` nodes.
     """
@@ -91,7 +94,7 @@ def raise_descriptor_limit(nodes: int) -> int:
 
 
 def most_connections() -> int:
-    """The number of connections that leaves enough descriptors for everything else."""
+    """Return the number of connections that leaves enough descriptors for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(RESERVE, soft - RESERVE)
 
@@ -103,15 +106,15 @@ MAX_COMMAND_BYTES = 256 << 20
 QUEUED = 256
 _FLUSH_S, _CLOSE_S, _LINGER_S = 0.2, 5.0, 1.0
 _GREETING_S = 30.0
-"""Strangers who connect and send nothing give their descriptors back."""
+"""Clients that connect and send nothing are disconnected after this time."""
 _BACKLOG, _ACCEPT_PAUSE_S = 4096, 0.2
 _LONGEST_REASON = 8192
 _HOSTS_COMPARED, _LONGEST_NAME = 50_000, 255
-"""Whoever dials names its host before it has proven anything: names do not fill the memory."""
+"""Limits on host names in memory: clients send one before they have proven anything."""
 
 
 class TransportError(RuntimeError):
-    """The coordinator cannot be reached, or refuses; the text says why and what to do."""
+    """The coordinator cannot be reached, or refuses; the text has the reason and the remedy."""
 
 
 # --- the coordinator's side -----------------------------------------------------------------------
@@ -123,53 +126,56 @@ class AgentLink:
     def __init__(self, node: str, incarnation: int, token_name: str = "") -> None:
         self.node, self.incarnation, self.token_name = node, incarnation, token_name
         self.attaches_again = False
-        """It was told to: that this stream ends says nothing of the agent."""
+        """It was ordered to attach again, so the end of this stream is no sign of a fault."""
         self.queue: asyncio.Queue[bytes] = asyncio.Queue(QUEUED)
         self.closed = asyncio.Event()
 
     def send(self, command: bytes) -> None:
-        """Queues an encoded command; an agent that does not read its commands is disconnected, and may dial again."""
+        """Queue an encoded command.
+
+        An agent that does not read its commands is disconnected, and may dial again.
+        """
         try:
             self.queue.put_nowait(command)
         except asyncio.QueueFull:
             self.close()
 
     def close(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         self.closed.set()
 
 
 class Listener(Protocol):
-    """The coordinator's handlers of what arrives; called from the event loop, must not block."""
+    """The coordinator's handlers of incoming messages. Called from the event loop; must not block."""
 
     def on_report(self, report: AgentMessage) -> None:
-        """Takes a report of an attached agent, its Joined included."""
+        """Take a report of an attached agent, its Joined included."""
 
     def on_disconnect(self, link: AgentLink) -> None:
-        """Called when the stream of an attached agent has ended."""
+        """Handle the end of an attached agent's stream."""
 
     async def on_operation(self, operation: OperatorRequest) -> str:
-        """Takes an operator's request; returns the answer."""
+        """Take an operator's request, and return the answer."""
 
     def log(self, line: str) -> None:
-        """Writes a line for people."""
+        """Write a line for people."""
 
 
 class FleetServer:
-    """The coordinator's server: the agents that are attached, and counts of what was refused."""
+    """The coordinator's server: the attached agents, and counts of refused messages."""
 
     def __init__(self, credentials: Credentials, listener: Listener) -> None:
         self.listener = listener
-        """To be replaced when a candidate becomes the coordinator."""
-        self._untold: set[str] = set()
-        """Nodes that have attached since the coordinator last said that it leads."""
+        """Replaced when a candidate becomes the coordinator."""
+        self._unnotified: set[str] = set()
+        """Nodes that have attached since the last leader heartbeat."""
         self.credentials = credentials
-        """To be replaced when the tokens are changed."""
+        """Replaced when the tokens are changed."""
         self.links: dict[str, AgentLink] = {}
         """Node -> its current stream, for every attached node."""
         self.refused: Counter[str] = Counter()
         self._clocks: dict[str, float] = {}
-        """Host -> seconds by which its clock is ahead of this machine's when it dialed last; 0 where it agrees."""
+        """Host -> seconds by which its clock was ahead of this machine's at its last dial; 0 if they agree."""
         self._listening: asyncio.Task[None] | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self._newcomers: dict[socket.socket, None] = {}
@@ -193,7 +199,7 @@ class FleetServer:
         return int(listener.getsockname()[1])
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """End all streams, after what is queued has been sent or the grace has passed."""
+        """End all streams, after the queued messages have been sent or the grace has passed."""
         listening = [] if self._listening is None else [self._listening]
         for task in listening:
             task.cancel()
@@ -206,25 +212,31 @@ class FleetServer:
         await asyncio.gather(*listening, *self._connections, return_exceptions=True)
 
     def lead(self, reign: int, *, again: bool = False) -> None:
-        """Tells the agents that have attached since the last call that this coordinator leads; with ``again``, all of them."""
-        told, untold = encode(Lead(reign)), self._untold
-        self._untold = set()
-        for node in self.links.keys() if again else untold & self.links.keys():
-            self.links[node].send(told)
+        """Send a leader heartbeat to the agents that have attached since the last call; with ``again``, to
+        all of them.
+        """
+        message, unnotified = encode(Lead(reign)), self._unnotified
+        self._unnotified = set()
+        for node in self.links.keys() if again else unnotified & self.links.keys():
+            self.links[node].send(message)
 
     def send(self, node: str, command: Command) -> None:
-        """Sends a command on a node's current stream; dropped if there is none, since an agent that attaches describes itself."""
+        """Send a command on a node's current stream.
+
+        It is dropped if there is none, since an agent that attaches describes itself.
+        """
         if node in self.links:
             link = self.links[node]
             link.attaches_again |= isinstance(command, ReadToken) and command.key != link.token_name
             link.send(encode(command))
 
-    def drop_outdated(self, told: str) -> None:
-        """Ends the streams that were opened with a token that is refused by now.
+    def drop_outdated(self, reported_key: str) -> None:
+        """End the streams that were opened with a token that is refused by now.
 
-        Until agents have been told of the present token, whose name is ``told`` from then on, none is ended: all would be, at once.
+        ``reported_key`` is the token that agents were ordered to use. Until that is the present token, no
+        stream is ended: otherwise all would end at once.
         """
-        if told != token_name(self.credentials.token):
+        if reported_key != token_name(self.credentials.token):
             return
         names = self.credentials.accepted_names()
         for link in [link for link in self.links.values() if link.token_name not in names]:
@@ -235,11 +247,11 @@ class FleetServer:
                 link.attaches_again = False
                 link.close()
 
-    def _refuse(self, kind: str, who: str, detail: str = "") -> None:
+    def _refuse(self, kind: str, peer: str, detail: str = "") -> None:
         self.refused[kind] += 1
         count = self.refused[kind]
-        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a flood does not fill the log
-            self.listener.log(f"refused {kind} from {who} ({count} so far) {detail}".rstrip())
+        if count & (count - 1) == 0:  # The 1st, 2nd, 4th, 8th ...: a flood does not fill the log.
+            self.listener.log(f"refused {kind} from {peer} ({count} so far) {detail}".rstrip())
 
     async def _listen(self, listener: socket.socket, tls: ssl.SSLContext | None, most: int) -> None:
         """Accept connections until cancelled. Above ``most`` of them, each new one ends the oldest newcomer, TLS handshakes included."""
@@ -247,7 +259,9 @@ class FleetServer:
             while True:
                 try:
                     connection, address = await asyncio.get_running_loop().sock_accept(listener)
-                except OSError as error:  # no descriptor is left, say: others may be closed in a moment
+                except (
+                    OSError
+                ) as error:  # For example, no descriptor is left: others may be closed in a moment.
                     self._refuse("connection", "a client", str(error))
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue
@@ -259,12 +273,12 @@ class FleetServer:
                     oldest = next(iter(self._newcomers))
                     del self._newcomers[oldest]
                     shut(oldest)
-                await asyncio.sleep(0)  # a flood of connections does not hold up those that are served
+                await asyncio.sleep(0)  # A flood of connections does not delay those that are served.
 
     async def _accept(self, connection: socket.socket, peer: str, tls: ssl.SSLContext | None) -> None:
         frames = None
         try:
-            with suppress(WireError, OSError, asyncio.CancelledError):  # the last by ``stop``
+            with suppress(WireError, OSError, asyncio.CancelledError):  # The last by ``stop``.
                 frames = await accepted(connection, tls)
                 await self._serve(frames, connection, peer)
         finally:
@@ -295,7 +309,9 @@ class FleetServer:
             await self._operate(frames, seals, peer)
 
     async def _admit(self, stream: HandshakeStream, greeting: Greeting, peer: str) -> Seals | None:
-        """Return the seals of a stream whose client has proven itself; else turn it away with the reason."""
+        """Return the seals of a stream whose client has proven itself; otherwise send the reason for the
+        refusal and return None.
+        """
         refusal = self.credentials.refusal(greeting.facts, greeting.method)
         if greeting.method == "Attach":
             refusal = self._compare_clocks(host_in(greeting.facts), refusal)
@@ -305,9 +321,9 @@ class FleetServer:
             except WireError as error:
                 reason = f"wrong token: the other side {error}"
                 refusal = Refusal("wrong token", "unauthenticated", reason)
-        self._refuse(refusal.kind, peer, refusal.why)
-        await stream.send(TurnedAway(refusal.code, refusal.why[:_LONGEST_REASON]))
-        # Bytes that were never read would reset the connection, and the client might lose the reason.
+        self._refuse(refusal.kind, peer, refusal.reason)
+        await stream.send(TurnedAway(refusal.code, refusal.reason[:_LONGEST_REASON]))
+        # Unread bytes would reset the connection, and the client might lose the reason.
         with suppress(TimeoutError, WireError):
             async with asyncio.timeout(_LINGER_S):
                 while True:
@@ -315,18 +331,18 @@ class FleetServer:
         return None
 
     def _compare_clocks(self, host: str, refusal: Refusal | None) -> Refusal | None:
-        """The refusal, saying so if it is this machine's clock that is wrong."""
-        own = socket.gethostname()
+        """Return the refusal, with a note if this machine's clock is the wrong one."""
+        own_host = socket.gethostname()
         full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks
         unfit = not 0 < len(host) <= _LONGEST_NAME or not host.isprintable()
-        if host == own or full or unfit or (refusal is not None and not refusal.ahead_s):
+        if host == own_host or full or unfit or (refusal is not None and not refusal.ahead_s):
             return refusal
         self._clocks[host] = refusal.ahead_s if refusal is not None else 0.0
         if refusal is None:
             return None
         apart = {name: ahead_s for name, ahead_s in self._clocks.items() if ahead_s}
-        wrong = own_clock_is_wrong(apart, len(self._clocks) - len(apart), f"{own} (the coordinator)")
-        return refusal._replace(why=wrong) if wrong else refusal
+        wrong = own_clock_is_wrong(apart, len(self._clocks) - len(apart), f"{own_host} (the coordinator)")
+        return refusal._replace(reason=wrong) if wrong else refusal
 
     async def _attach(self, frames: FrameStream, seals: Seals, peer: str) -> None:
         reports = self._decoded(self._opened(frames, seals, peer), peer)
@@ -350,46 +366,49 @@ class FleetServer:
                 if not link.attaches_again:
                     self.listener.on_disconnect(link)
 
-    async def _opened(self, frames: FrameStream, seals: Seals, who: str) -> AsyncIterator[bytes]:
-        """Yield the messages of a stream without their seals. Ends with the stream, and at a message that is forged or too long."""
+    async def _opened(self, frames: FrameStream, seals: Seals, peer: str) -> AsyncIterator[bytes]:
+        """Yield the unsealed messages of a stream.
+
+        Ends with the stream, and at a message that is forged or too long.
+        """
         try:
             while (sealed := await frames.receive(MAX_REPORT_BYTES + SEAL_BYTES)) != END:
                 yield seals.incoming.open(sealed)
         except ForgedError as error:
-            self._refuse("forged message", who, str(error))
+            self._refuse("forged message", peer, str(error))
         except MessageError as error:
-            self._refuse("malformed message", who, str(error))
+            self._refuse("malformed message", peer, str(error))
         except EndedError:
             return
 
-    async def _decoded(self, requests: AsyncIterator[bytes], who: str) -> AsyncIterator[Received]:
-        """Yield the reports of a stream; a message that cannot be decoded is refused."""
+    async def _decoded(self, requests: AsyncIterator[bytes], peer: str) -> AsyncIterator[Received]:
+        """Yield the reports of a stream. A message that cannot be decoded is refused."""
         async for body in requests:
             try:
                 yield decode_report(body)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                self._refuse("malformed message", who, str(error)[:200])
+                self._refuse("malformed message", peer, str(error)[:200])
 
-    def _attached_link(self, first: Received, who: str, token_name: str) -> AgentLink | None:
-        """Attaches the stream that begins with ``first``; None if that is no Joined."""
+    def _attached_link(self, first: Received, peer: str, token_name: str) -> AgentLink | None:
+        """Attach the stream that begins with ``first``; return None if that is no Joined."""
         if not isinstance(first, Joined):
-            self._refuse("stream that does not begin with Joined", who)
+            self._refuse("stream that does not begin with Joined", peer)
             return None
         link = AgentLink(first.node, first.incarnation, token_name)
         before = self.links.get(first.node)
         if before is not None and before.incarnation > first.incarnation:
-            self._refuse("superseded incarnation", f"{first.node} at {who}")
+            self._refuse("superseded incarnation", f"{first.node} at {peer}")
             link.send(encode(Fence("a newer agent of this node is attached", first.incarnation)))
             link.close()
             return link
         self.links[first.node] = link
-        self._untold.add(first.node)
+        self._unnotified.add(first.node)
         if before is not None:
             before.close()
         self.listener.on_report(first)
         return link
 
-    async def _read(self, link: AgentLink, reports: AsyncIterator[Received], who: str) -> None:
+    async def _read(self, link: AgentLink, reports: AsyncIterator[Received], peer: str) -> None:
         async for report in reports:
             if self.links.get(link.node) is not link:
                 return
@@ -398,11 +417,13 @@ class FleetServer:
             if _speaks_for_itself(report, link.node):
                 self.listener.on_report(report)
             else:
-                self._refuse("message that speaks for others", f"{link.node} at {who}", type(report).__name__)
+                self._refuse(
+                    "message that speaks for others", f"{link.node} at {peer}", type(report).__name__
+                )
 
     async def _operate(self, frames: FrameStream, seals: Seals, peer: str) -> None:
         body = await anext(self._opened(frames, seals, peer), END)
-        if body == END:  # a program that only wanted to know who coordinates the run
+        if body == END:  # A program that only checks who coordinates the run.
             return
         try:
             operation = decode_report(body)
@@ -416,7 +437,7 @@ class FleetServer:
 
 
 def _speaks_for_itself(report: Received, node: str) -> TypeGuard[AgentMessage]:
-    """True if a report is about its sender, or is one of the audits and statistics that may accuse another node."""
+    """Return True if a report is about its sender, or is an audit or statistic that may accuse another node."""
     if isinstance(report, Suspect):
         return True
     return (
@@ -432,7 +453,7 @@ async def _write(link: AgentLink, frames: FrameStream, seals: Seals) -> None:
 
 
 async def _flushed(link: AgentLink, writing: asyncio.Task[None]) -> None:
-    """Gives the last commands (a Fence, a Shutdown) a moment to be sent."""
+    """Wait briefly for the last commands (a Fence, a Shutdown) to be sent."""
     if link.queue.empty():
         await asyncio.sleep(0)
     with suppress(TimeoutError):

@@ -1,7 +1,8 @@
 """The commands from the coordinator to an agent.
 
-A command says what a node should do now, and names the epoch that it refers to; an agent that gets one twice, or late, does nothing
-twice. The messages to the coordinator, and the parts of all messages, are in ``phalanx.fleet.core.messages``.
+A command states the desired action of a node, and names the epoch that it refers to. An agent that gets one
+twice, or late, does nothing twice. The messages to the coordinator, and the parts of all messages, are in
+``phalanx.fleet.core.messages``.
 """
 
 from __future__ import annotations
@@ -37,17 +38,20 @@ class FromDisk(WireMessage, frozen=True):
 class FromMemory(WireMessage, frozen=True):
     """Restore the snapshot of ``step``, taken on ``ranks`` ranks, from the nearest of ``holders``.
 
-    If the number of ranks is the same, only holders of the state of the node's own ranks are listed; a state that several hold is
-    listed with each, nearest holder first. Ranks that differ only in the replicate axis hold equal
-    state: a holder's ``ranks`` are some that have the states needed, not always the ranks that need them.
+    If the number of ranks is the same, only holders of the state of the node's own ranks are listed. A state
+    with several holders is listed with each, nearest first. Ranks that differ only in the replicate axis hold
+    equal state: a holder's ``ranks`` have the needed states, but are not always the ranks that need them.
     """
 
     step: StepNumber
     ranks: Natural
     holders: Holders
     shared: bool = False
-    """Every rank needs the holders of all states, and ``holders`` is this node's share of them: once they have met, the ranks tell each other.
-    To tell everybody everything would take a number of bytes that grows with the square of the fleet."""
+    """Every rank needs the holders of all states, and ``holders`` is this node's share of them.
+
+    The ranks exchange the shares once they have met. Sending all holders to every node would take bytes that
+    grow with the square of the fleet.
+    """
 
 
 Resume = Fresh | FromDisk | FromMemory
@@ -65,14 +69,15 @@ class Park(WireMessage, frozen=True):
 
 
 class Bind(WireMessage, frozen=True):
-    """Rendezvous in ``epoch`` as these ranks, restore, train; answer Bound. Refused if ``epoch`` has been parked.
+    """Rendezvous in ``epoch`` as these ranks, restore, train; answer Bound. Refused if ``epoch`` has been
+    parked.
 
-    Snapshots of later steps than the restored one are dropped: those steps are computed again.
+    Snapshots later than the restored step are dropped: those steps are computed again.
     """
 
     epoch: EpochNumber
     attempt: Natural
-    """The number under which the ranks write events and checkpoints: the same for all, since it is said here."""
+    """The number under which the ranks write events and checkpoints, the same for all ranks."""
     ranks: Natural
     places: Annotated[tuple[tuple[WorkerIndex, Natural], ...], Meta(max_length=4096)]
     """(worker, rank) pairs; workers that are not listed stay warm."""
@@ -84,11 +89,14 @@ class Bind(WireMessage, frozen=True):
     left_s_ago: float | None = None
     """Seconds since the decision to leave the last epoch that trained, if there was one."""
     left_planned: bool = False
-    """That epoch was left at a step boundary, not because of a fault."""
+    """True if that epoch was left at a step boundary, not because of a fault."""
     key: ShortText = ""
-    """The name of the token under which all ranks meet, once tokens have been changed; a node that has not got it yet looks for it."""
+    """The name of the token under which all ranks meet, once tokens have been changed.
+
+    A node without it reads it from the run directory.
+    """
     nonfinite_step: StepNumber | None = None
-    """The step that is not finite whoever computes it: ``train.on_nonfinite`` applies to it."""
+    """The step that is not finite on any node: ``train.on_nonfinite`` applies to it."""
 
 
 class Release(WireMessage, frozen=True):
@@ -115,7 +123,9 @@ class TellAll(WireMessage, frozen=True):
 
 
 class Fence(WireMessage, frozen=True):
-    """Every incarnation up to ``incarnation`` is fenced: kill the workers, keep the snapshots, join again with a higher one."""
+    """Every incarnation up to ``incarnation`` is fenced: kill the workers, keep the snapshots, join again
+    with a higher one.
+    """
 
     reason: ShortText = ""
     incarnation: Natural = 0
@@ -128,19 +138,23 @@ class Stop(WireMessage, frozen=True):
 
 
 class ReadToken(WireMessage, frozen=True):
-    """The run's tokens were changed: read the new one, which has this name, in the run directory, and attach again with it."""
+    """The run's tokens were changed: read the new one, which has this name, from the run directory, and
+    attach again with it.
+    """
 
     key: ShortText
 
 
 class SaveSnapshots(WireMessage, frozen=True):
-    """Write these snapshots of your memory into the checkpoint of ``step``: the run ends, and no worker is in an epoch.
+    """Write these snapshots of your memory into the checkpoint of ``step``: the run ends, and no worker is in
+    an epoch.
 
-    Whoever writes state 0 commits the checkpoint when all are there, and reports Durable; who cannot write its share reports NotSaved.
+    The writer of state 0 commits the checkpoint when all are there, and reports Durable. A node that cannot
+    write its share reports NotSaved.
     """
 
     epoch: EpochNumber
-    """Under this number it is saved; no worker enters it."""
+    """The epoch number under which the checkpoint is saved; no worker enters it."""
     attempt: Natural
     step: StepNumber
     ranks: Natural
@@ -152,10 +166,12 @@ class SaveSnapshots(WireMessage, frozen=True):
 
 
 class Lead(WireMessage, frozen=True):
-    """This coordinator leads the fleet, in this reign, and decides: the first command on each of its streams, repeated now and then.
+    """Leader heartbeat: this coordinator leads the fleet in this reign. It is the first command on each of
+    its streams, and repeated.
 
-    A candidate sends none until it is elected. An agent that has followed a later reign obeys no command of this one, and looks for another
-    coordinator; so does one to which it is not repeated for ``fleet.succession_s``, though the stream is open.
+    A candidate sends none until it is elected. An agent that has followed a later reign obeys no command of
+    this one, and looks for another coordinator. An agent that receives no repetition for
+    ``fleet.succession_s`` does so too, though the stream is open.
     """
 
     reign: Natural
@@ -181,13 +197,13 @@ Command = (
     | Lead
     | Shutdown
 )
-"""Everything that an agent obeys."""
+"""All commands that an agent obeys."""
 
 _CAPITAL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 def in_words(command: Command) -> str:
-    """A command as a line for people: what is asked and of which epoch, without its addresses and tables."""
+    """Return a command as a log line: its action and epoch, without its addresses and tables."""
     match command:
         case Park(epoch=epoch, reason=reason, planned=planned):
             when = " after this step" if planned else ""
@@ -201,5 +217,5 @@ _commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
 
 
 def decode_command(line: bytes) -> Command:
-    """Decodes a command. Raises msgspec.ValidationError naming the field, DecodeError, or UnicodeDecodeError."""
+    """Decode a command. Raises msgspec.ValidationError naming the field, DecodeError, or UnicodeDecodeError."""
     return _commands.decode(line)

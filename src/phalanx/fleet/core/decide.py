@@ -1,11 +1,13 @@
 """The core: every decision of the control plane, as ``(state, event, now) -> (state, orders)``.
 
-No clock, no I/O, no randomness. It is total: every event is handled in every state, most often by counting it as stale
-and doing nothing. A message is believed if it comes from the node's current, unfenced incarnation and refers to the
-current epoch. Nothing relies on a message arriving, or on the order in which messages of different nodes arrive:
-heartbeats repeat what matters, and where one contradicts the state, the command is repeated or the node is asked.
+No clock, no I/O, no randomness. It is total: every event is handled in every state, most often by counting it
+as stale and doing nothing. A message is accepted if it comes from the node's current, unfenced incarnation
+and refers to the current epoch. Nothing relies on a message arriving, or on the order in which messages of
+different nodes arrive. Heartbeats repeat the essential state. If one contradicts the core's state, the core
+repeats the command or requests the node's description.
 
-The live coordinator and the simulator drive this same function; the journal of events replays to the same state.
+The live coordinator and the simulator drive this same function; the journal of events replays to the same
+state.
 """
 
 from __future__ import annotations
@@ -40,17 +42,18 @@ from phalanx.run.identity import FencingToken
 
 CoreStep = Callable[[FleetState, m.CoreEvent, float], tuple[FleetState, list[Order]]]
 """The type of ``step``; the simulator also runs variants of it that are broken on purpose."""
-LEAVES = "its agent says that the node is about to be taken away"
+LEAVES = "its agent reports that the node is about to be taken away"
 _NO_START = FencingToken(0, "")
 
 
 def initial_state(settings: CoreSettings, now_s: float, fencing: FencingToken = _NO_START) -> FleetState:
-    """The state of a fleet without nodes, for the start of a run that ``fencing`` names."""
+    """Return the state of a fleet without nodes, for the start of a run that ``fencing`` names."""
     return FleetState(settings=settings, fencing=fencing, now_s=now_s, since_s=now_s, step_s=now_s)
 
 
 def step(state: FleetState, event: m.CoreEvent, now_s: float) -> tuple[FleetState, list[Order]]:
-    """The state after ``event``, and the orders that follow from it. Mutates the given state: use the one returned.
+    """Return the state after ``event``, and the resulting orders. Mutates the given state: use the one
+    returned.
 
     ``now_s`` is any clock's reading, in seconds; one that steps back counts as standing still.
     """
@@ -75,7 +78,7 @@ def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
 def _sender(
     state: FleetState, name: str, incarnation: int, orders: list[Order], *, life: bool = True
 ) -> Node | None:
-    """The sender of a message, or None if it is not to be believed: unknown, of another incarnation, or fenced.
+    """Return the sender of a message, or None if it is unknown, fenced, or of another incarnation.
 
     With ``life``, the message counts as a sign of life of the node.
     """
@@ -83,7 +86,8 @@ def _sender(
     if node is None or incarnation > node.incarnation:
         orders.append(Order(name, c.TellAll()))
     elif not node.alive:
-        # Also for a lower one, of a machine whose clock has stepped back: told of the one that is fenced, it takes the next.
+        # Also for a lower one, of a machine whose clock has stepped back: the fence names the incarnation to
+        # exceed.
         orders.append(Order(name))
     elif incarnation == node.incarnation:
         if life:
@@ -102,7 +106,7 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
     if old is not None and old.alive and old.incarnation == UNMET:
         old = change(
             state, old, incarnation=event.incarnation
-        )  # not another life: it was known by name alone
+        )  # Not another life: the node was known by name alone.
     if (
         old is not None
         and event.incarnation <= old.incarnation
@@ -112,17 +116,19 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
         return
     if old is not None and event.incarnation > old.incarnation:
         if old.alive:
-            lose(state, orders, old, "its agent began anew")
+            lose(state, orders, old, "its agent was started again")
         old = state.nodes[event.node]
     state.heard[event.node] = state.now_s
     state.suspects.pop(event.node, None)
     forget_copies(state, event.node)
     node = put(state, _described(old, event))
-    if state.key:  # it may have been away when the token was changed; whoever has it does nothing
+    if (
+        state.key
+    ):  # It may have been away when the token was changed; an agent that has the token ignores the order.
         orders.append(Order(event.node, c.ReadToken(state.key)))
-    # An agent that was there at the run's last start brings snapshots of its epochs. Whether a snapshot is to be trusted is
-    # told by its epoch, so none of ours may have such a number.
-    state.seen_epoch = max(state.seen_epoch, *(held.epoch for held in event.held), m.NO_EPOCH)
+    # An agent from the run's previous start brings snapshots of its epochs. Trust in a snapshot depends on
+    # its epoch, so this start must not reuse such a number.
+    state.seen_epoch = max(state.seen_epoch, *(snapshot.epoch for snapshot in event.held), m.NO_EPOCH)
     _compare(state, node, event.epoch, _level(event), orders)
 
 
@@ -152,7 +158,7 @@ def _described(old: Node | None, event: m.Joined) -> Node:
 def _eligibility(old: Node | None, event: m.Joined) -> Eligibility:
     if event.leaving:
         return Eligibility.LEAVING
-    # A new life of its agent: the machine has come to the fleet again.
+    # A new life of its agent: the machine has joined the fleet again.
     if old is None or (old.eligibility is Eligibility.LEAVING and event.incarnation > old.incarnation):
         return Eligibility.GOOD
     return old.eligibility
@@ -186,7 +192,9 @@ def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> No
 
 
 def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, orders: list[Order]) -> None:
-    """Reconciles the state with ``epoch`` and ``phase``, in which the node's workers really are, after a lost message."""
+    """Reconcile the state with ``epoch`` and ``phase``, in which the node's workers really are, after a lost
+    message.
+    """
     free, member = (
         epoch == m.NO_EPOCH,
         node.seat != NO_SEAT
@@ -203,7 +211,7 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
             node = change(state, node, engaged=True)
             orders.append(Order(node.name, c.Park(epoch, "it is not a member of this epoch")))
         elif node.engaged:
-            # It has left its epoch, and what it said then is lost: it may hold more than it has told.
+            # It has left its epoch, and its report of that is lost: it may hold more than it has reported.
             orders.append(Order(node.name, c.TellAll()))
         if state.phase is FleetPhase.SAVING:
             orders.append(Order(node.name))
@@ -234,16 +242,16 @@ def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orde
         state.stale += 1
         return
     if isinstance(event, m.WorkerExited):
-        why = f"worker {event.worker} exited with code {event.code}" + (
+        reason = f"worker {event.worker} exited with code {event.code}" + (
             event.text and f": {event.text[:200]}"
         )
     else:
-        why = f"worker {event.worker} hung, silent for {event.silent_s:.1f} s"
+        reason = f"worker {event.worker} hung, silent for {event.silent_s:.1f} s"
     if isinstance(event, m.WorkerExited) and event.innocent:
-        note(state, node.name, why, kind=IncidentKind.LOST)
-        change(state, node, why=why, fault=IncidentKind.LOST, meeting_points=())
+        note(state, node.name, reason, kind=IncidentKind.LOST)
+        change(state, node, why=reason, fault=IncidentKind.LOST, meeting_points=())
         return
-    strike(state, node, why, meeting_points=())
+    strike(state, node, reason, meeting_points=())
 
 
 def _broken(state: FleetState, event: m.Broken, orders: list[Order]) -> None:
@@ -277,7 +285,8 @@ def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
     if state.phase is FleetPhase.PARKING:
         state.awaiting.discard(node.name)
     elif member:
-        # It noticed the fault before the core did. Without this note the core would wait for its Parked forever.
+        # It noticed the fault before the core did. Without this note the core would wait for its Parked
+        # forever.
         state.early.add(node.name)
         regroup(state, orders, f"node {node.name} has left epoch {state.epoch}")
 
@@ -312,15 +321,15 @@ def _suspect(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
     if event.reason == "nonfinite":
         faults.nonfinite(state, event, orders)
         return
-    named = _named(state, event)
-    if not named:
+    suspects = _named(state, event)
+    if not suspects:
         state.stale += 1
-    for name in named:
+    for name in suspects:
         _doubt(state, event, state.nodes[name], orders)
 
 
 def _named(state: FleetState, event: m.Suspect) -> list[str]:
-    """Names of the nodes that a report calls unfit."""
+    """Return the names of the nodes that a report calls unfit."""
     if not event.ranks:
         return [event.node] if event.node in state.nodes else []
     # All members report a corruption before they leave the epoch, so a report of an earlier epoch is a repetition.

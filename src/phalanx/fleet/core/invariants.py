@@ -1,15 +1,16 @@
-"""Invariants of the core's state, the resynchronization of a state that breaks one, and the replay of a journal, which checks both.
+"""Invariants of the core's state, the resynchronization of a state that breaks one, and the replay of a
+journal, which checks both.
 
-The simulator checks the invariants after each event. The live coordinator checks them once per turn, after the events of the turn and
-before any command is sent, since only commands can do harm. A violation is a bug in the core, never a fault of the fleet; ``resync`` then
-rebuilds the state from what the nodes report.
+The simulator checks the invariants after each event. The live coordinator checks them once per turn, after
+the events of the turn and before any command is sent, since only commands can do harm. A violation is a bug
+in the core, never a fault of the fleet; ``resync`` then rebuilds the state from the nodes' reports.
 
-Cost, measured on one busy core with 8 workers a node: 0.63 ms for 1,000 nodes, 11.5 ms for 12,500. Of 216,000 heartbeats/s that the core
-takes for 1,000 nodes, 1,580/s would be left with a check after each; once per turn, a turn of 1,000 heartbeats takes 2.6 ms instead of 2.0
-ms, and a turn comes about once a second.
+Cost, measured on one busy core with 8 workers a node: 0.63 ms for 1,000 nodes, 11.5 ms for 12,500. With a
+check after each heartbeat, the core would handle 1,580 of 216,000 heartbeats/s of 1,000 nodes. With one check
+per turn, a turn of 1,000 heartbeats takes 2.6 ms instead of 2.0 ms, and a turn comes about once a second.
 
-The live coordinator, the simulator and the tests all replay with ``replay``: what the property tests hold it to is what a restarted
-coordinator does.
+The live coordinator, the simulator and the tests all replay with ``replay``, so property tests cover the code
+that a restarted coordinator runs.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from phalanx.fleet.core.state import (
 
 
 class BrokenInvariant(AssertionError):  # noqa: N818
-    """The core has contradicted itself; the text says how, and how to reproduce it."""
+    """The core has contradicted itself; the text has the contradiction and how to reproduce it."""
 
 
-class Mark(Struct, frozen=True):
+class StateMark(Struct, frozen=True):
     """The part of a state that later states are compared with: numbers that may only grow, and the phase."""
 
     epoch: int
@@ -56,13 +57,13 @@ class Mark(Struct, frozen=True):
     phase: FleetPhase
 
 
-def mark(state: FleetState) -> Mark:
-    """The mark of a state, to be taken before an event."""
-    return Mark(state.epoch, state.recoveries + state.regroups, state.phase)
+def mark(state: FleetState) -> StateMark:
+    """Return the mark of a state. Take it before an event."""
+    return StateMark(state.epoch, state.recoveries + state.regroups, state.phase)
 
 
-def check(state: FleetState, before: Mark | None = None) -> None:
-    """Raises BrokenInvariant naming everything that does not hold. Costs O(nodes)."""
+def check(state: FleetState, before: StateMark | None = None) -> None:
+    """Raise BrokenInvariant naming every violated invariant. Costs O(nodes)."""
     wrong = [*_seats(state), *_phases(state), *(_order(state, before) if before else ())]
     if wrong:
         raise BrokenInvariant("; ".join(wrong))
@@ -75,7 +76,7 @@ def _seats(state: FleetState) -> Iterator[str]:
         node = state.nodes[name]
         if node.seat != seat:
             yield f"node {name} has seat {node.seat} by its own record, and holds seat {seat}"
-    # One pass, which asks of each node once: it is most of what a turn of a large fleet costs.
+    # One pass that visits each node once: it is most of the cost of a turn of a large fleet.
     seats, vacant, spares, leaving = state.seats, state.vacant, state.spares, state.leaving
     for name, node in state.nodes.items():
         seat, fit = node.seat, usable(state, node)
@@ -120,7 +121,7 @@ def _phases(state: FleetState) -> Iterator[str]:
             yield f"{len(state.seats)} seats for {state.ranks} ranks"
 
 
-def _order(state: FleetState, before: Mark) -> Iterator[str]:
+def _order(state: FleetState, before: StateMark) -> Iterator[str]:
     if state.epoch < before.epoch:
         yield f"epoch {before.epoch} was followed by {state.epoch}"
     ended = state.recoveries + state.regroups > before.ended
@@ -132,43 +133,53 @@ def _order(state: FleetState, before: Mark) -> Iterator[str]:
 
 # Resynchronization.
 #
-# A broken invariant is a bug in the core (or a bit that flipped in its memory), and decisions of such a state cannot be
-# trusted: they might seat two nodes on one rank, or begin an epoch while an old one still trains. Four answers are possible.
+# A broken invariant is a bug in the core (or a bit that flipped in its memory), and decisions from such a
+# state cannot be trusted. They might seat two nodes on one rank, or begin an epoch while an old one still
+# trains. Four reactions are possible.
 #
-# - To end the process is a crash loop: the next coordinator replays the same journal to the same state.
-# - To log it and go on sends commands that nobody can vouch for, and only commands can do harm.
-# - To say nothing any more is safe, since training goes on without a coordinator, but only until the next fault.
-# - To drop what is derived, and ask every node, is what happens when a journal was lost; agents and core know that case.
+# - Ending the process is a crash loop: the next coordinator replays the same journal to the same state.
+# - Logging it and continuing sends unreliable commands, and only commands can do harm.
+# - Sending nothing any more is safe, since training goes on without a coordinator, but only until the next
+#   fault.
+# - Dropping derived state, and requesting every node's description, is the case of a lost journal, which
+#   agents and core already handle.
 #
-# The last one is taken. The commands of the contradictory turn are never sent. What nodes cannot repeat is kept: who is
-# fenced (so that no earlier incarnation is believed), who is quarantined or drained, the highest epoch (a number is never used twice), which
-# steps are not to be trusted, what is on disk. Seats, the buddy ring, copies and everybody whom the core waits for are
-# dropped. Each node counts as engaged until it has said that its workers are in no epoch, and the next epoch forms when no
-# living node is engaged any more (or ``form_s`` has passed), so that every member has parked and its snapshot counts. Each
-# resynchronization counts as a fault without progress, so a bug that strikes again at once ends the run after ``max_tries``,
-# with its text as the reason. A coordinator that is killed before the rebuilt state is on disk is no exception: the replay of
-# its journal resynchronizes likewise (``replay``). A journal with damaged lines leads to a state that is
-# rebuilt in the same way: what the lost lines said, the nodes say again.
+# The last one is taken. The commands of the contradictory turn are never sent. Facts that nodes cannot repeat
+# are kept: fenced incarnations (so that no earlier one is accepted), quarantined and drained nodes, the
+# highest epoch (a number is never used twice), untrusted steps, and steps on disk. Seats, the buddy ring,
+# copies and all pending waits are dropped.
+#
+# Each node counts as engaged until it has reported that its workers are in no epoch. The next epoch forms
+# when no living node is engaged any more (or ``form_s`` has passed), so that every member has parked and its
+# snapshot counts. Each resynchronization counts as a fault without progress, so a bug that strikes again at
+# once ends the run after ``max_tries``, with its text as the reason.
+#
+# If a coordinator is killed before the rebuilt state is on disk, the replay of its journal resynchronizes
+# likewise (``replay``). So does the replay of a journal with damaged lines: the nodes report the lost facts
+# again.
 
 _REASON_MAX = 1000
 
 
 def reason(error: Exception) -> str:
-    """The text of a contradiction, for people, and not longer than an incident should be."""
+    """Return the text of a contradiction, no longer than an incident should be."""
     return f"{error or type(error).__name__}"[:_REASON_MAX]
 
 
 def resync(
-    state: FleetState, before: Mark, why: str, cause: str = "the coordinator's state contradicted itself"
+    state: FleetState,
+    before: StateMark,
+    detail: str,
+    cause: str = "the coordinator's state contradicted itself",
 ) -> tuple[FleetState, list[Order]]:
-    """A state that keeps its invariants in place of ``state``, and the orders that ask every node to describe itself.
+    """Return a consistent state in place of ``state``, and the orders that request every node's description.
 
     A run that was over, or that the contradictory turn ended, stays over.
 
     Args:
         state: The state that contradicts itself.
         before: The mark of the last state that did not.
-        why: What was wrong, for people.
+        detail: The contradiction, for people.
         cause: Why the state is not to be trusted, for people.
     """
     was_over = before.phase in OVER
@@ -187,7 +198,7 @@ def resync(
         now_s=now_s,
         since_s=now_s,
         asked_s=now_s,
-        reason=state.reason if over else why,
+        reason=state.reason if over else detail,
         left_s=now_s if state.left_s is None else state.left_s,
         stopping=state.stopping,
         step=state.step,
@@ -205,64 +216,64 @@ def resync(
         key=state.key,
         nodes=nodes,
         leaving={name for name, node in nodes.items() if is_leaving(node)},
-        rolled_s=now_s,  # nobody's silence counts from before
+        rolled_s=now_s,  # No silence counts from before.
         next_lease_s=now_s + state.settings.lease_s,
         incidents=state.incidents,
         stale=state.stale,
         recoveries=state.recoveries + 1,
         regroups=state.regroups,
     )
-    text = f"{cause}, every node is asked anew: {why}"
+    text = f"{cause}; all nodes must describe themselves again: {detail}"
     note(rebuilt, "", text, ended_epoch=before.phase in IN_EPOCH)
     orders: list[Order] = []
-    if over and not was_over:  # the turn that told the nodes was dropped
+    if over and not was_over:  # The turn that sent the nodes the end was dropped.
         orders.append(Order(LIVING, Shutdown(rebuilt.reason)))
     elif not over and rebuilt.tries > rebuilt.settings.max_tries:
         end(
             rebuilt,
             orders,
             FleetPhase.FAILED,
-            f"{rebuilt.tries} faults in a row without a step between them; the last one: {why}",
+            f"{rebuilt.tries} faults in a row without progress; the last one: {detail}",
         )
     elif not over:
         orders.append(Order(LIVING, TellAll()))
     return rebuilt, orders
 
 
-# Replay: the lines of the coordinator's journal, and the one function that replays them to a state.
-#
-# A journal begins with a state and goes on with batches of events, each with the time at which the core received it
-# (``phalanx.fleet.control.succession.journal`` keeps the lines on disk).
-#
-# A journal can lead to a state that contradicts itself: the coordinator that found it was killed before it had written the
-# new journal. The replay rebuilds the state as that coordinator would have. To refuse the
-# journal would end at its second start the run that the resynchronization is there to save.
+# Replay: the lines of the coordinator's journal, and the one function that replays them to a state. A journal
+# begins with a state and continues with batches of events, each with the time at which the core received it
+# (``phalanx.fleet.control.succession.journal`` keeps the lines on disk). A journal can lead to a state that
+# contradicts itself: the coordinator was killed before it had written the new journal. The replay rebuilds
+# the state as that coordinator would have. Refusing the journal would end, at its second start, a run that
+# the resynchronization is meant to save.
 
 
 JOURNAL_VERSION = 9
-"""Version of the journal's lines: raised whenever a state, an event or a rule of the core changes its meaning."""
+"""Version of the journal's lines: raised whenever a state, an event or a rule of the core changes its
+meaning.
+"""
 RESTARTED = (m.Restarted(),)
-"""A batch of this event alone is a coordinator's first: it began, and replayed the journal."""
+"""First batch of a coordinator: it began, and replayed the journal."""
 UNTOLD = (m.Untold(),)
-"""Follows it where the epoch that the journal ends in was never claimed."""
+"""Follows it if the epoch at the end of the journal was never claimed."""
 _REMEDY = "move it away and start again: the run goes on from its newest checkpoint"
 
 
 class JournalError(RuntimeError):
-    """The journal cannot be read or written; the message says what to do."""
+    """The journal cannot be read or written; the message has the remedy."""
 
 
 class Began(Struct, frozen=True, tag=True):
-    """The first line of a journal: the state that the rest builds on."""
+    """The first line of a journal: the state that the later lines build on."""
 
     version: int
     state: msgspec.Raw
     restarts: int = 0
-    """How often the coordinator had been started again by then."""
+    """Number of earlier restarts of the coordinator."""
 
 
 class Happened(Struct, frozen=True, tag=True):
-    """A later line: events in the order in which the core saw them, all at one time."""
+    """A later line: events in the order in which the core received them, all at one time."""
 
     now_s: float
     events: tuple[m.CoreEvent, ...]
@@ -272,30 +283,31 @@ _lines: msgspec.json.Decoder[Began | Happened] = msgspec.json.Decoder(Began | Ha
 
 
 def first_line(state: FleetState, restarts: int = 0) -> bytes:
-    """The line that begins a journal at ``state``."""
+    """Return the line that begins a journal at ``state``."""
     return msgspec.json.encode(Began(JOURNAL_VERSION, msgspec.Raw(encode_state(state)), restarts))
 
 
 def batch_line(now_s: float, events: tuple[m.CoreEvent, ...]) -> bytes:
-    """The line of a batch of events."""
+    """Return the line of a batch of events."""
     return msgspec.json.encode(Happened(now_s, events))
 
 
 class Replayed(NamedTuple):
-    """Where a journal leads."""
+    """The result of replaying a journal."""
 
     state: FleetState
     restarts: int
-    """How often the coordinator had been started again."""
+    """Number of restarts of the coordinator."""
     contradiction: Exception | None
     """Why the state was rebuilt, if it was: the journal is then evidence, and a new one has to begin."""
 
 
 def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> Replayed:
-    """Replays a journal to the state after its last event; a state that contradicts itself on the way is rebuilt.
+    """Replay a journal to the state after its last event. A state that contradicts itself on the way is
+    rebuilt.
 
-    The orders that follow from the events are left out: they were given when the events happened. Where the state was
-    rebuilt, every node has to describe itself before anything is decided.
+    The resulting orders are left out: they were sent when the events happened. If the state was rebuilt,
+    every node has to describe itself before anything is decided.
 
     Raises:
         JournalError: The lines are no journal, or one of another version.
@@ -317,12 +329,12 @@ def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> Repla
                 raise JournalError(f"the journal begins twice; {_REMEDY}")
             if happened.events == RESTARTED:
                 restarts += 1
-            state, found = replay_batch(state, happened.events, happened.now_s, step)
-            contradiction, in_last_line = found or contradiction, found is not None
+            state, broken = replay_batch(state, happened.events, happened.now_s, step)
+            contradiction, in_last_line = broken or contradiction, broken is not None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise JournalError(f"the journal was written by another version ({error}); {_REMEDY}") from error
     if contradiction is not None and not in_last_line:
-        # The coordinator that wrote the lines behind it had another state: what it ordered then is not known here.
+        # The coordinator that wrote the later lines had another state, so its orders then are unknown here.
         state, _ = resync(state, mark(state), reason(contradiction))
     return Replayed(state, restarts, contradiction)
 
@@ -330,17 +342,20 @@ def replay(lines: Sequence[bytes], step: decide.CoreStep = decide.step) -> Repla
 def replay_batch(
     state: FleetState, events: tuple[m.CoreEvent, ...], now_s: float, step: decide.CoreStep = decide.step
 ) -> tuple[FleetState, Exception | None]:
-    """The state after a batch of events, and the contradiction for which it was rebuilt, if it was. Mutates ``state``."""
-    before, found = mark(state), None
+    """Return the state after a batch of events, and the contradiction for which it was rebuilt, or None.
+
+    Mutates ``state``.
+    """
+    before, contradiction = mark(state), None
     for event in events:
         try:
             state, _ = step(state, event, now_s)
         except Exception as error:
             state, _ = resync(state, before, reason(error))
-            found = error
+            contradiction = error
     try:
         check(state, before)
     except Exception as error:
         state, _ = resync(state, before, reason(error))
-        found = error
-    return state, found
+        contradiction = error
+    return state, contradiction

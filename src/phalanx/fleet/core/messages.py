@@ -1,12 +1,14 @@
 """The messages to the coordinator, and the parts of all messages: typed, versioned, bounded in size.
 
-Reports travel from an agent to the coordinator, which passes them to the core as events; commands (``commands.py``) travel back. Every
-report carries the incarnation of its agent, and most carry the epoch that they refer to, so that a message that is late,
-duplicated or from a fenced agent changes nothing. Reports are level-triggered, not edge-triggered (*my workers are in no
-epoch*, rather than *they have just left*): repeating one is harmless, and the heartbeat repeats the essence of all of them,
-so that any single message may be lost.
+Reports travel from an agent to the coordinator, which passes them to the core as events; commands
+(``commands.py``) travel back. Every report carries the incarnation of its agent, and most carry the epoch
+that they refer to, so that a message that is late, duplicated or from a fenced agent changes nothing. Reports
+are level-triggered, not edge-triggered (*my workers are in no epoch*, rather than *they have just left*):
+repeating one is harmless. The heartbeat repeats the essence of all of them, so that any single message may be
+lost.
 
-On the wire each is a JSON object tagged with its type's name (msgspec tagged unions, https://jcristharif.com/msgspec).
+On the wire each is a JSON object tagged with its type's name (msgspec tagged unions,
+https://jcristharif.com/msgspec).
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class RankSnapshot(Struct, frozen=True):
     kind: Literal["own", "buddy"]
     nbytes: Natural = 0
     epoch: EpochNumber = NO_EPOCH
-    """The epoch in which it was taken: after a silent corruption, snapshots of earlier epochs may not be trusted."""
+    """The epoch in which it was taken: after a silent corruption, snapshots of earlier epochs may not be
+    trusted.
+    """
 
 
 RankSnapshots = Annotated[tuple[RankSnapshot, ...], Meta(max_length=65536)]
@@ -76,7 +80,7 @@ class WireMessage(Struct, frozen=True, tag=True):
 
 
 class Joined(WireMessage, frozen=True):
-    """An agent describes itself completely: on first contact, after each reconnection, and when asked by TellAll."""
+    """Complete description of an agent: on first contact, after each reconnection, and in answer to TellAll."""
 
     node: NodeName
     incarnation: Natural
@@ -90,10 +94,10 @@ class Joined(WireMessage, frozen=True):
     epoch: EpochNumber = NO_EPOCH
     """The epoch that its workers are in."""
     bound: bool = False
-    """The workers have met and restored in ``epoch``."""
+    """True if the workers have met and restored in ``epoch``."""
     meeting_points: WorkerAddresses = ()
     started_as_spare: bool = False
-    """In the first epoch the node takes a seat only if there are too few others."""
+    """True if, in the first epoch, the node takes a seat only in place of a missing one."""
     leaving: bool = False
     """As in ``Heartbeat``."""
 
@@ -122,7 +126,7 @@ class WorkerPhase(StrEnum):
 
 
 class Heartbeat(WireMessage, frozen=True):
-    """Heartbeat. Carries the full level-triggered state, so that it makes good any other message that was lost."""
+    """Heartbeat. Carries the full level-triggered state, so that it replaces any other message that was lost."""
 
     node: NodeName
     incarnation: Natural
@@ -131,13 +135,15 @@ class Heartbeat(WireMessage, frozen=True):
     """The last step that all its workers have completed."""
     phase: WorkerPhase
     waiting_s: Seconds = 0.0
-    """Seconds for which one of its workers has waited for samples that an object store has not given; 0 if none does."""
+    """Seconds for which one of its workers has waited for an object store's samples; 0 if none does."""
     leaving: bool = False
-    """The node is about to be taken away: it should hold no rank any more, and go once nothing of its memory is needed."""
+    """True if the node is about to be taken away: it should hold no rank any more, and leave once its memory
+    is not needed.
+    """
 
 
 class WorkerExited(WireMessage, frozen=True):
-    """A worker's process ended unasked; the agent starts another."""
+    """A worker's process ended unexpectedly; the agent starts another."""
 
     node: NodeName
     incarnation: Natural
@@ -146,11 +152,11 @@ class WorkerExited(WireMessage, frozen=True):
     code: int
     text: ShortText = ""
     innocent: bool = False
-    """Its agent killed it because it could not leave an epoch that a fault elsewhere had broken."""
+    """True if its agent killed it because it could not leave an epoch that a fault elsewhere had broken."""
 
 
 class WorkerHung(WireMessage, frozen=True):
-    """A worker's lease ran out: its agent heard nothing from it, killed it, and starts another."""
+    """A worker's lease ran out: its agent received no heartbeat, killed it, and starts another."""
 
     node: NodeName
     incarnation: Natural
@@ -201,7 +207,7 @@ class Durable(WireMessage, frozen=True):
 
 
 class NotSaved(WireMessage, frozen=True):
-    """A node cannot write its share of the checkpoint that SaveSnapshots asked for."""
+    """A node cannot write its share of the checkpoint of SaveSnapshots."""
 
     node: NodeName
     incarnation: Natural
@@ -243,15 +249,15 @@ class Recorded(WireMessage, frozen=True):
 
 
 class Fatal(WireMessage, frozen=True):
-    """A node cannot go on with the run, for a reason that is none of the network's; perhaps nobody can."""
+    """A node cannot go on with the run, for a reason other than the network; perhaps no node can."""
 
     epoch: EpochNumber
     node: NodeName
     text: ShortText = ""
     kind: ShortText = ""
-    """The class of the error: a second node with an error of this class says the same."""
+    """The class of the error: a second node with an error of this class confirms it."""
     unanimous: bool = False
-    """An error that all ranks raise alike, after they have agreed on it."""
+    """True for an error that all ranks raise, after they have agreed on it."""
 
 
 # --- from an operator -----------------------------------------------------------------------------
@@ -270,10 +276,10 @@ class Admit(WireMessage, frozen=True):
 
 
 class StopRun(WireMessage, frozen=True):
-    """Save and end; asked again, end at once."""
+    """Save and end; a second request ends the run at once."""
 
     never_at_once: bool = False
-    """True if the request only wants the run saved: a run that is saving already goes on with that."""
+    """True if the request only wants the run saved: a run that is saving already continues to save."""
 
 
 class Shrink(WireMessage, frozen=True):
@@ -284,13 +290,16 @@ class Shrink(WireMessage, frozen=True):
 
 
 class Grow(WireMessage, frozen=True):
-    """Let more nodes hold ranks. For the coordinator's shell, which knows the layouts of so many."""
+    """Let more nodes hold ranks. For the coordinator's shell, which knows the layouts for that many."""
 
     by: Annotated[int, Meta(ge=1, le=2**20)]
 
 
 class RotateTokens(WireMessage, frozen=True):
-    """Change the tokens of agents and operators; those of now are refused after ``grace_s``. For the coordinator's shell, not the core."""
+    """Change the tokens of agents and operators; the present ones are refused after ``grace_s``.
+
+    For the coordinator's shell, not the core.
+    """
 
     grace_s: Annotated[float, Meta(ge=0, le=7 * 86_400)] = 300.0
 
@@ -320,17 +329,17 @@ class Rekeyed(WireMessage, frozen=True):
 
     key: ShortText
     before: ShortText = ""
-    """The name of the token in whose place it is, if there was one."""
+    """The name of the token that it replaces, if there was one."""
 
 
 class GiveBack(WireMessage, frozen=True):
-    """These nodes are to leave, and the fleet is to have as many fewer."""
+    """These nodes are to leave, and the fleet becomes smaller by their number."""
 
     nodes: Annotated[tuple[NodeName, ...], Meta(max_length=65536)]
 
 
 class Enlarge(WireMessage, frozen=True):
-    """More nodes than before may hold ranks; the layouts of so many, as in ``Formation``."""
+    """More nodes than before may hold ranks. The layouts are as in ``Formation``."""
 
     wanted_nodes: Natural
     expected_nodes: Natural
@@ -344,7 +353,7 @@ class Diagnosed(WireMessage, frozen=True):
     epoch: EpochNumber
     text: ShortText
     ranks: Annotated[tuple[Natural, ...], Meta(max_length=4096)] = ()
-    """The ranks that all others wait for, if there is no doubt; else empty."""
+    """The ranks that all others wait for, if the evidence is complete; else empty."""
 
 
 class Restarted(WireMessage, frozen=True):
@@ -352,21 +361,27 @@ class Restarted(WireMessage, frozen=True):
 
 
 class Untold(WireMessage, frozen=True):
-    """No node has heard of the epoch that is being bound: whoever led fell before it had claimed that epoch, and the one before trains on."""
+    """No node has received the epoch that is being bound: the coordinator died before it claimed that epoch,
+    and the previous one trains on.
+    """
 
 
 class StoodStill(WireMessage, frozen=True):
-    """The coordinator's process did not read messages for so long: stopped, swapped out, starved of processor time."""
+    """The coordinator's process did not read messages for so long: stopped, swapped out, starved of processor
+    time.
+    """
 
     for_s: Annotated[float, Meta(ge=0)]
 
 
 class Rollcall(WireMessage, frozen=True):
-    """An aggregator reports for the whole fleet: every node has sent the same report ``what``, except those in ``absent``.
+    """An aggregator reports for the whole fleet: every node has sent the same report ``what``, except those
+    in ``absent``.
 
-    ``heartbeat`` (all nodes are alive; members have completed ``step``), ``parked`` (all members of ``epoch``; each holds its
-    own state and that of the seat whose buddy it is, at ``steps``) or ``bound``. Equivalent to that many single reports; a
-    node whose report differs is named absent and reports for itself.
+    ``heartbeat``: all nodes are alive, and members have completed ``step``. ``parked``: all members of
+    ``epoch``; each holds its own state and that of the seat whose buddy it is, at ``steps``. ``bound``: all
+    members. It is equivalent to that many single reports. A node whose report differs is listed as absent and
+    reports for itself.
     """
 
     what: Literal["heartbeat", "parked", "bound"]
@@ -397,7 +412,7 @@ AgentReport = (
     | RunFinished
     | Fatal
 )
-"""Messages of an agent that the core sees."""
+"""Messages of an agent that reach the core."""
 AgentMessage = AgentReport | Recorded
 """All messages of an agent."""
 OperatorRequest = Drain | Admit | StopRun | Shrink | Grow | RotateTokens
@@ -420,7 +435,7 @@ CoreEvent = (
     | Rollcall
     | Folded
 )
-"""Everything that the core's ``step`` takes."""
+"""All events that the core's ``step`` takes."""
 
 _encoder = msgspec.json.Encoder()
 _events: msgspec.json.Decoder[CoreEvent] = msgspec.json.Decoder(CoreEvent)
@@ -429,17 +444,18 @@ _reports: msgspec.json.Decoder[Received] = msgspec.json.Decoder(Received)
 
 
 def encode(message: WireMessage) -> bytes:
-    """The message as one line of JSON."""
+    """Return the message as one line of JSON."""
     return _encoder.encode(message)
 
 
 def decode_event(line: bytes) -> CoreEvent:
-    """Decodes any event. Raises msgspec.ValidationError naming the field, DecodeError, or UnicodeDecodeError."""
+    """Decode any event. Raises msgspec.ValidationError naming the field, DecodeError, or UnicodeDecodeError."""
     return _events.decode(line)
 
 
 def decode_report(line: bytes) -> Received:
-    """Decodes a message of an agent, an aggregator or an operator; refuses what only the coordinator's shell may send.
+    """Decode a message of an agent, an aggregator or an operator. Messages that only the coordinator's shell
+    may send are refused.
 
     Raises msgspec.ValidationError naming the field, DecodeError, or UnicodeDecodeError.
     """

@@ -1,7 +1,7 @@
 """The core's answers to operators and to the shell that drives it: all events that no node sends.
 
-Operators drain and admit nodes, stop the run, and change the size of the fleet while no step is computed twice. The shell reports the time,
-the disk, changed tokens, a diagnosis, and a new coordinator.
+Operators drain and admit nodes, stop the run, and change the size of the fleet without computing a step
+twice. The shell reports the time, the disk, changed tokens, a diagnosis, and a new coordinator.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DURABLE_KEPT = 1024
 
 
 def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # noqa: ARG001
-    """Takes a node out at the next step boundary."""
+    """Take a node out at the next step boundary."""
     node = state.nodes.get(event.node)
     if node is None or node.eligibility in (Eligibility.DRAINED, Eligibility.LEAVING):
         state.stale += 1
@@ -47,7 +47,7 @@ def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # no
 
 
 def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # noqa: ARG001
-    """Lets a drained or quarantined node take part again, or one that was to be given back and is there still."""
+    """Let a drained or quarantined node take part again, or one that was to be given back and is still there."""
     node = state.nodes.get(event.node)
     if (
         node is None
@@ -61,7 +61,7 @@ def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # no
 
 
 def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:
-    """Saves and ends the run; asked twice, ends it at once, if whoever asks may mean that."""
+    """Save and end the run. A second request ends it at once, unless it is marked ``never_at_once``."""
     if state.stopping:
         if not event.never_at_once:
             end(state, orders, FleetPhase.FINISHED, "stopped at once")
@@ -72,29 +72,36 @@ def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:
 
 
 def tick(state: FleetState, event: m.Tick, orders: list[Order]) -> None:  # noqa: ARG001
-    """Checks leases and deadlines, and lets nodes go that are given back."""
+    """Check leases and deadlines, and release nodes that are given back."""
     check_leases(state, orders)
     check_deadlines(state, orders)
     release(state, orders)
 
 
 def disk_holds(state: FleetState, event: m.DiskHolds, orders: list[Order]) -> None:
-    """Compares the checkpoints on disk with those that are known; new ones of an epoch that computed wrongly are condemned."""
-    known = {*state.durable, *state.condemned}
+    """Compare the checkpoints on disk with the recorded ones.
+
+    New ones of an epoch that computed wrongly are condemned.
+    """
+    known_steps = {*state.durable, *state.condemned}
     steps = {step_ for step_ in event.steps if step_ != m.NO_STEP}
     condemned = steps.intersection(state.condemned)
     # Until the epoch that computed wrongly has ended, a new checkpoint comes from it.
-    condemned |= {step_ for step_ in steps - known if not trusts(state, state.epoch, step_)}
+    condemned |= {step_ for step_ in steps - known_steps if not trusts(state, state.epoch, step_)}
     state.condemned = sorted(condemned)
     state.durable = sorted(steps - condemned)[-DURABLE_KEPT:]
-    # Whoever led may have fallen before it told anybody of the epoch, or while it told them: the members of the one before went on and saved.
+    # A coordinator may have died before or while it sent the epoch: the members of the previous one continued
+    # and saved.
     away = state.phase is FleetPhase.BINDING and state.since_s == state.rolled_s
     if away and state.durable and state.durable[-1] > restored_step(state):
         regroup(state, orders, f"step {state.durable[-1]} was saved while the coordinator was away")
 
 
 def rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
-    """Tells all nodes to read the run's new token. The ranks of an epoch that has begun meet under the token of its begin."""
+    """Order all nodes to read the run's new token.
+
+    The ranks of a running epoch keep the token with which it began.
+    """
     state.epoch_key = state.epoch_key or event.before
     state.key = event.key
     note(state, "", "the tokens of agents and operators were changed", level="info")
@@ -102,14 +109,17 @@ def rekeyed(state: FleetState, event: m.Rekeyed, orders: list[Order]) -> None:
 
 
 def diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> None:
-    """Takes the diagnosis of a hang: whoever all others wait for is killed, if there is no doubt."""
+    """Take the diagnosis of a hang.
+
+    The ranks that all others wait for are killed, if the evidence is complete.
+    """
     if event.epoch != state.epoch or state.phase is not FleetPhase.RUNNING or not state.diagnosed:
         state.stale += 1
         return
     note(state, "", f"epoch {event.epoch} hangs: {event.text}")
     per_node, ranks = state.settings.formation.workers_per_node, [r for r in event.ranks if r < state.ranks]
-    # In a pipeline ranks also wait for point-to-point messages, which flight records may not show: a rank that waits
-    # for one would be taken for one that does not come.
+    # In a pipeline ranks also wait for point-to-point messages, which flight records may not show: a rank
+    # that waits for one would look like one that does not arrive.
     if state.settings.formation.pipeline == 1 and 2 * len(ranks) <= state.ranks:
         for rank in ranks:
             node = state.nodes[state.seats[rank // per_node]]
@@ -119,25 +129,28 @@ def diagnosed(state: FleetState, event: m.Diagnosed, orders: list[Order]) -> Non
 
 
 def restarted(state: FleetState, event: m.Restarted, orders: list[Order]) -> None:  # noqa: ARG001
-    """Begins all leases anew: the coordinator was down, and nobody's silence meanwhile counts."""
+    """Restart all leases: the coordinator was down, and no silence meanwhile counts."""
     settings, now_s = state.settings, state.now_s
     state.rolled_s, state.silent, state.suspects = now_s, set(), {}
-    # Nodes of the first epoch get a lease's time to come back, but the wait for them does not begin anew.
+    # Nodes of the first epoch get a lease's time to come back, but the wait for them does not start again.
     begun_s = state.since_s if state.phase is FleetPhase.FORMING else now_s
     state.since_s = max(begun_s, now_s - max(0.0, settings.form_s - settings.lease_s))
     state.step_s, state.next_lease_s = now_s, now_s + settings.lease_s
 
 
 def untold(state: FleetState, event: m.Untold, orders: list[Order]) -> None:  # noqa: ARG001
-    """Leaves the epoch that nobody was told of: members of the one before may have gone on, and saved newer state than it would restore."""
+    """Leave the epoch that was sent to no node: members of the previous one may have continued, and saved
+    newer state than it would restore.
+    """
     if state.phase is FleetPhase.BINDING:
-        regroup(state, orders, "the coordinator fell before it told anybody of the epoch")
+        regroup(state, orders, "the coordinator was lost before it sent the epoch to any node")
 
 
 def stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> None:  # noqa: ARG001
-    """Puts off every lease and deadline by exactly the time in which no message could be read.
+    """Extend every lease and deadline by exactly the time in which no message could be read.
 
-    They are not begun anew: then a coordinator that stumbles again and again would never notice that a node is silent.
+    They are not restarted: then a coordinator that stalls again and again would never notice that a node is
+    silent.
     """
 
     def put_off(at_s: float) -> float:
@@ -150,26 +163,26 @@ def stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> 
     state.asked_s = None if state.asked_s is None else put_off(state.asked_s)
 
 
-# The size of a fleet changes by request.
-#
-# A node that is to go is *leaving*: it may hold no rank any more, so the epoch is left at a step boundary and the next one is formed
-# without it. Its memory still holds snapshots, perhaps the only copies of the newest step. So it goes only once the members have taken
-# snapshots of their own since then, or the step is on disk. Then it is given back, and its agent ends. A node leaves because an operator
-# has requested it (``phalanx fleet shrink``), or because its own agent reports that its scheduler will take it away.
-#
-# What the run computes does not depend on the number of nodes, so giving back and taking again changes no bit of it.
+# The size of a fleet changes by request. A node that is to go is *leaving*: it may hold no rank any more, so
+# the epoch is left at a step boundary and the next one is formed without it. Its memory still holds
+# snapshots, perhaps the only copies of the newest step. So it leaves only once the members have taken
+# snapshots of their own since then, or the step is on disk. Then it is given back, and its agent ends. A node
+# leaves because an operator has requested it (``phalanx fleet shrink``), or because its own agent reports
+# that its scheduler will take it away. The run's results do not depend on the number of nodes, so this
+# changes no bit of them.
 
 GIVEN_BACK = "given back"
 
 
 class CannotShrinkError(ValueError):
-    """The nodes cannot be given back; the message says why and what can."""
+    """The nodes cannot be given back; the message has the reason and the possible number."""
 
 
 def choose(state: FleetState, by: int, leader: str) -> tuple[str, ...]:
-    """The nodes to give back if ``by`` are wanted: unfit ones first, then members from the last seat on, then the rest.
+    """Return the ``by`` nodes to give back: unfit ones first, then members from the last seat on, then the
+    others.
 
-    The last seats are neighbors in the network, so that whoever gets the nodes finds them close together.
+    The last seats are neighbors in the network, so the released nodes are close together.
 
     Args:
         leader: The node on whose machine the coordinator runs, which stays; empty if there is none.
@@ -196,7 +209,7 @@ def choose(state: FleetState, by: int, leader: str) -> tuple[str, ...]:
 
 
 def require_enough(state: FleetState, names: tuple[str, ...]) -> None:
-    """Raises ``CannotShrinkError`` if too few nodes would be left without ``names``."""
+    """Raise ``CannotShrinkError`` if too few nodes would remain without ``names``."""
     going, settings = set(names), state.settings
     good = sum(
         node.alive and node.eligibility is Eligibility.GOOD and node.name not in going
@@ -211,7 +224,7 @@ def require_enough(state: FleetState, names: tuple[str, ...]) -> None:
 
 
 def give_back(state: FleetState, event: m.GiveBack, orders: list[Order]) -> None:  # noqa: ARG001
-    """Lets nodes leave, and wants as many fewer as were members."""
+    """Let nodes leave, and reduce the target size by the number of members among them."""
     going = [
         node
         for name in event.nodes
@@ -230,16 +243,16 @@ def give_back(state: FleetState, event: m.GiveBack, orders: list[Order]) -> None
         leave(state, node, "given back by the operator")
 
 
-def leave(state: FleetState, node: Node, why: str) -> None:
-    """Lets a node leave: it holds no rank from the next epoch on."""
+def leave(state: FleetState, node: Node, reason: str) -> None:
+    """Let a node leave: it holds no rank from the next epoch on."""
     if node.eligibility is Eligibility.LEAVING:
         return
-    note(state, node.name, why)
-    change(state, node, eligibility=Eligibility.LEAVING, why=why, fault=IncidentKind.NOTE)
+    note(state, node.name, reason)
+    change(state, node, eligibility=Eligibility.LEAVING, why=reason, fault=IncidentKind.NOTE)
 
 
 def enlarge(state: FleetState, event: m.Enlarge, orders: list[Order]) -> None:  # noqa: ARG001
-    """Wants more nodes from now on; they take ranks when they are there."""
+    """Raise the target size; new nodes take ranks when they join."""
     settings = state.settings
     formation = replace(settings.formation, legal=event.legal, fewer=event.fewer)
     note(state, "", f"the operator wants {event.wanted_nodes} nodes", level="info")
@@ -252,7 +265,7 @@ def enlarge(state: FleetState, event: m.Enlarge, orders: list[Order]) -> None:  
 
 
 def release(state: FleetState, orders: list[Order]) -> None:
-    """Ends the agents of the nodes that are leaving, once the fleet needs nothing of theirs."""
+    """End the agents of the nodes that are leaving, once the fleet does not need their memory."""
     if not state.leaving or state.phase is not FleetPhase.RUNNING or not _has_moved_on(state):
         return
     for node in list(_idle(state)):
@@ -272,7 +285,9 @@ def _idle(state: FleetState) -> Iterator[Node]:
 
 
 def _has_moved_on(state: FleetState) -> bool:
-    """True if what the present epoch was restored from is not needed any more: it has newer snapshots, or the step is on disk."""
+    """Return True if the source of the present epoch is not needed any more: there are newer snapshots, or
+    the step is on disk.
+    """
     source, every = state.source, state.settings.snapshot_every_steps
     if isinstance(source, Fresh) or not every or max(state.durable, default=m.NO_STEP) >= source.step:
         return True

@@ -15,62 +15,69 @@ _SHORTEST_LEAVE_S = 5.0
 
 
 class Formation(Struct, frozen=True):
-    """The facts of a run's layout that the fleet must know: the legal numbers of ranks, and which ranks hold equal state."""
+    """The facts of a run's layout that the fleet needs: the legal numbers of ranks, and which ranks hold
+    equal state.
+    """
 
     workers_per_node: int
     legal: tuple[int, ...]
     """Legal numbers of ranks, ascending."""
     pipeline: int = 1
     model_ranks: int = 1
-    """Ranks that compute one slot together, as the run file says: context x tensor."""
+    """Ranks that compute one slot together, by the run file: context x tensor."""
     shard_ranks: int = 0
     """Data-parallel ranks that share one copy of the state; 0 means all of them."""
     fewer: tuple[tuple[int, int], ...] = ()
-    """Where the tensor or context degree may fall: below this number of ranks, so many compute a slot together; both descend."""
+    """(below this number of ranks, ranks that compute a slot together), where the tensor or context degree
+    may fall; both descend.
+    """
 
     def seats(self, ranks: int) -> int:
-        """Number of nodes that ``ranks`` ranks need."""
+        """Return the number of nodes that ``ranks`` ranks need."""
         return -(-ranks // self.workers_per_node)
 
     def ranks_of(self, seat: int, ranks: int) -> range:
-        """The ranks of a seat."""
+        """Return the ranks of a seat."""
         first = seat * self.workers_per_node
         return range(first, min(first + self.workers_per_node, ranks))
 
     def largest(self, ranks: int) -> int:
-        """The largest legal number of ranks that is at most ``ranks``; 0 if there is none."""
+        """Return the largest legal number of ranks that is at most ``ranks``; 0 if there is none."""
         index = bisect.bisect_right(self.legal, ranks)
         return self.legal[index - 1] if index else 0
 
     def slot_ranks(self, ranks: int) -> int:
-        """Number of ranks that compute one slot together when there are ``ranks`` in all."""
+        """Return the number of ranks that compute one slot together when there are ``ranks`` in all."""
         return next((together for below, together in reversed(self.fewer) if ranks < below), self.model_ranks)
 
     def stage_ranks(self, ranks: int) -> int:
-        """Number of ranks of one pipeline stage, without its replicas."""
+        """Return the number of ranks of one pipeline stage, without its replicas."""
         together = self.slot_ranks(ranks)
         return (self.shard_ranks or ranks // (self.pipeline * together)) * together
 
     def keys(self, ranks: int) -> int:
-        """Number of different states that the ranks hold."""
+        """Return the number of different states that the ranks hold."""
         return self.pipeline * self.stage_ranks(ranks)
 
     def key(self, ranks: int, rank: int) -> int:
-        """Index of the state that a rank holds. The mesh is pipeline x replicate x (shard x context x tensor)."""
+        """Return the index of the state that a rank holds.
+
+        The mesh is pipeline x replicate x (shard x context x tensor).
+        """
         inner = self.stage_ranks(ranks)
         return rank // (ranks // self.pipeline) * inner + rank % inner
 
     def replicas(self, ranks: int, key: int) -> range:
-        """The ranks that hold the state with index ``key``."""
+        """Return the ranks that hold the state with index ``key``."""
         inner, stage = self.stage_ranks(ranks), ranks // self.pipeline
         first = key // inner * stage + key % inner
         return range(first, first - key % inner + stage, inner)
 
 
 def formation_of(spec: RunSpec) -> Formation:
-    """The formation of a run on its fleet.
+    """Return the formation of a run on its fleet.
 
-    Raises ValueError where no number of nodes up to the one asked for is legal.
+    Raises ValueError if no number of nodes up to ``fleet.nodes`` is legal.
     """
     fleet, parallel = spec.fleet, spec.parallel
     most, unit = fleet.nodes * fleet.workers_per_node, replica_ranks(parallel)
@@ -79,10 +86,10 @@ def formation_of(spec: RunSpec) -> Formation:
     for divided in divisions(spec):
         # A smaller degree is for when there are too few ranks for any larger one.
         smallest = legal[0] if legal else most + 1
-        found = legal_ranks(spec, divided, smallest - 1)
-        if found and divided is not parallel:
+        ranks = legal_ranks(spec, divided, smallest - 1)
+        if ranks and divided is not parallel:
             fewer.append((smallest, divided.context * divided.tensor))
-        legal = found + legal
+        legal = ranks + legal
     if not legal:
         raise ValueError(
             f"fleet.nodes = {fleet.nodes} x fleet.workers_per_node = {fleet.workers_per_node}: no number of ranks up to "
@@ -122,17 +129,19 @@ class CoreSettings(Struct, frozen=True):
     """A node that fails this often within ``strike_window_s`` is quarantined (a lemon: arXiv:2410.21680, section 5)."""
     strike_window_s: float = 86_400.0
     save_s: float = 600.0
-    """At the end of a run, the agents may take so long to write what only their memory holds."""
+    """At the end of a run, the agents may take this long to write state that only their memory holds."""
     first_step: int = 0
     """The step at which the run begins: above 0 if it takes over a checkpoint of its parent."""
     block: int = 1
-    """Seats that the axes inside a slot span; they are laid side by side."""
+    """Seats that the axes inside a slot span; they are adjacent."""
     unit: int = 1
     """Seats that are placed together, below one switch where that can be."""
     order: Order = "data"
-    """Whose neighbors are near each other in the network: data-parallel ranks, or stages of a replica."""
+    """Which ranks are neighbors in the network: data-parallel ranks, or stages of a replica."""
     expected_nodes: int = 0
-    """Nodes that are to come to the first formation, spares included, where nodes have domains: then the choice is among all of them."""
+    """Nodes that the first formation expects, spares included, if nodes have domains: then the choice is
+    among all of them.
+    """
     gather_s: float = 15.0
     """The first formation waits this long for ``expected_nodes`` while there are enough without them."""
     snapshot_every_steps: int = 1
@@ -142,12 +151,15 @@ class CoreSettings(Struct, frozen=True):
 
 
 def leave_s(fleet: FleetSpec) -> float:
-    """Seconds that a worker may take to leave an epoch before its agent kills it."""
+    """Return the seconds that a worker may take to leave an epoch before its agent kills it."""
     return max(_SHORTEST_LEAVE_S, 3 * fleet.worker_lease_s)
 
 
 def settings_of(spec: RunSpec, first_step: int = 0) -> CoreSettings:
-    """The settings of a run file, for a run that begins at ``first_step``. Raises ValueError as ``formation_of`` does."""
+    """Return the settings of a run file, for a run that begins at ``first_step``.
+
+    Raises ValueError as ``formation_of`` does.
+    """
     fleet: FleetSpec = spec.fleet
     formation = formation_of(spec)
     inner = replica_ranks(spec.parallel) // formation.pipeline

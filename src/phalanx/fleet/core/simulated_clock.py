@@ -19,16 +19,16 @@ class SimulatedClock:
         self._scheduled = 0
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Schedules ``action`` at ``time_s``, or now if that is past."""
+        """Schedule ``action`` at ``time_s``, or now if that is past."""
         self._scheduled += 1
         heapq.heappush(self._queue, (max(time_s, self.now_s), self._scheduled, action))
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Schedules ``action`` in ``delay_s`` seconds."""
+        """Schedule ``action`` in ``delay_s`` seconds."""
         self.at(self.now_s + delay_s, action)
 
     def run_until(self, end_s: float) -> None:
-        """Runs every action that is due by ``end_s``."""
+        """Run every action that is due by ``end_s``."""
         while self._queue and self._queue[0][0] <= end_s:
             self.now_s, _, action = heapq.heappop(self._queue)
             action()
@@ -45,7 +45,7 @@ FORMING, WAITING = "first formation", "waiting for nodes"
 
 
 def to_ns(time_s: float) -> int:
-    """Seconds as whole nanoseconds."""
+    """Return seconds as whole nanoseconds."""
     return round(time_s * NS_PER_S)
 
 
@@ -58,12 +58,15 @@ class Account:
     totals_ns: dict[str, int] = field(default_factory=dict)
 
     def switch(self, bucket: str, now_ns: int) -> None:
-        """Closes the open bucket and opens ``bucket``."""
+        """Close the open bucket and open ``bucket``."""
         self.add(self.bucket, now_ns - self.since_ns)
         self.bucket, self.since_ns = bucket, now_ns
 
     def split(self, parts: dict[str, int], bucket: str, now_ns: int) -> None:
-        """Closes the open bucket by dividing its time into ``parts``; ValueError if they are not the whole of it."""
+        """Close the open bucket by dividing its time into ``parts``.
+
+        Raises ValueError if they do not add up to it.
+        """
         if sum(parts.values()) != now_ns - self.since_ns or min(parts.values()) < 0:
             raise ValueError(f"{parts} do not add up to {now_ns - self.since_ns} ns")
         for name, duration_ns in parts.items():
@@ -71,5 +74,5 @@ class Account:
         self.bucket, self.since_ns = bucket, now_ns
 
     def add(self, bucket: str, duration_ns: int) -> None:
-        """Adds a duration to a bucket."""
+        """Add a duration to a bucket."""
         self.totals_ns[bucket] = self.totals_ns.get(bucket, 0) + duration_ns

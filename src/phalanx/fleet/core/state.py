@@ -1,11 +1,12 @@
-"""The coordinator's state: the nodes, which node has which seat, the epoch, and the nodes that are waited for.
+"""The coordinator's state: the nodes, the seat of each node, the epoch, and the nodes that it waits for.
 
-A *seat* is a block of consecutive ranks, as many as a node has workers; a node in a seat holds its ranks. Seats are the
-unit of planning, so a fleet of 100,000 ranks is one of 12,500 seats.
+A *seat* is a block of consecutive ranks, as many as a node has workers; a node in a seat holds its ranks.
+Seats are the unit of planning, so a fleet of 100,000 ranks is one of 12,500 seats.
 
-The state is plain data: it is written as JSON and read back equal. It is mutated in place, but only by the core's
-``step`` and through the functions here, so that the cost of an event depends on what it changes and not on the size of
-the fleet; each ``Node`` is frozen and replaced as a whole. A caller of ``step`` gives its state away and uses the one returned.
+The state is plain data: it is written as JSON and read back equal. It is mutated in place, but only by the
+core's ``step`` and through the functions here. So the cost of an event depends on its changes and not on the
+size of the fleet. Each ``Node`` is frozen and replaced as a unit. A caller of ``step`` gives its state away
+and uses the one returned.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from phalanx.run.identity import FencingToken
 
 NO_SEAT = -1
 UNMET = 0
-"""The incarnation of a node that is known by name alone, and has not described itself to this coordinator yet."""
+"""The incarnation of a node that is known by name alone, and has not described itself to this coordinator
+yet.
+"""
 INCIDENTS_KEPT = 200
 
 
@@ -47,7 +50,7 @@ class FleetPhase(StrEnum):
     WAITING = "waiting"
     """Too few nodes; no worker is in an epoch; agents' memory and the newest checkpoint hold the state."""
     SAVING = "saving"
-    """The run ends, and agents write to disk what only their memory holds."""
+    """The run ends, and agents write to disk the state that only their memory holds."""
     FINISHED = "finished"
     FAILED = "failed"
 
@@ -59,7 +62,7 @@ class Eligibility(StrEnum):
     QUARANTINED = "quarantined"
     DRAINED = "drained"
     LEAVING = "leaving"
-    """It is to be given back (``phalanx.fleet.core.requests``)."""
+    """To be given back (``phalanx.fleet.core.requests``)."""
 
 
 class Node(Struct, frozen=True):
@@ -75,14 +78,16 @@ class Node(Struct, frozen=True):
     """False if this incarnation is fenced for good."""
     meeting_points: tuple[str, ...] = ()
     engaged: bool = False
-    """Its workers may still run in an epoch that it was removed from; it cannot be seated until they have parked."""
+    """True if its workers may still run in an epoch that it was removed from; it cannot be seated until they
+    have parked.
+    """
     eligibility: Eligibility = Eligibility.GOOD
     why: str = ""
     fault: IncidentKind = IncidentKind.NOTE
-    """The kind of the incident for which it was lost or put aside; ``why`` is its text."""
+    """The kind of the incident for which it was lost or quarantined; ``why`` is its text."""
     seat: int = NO_SEAT
     started_as_spare: bool = False
-    """In the first epoch it gets a seat only if there are too few others."""
+    """True if, in the first epoch, it gets a seat only in place of a missing node."""
     strikes: tuple[float, ...] = ()
     held: tuple[RankSnapshot, ...] = ()
 
@@ -101,7 +106,7 @@ class Census(Struct):
     seats: tuple[str, ...]
     ring: tuple[int, ...]
     absent: dict[str, int]
-    """Node -> its seat then. They report for themselves, or are gone."""
+    """Node -> its seat then. They report for themselves, or are lost."""
 
 
 class RestorePoint(Struct, frozen=True, tag=True):
@@ -112,7 +117,7 @@ class RestorePoint(Struct, frozen=True, tag=True):
 
 
 class Incident(Struct, frozen=True):
-    """Something that happened and that the user should see."""
+    """An event that the user should see."""
 
     at_s: float
     epoch: int
@@ -120,7 +125,7 @@ class Incident(Struct, frozen=True):
     """Empty if it concerns no single node."""
     what: str
     ended_epoch: bool = False
-    """It ended ``epoch``; ``what`` is the reason."""
+    """True if it ended ``epoch``; ``what`` is the reason."""
     level: Literal["info", "warning", "error"] = "warning"
     kind: IncidentKind = IncidentKind.NOTE
     step: int = NO_STEP
@@ -135,13 +140,16 @@ class Distrust(Struct, frozen=True):
 
 
 class Accusation(Struct, frozen=True):
-    """A node's word that the run cannot go on, which no other node has confirmed."""
+    """A node's report that the run cannot go on, which no other node has confirmed."""
 
     node: str
     kind: str
     """The class of its error."""
     step: int
-    """The last step that was completed then: with a later one, the others have shown that they can go on."""
+    """The last step that was completed then.
+
+    Once a later one is completed, the others have shown that the run can go on.
+    """
 
 
 class NonFiniteDoubt(Struct, frozen=True):
@@ -153,7 +161,7 @@ class NonFiniteDoubt(Struct, frozen=True):
     nodes: tuple[str, ...] = ()
     """The nodes that are blamed and left out; empty: every rank changes its node."""
     confirmed: bool = False
-    """Other nodes have found the same: it is the run's own."""
+    """True if other nodes have computed the same: it is the run's own."""
 
 
 StateSource = Fresh | FromDisk | RestorePoint
@@ -164,7 +172,7 @@ class FleetState(Struct):
 
     settings: CoreSettings
     fencing: FencingToken
-    """The start of the run that this fleet trains; never another's for as long as the journal lives."""
+    """The start of the run that this fleet trains; it never changes while the journal exists."""
     phase: FleetPhase = FleetPhase.FORMING
     epoch: int = NO_EPOCH
     seen_epoch: int = NO_EPOCH
@@ -175,13 +183,15 @@ class FleetState(Struct):
     reason: str = ""
     """Why the last epoch was ended, or why the fleet waits."""
     planned: bool = False
-    """The epoch is being left at a step boundary, not because of a fault."""
+    """True if the epoch is being left at a step boundary, not because of a fault."""
     asked_s: float | None = None
-    """When every node was last asked anew, because what was known of them was lost or not to be trusted."""
+    """Time of the last request for every node's description, because their state was lost or not to be
+    trusted.
+    """
     left_s: float | None = None
     """Time of the decision to leave the last epoch that trained, if there was one."""
     left_planned: bool = False
-    """That epoch was left at a step boundary."""
+    """True if that epoch was left at a step boundary."""
     stopping: bool = False
     step: int = NO_STEP
     """The last step completed in this epoch, as far as reported."""
@@ -190,16 +200,16 @@ class FleetState(Struct):
     """Seconds that a step usually takes, smoothed."""
     diagnosed: bool = False
     told_of_waiting: bool = False
-    """It was noted that the present step waits for samples."""
+    """True once an incident has recorded that the present step waits for samples."""
     best_step: int = NO_STEP
     """The furthest step ever completed, as far as known."""
     tries: int = 0
     """Number of faults since there was progress beyond ``best_step``."""
     durable: list[int] = []
     condemned: list[int] = []
-    """Steps of checkpoints that are on disk and not trusted; the shell sets them aside."""
+    """Steps of checkpoints on disk that are not trusted; the shell sets them aside."""
     distrust: tuple[Distrust, ...] = ()
-    """Ascending in epoch and in step: a later one does not restore trust in what an earlier one covers."""
+    """Ascending in epoch and in step: a later entry does not restore trust in what an earlier one covers."""
     accusations: tuple[Accusation, ...] = ()
     doubt: NonFiniteDoubt | None = None
     source: StateSource = Fresh()
@@ -210,9 +220,12 @@ class FleetState(Struct):
     """The phase after SAVING."""
     result_json: str = ""
     key: str = ""
-    """The name of the token of agents, once it was changed."""
+    """The name of the agents' token, once it was changed."""
     epoch_key: str = ""
-    """The name of the token under which the ranks of the present epoch meet; it is not changed while some of them have been told."""
+    """The name of the token under which the ranks of the present epoch meet.
+
+    It is fixed once some of them have received it.
+    """
 
     nodes: dict[str, Node] = {}
     ranks: int = 0
@@ -230,13 +243,13 @@ class FleetState(Struct):
     awaiting: set[str] = set()
     """Members that have not parked or bound yet."""
     early: set[str] = set()
-    """Members that parked before they were told to."""
+    """Members that parked before the order to park."""
     evidence: bool = False
     """A collective broke in this epoch, so a broken connection counts as proof that its node is gone."""
 
     heard: dict[str, float] = {}
     rolled_s: float = -1e18
-    """Time of the last roll call; every node that was not silent in it was heard then."""
+    """Time of the last roll call, which is a sign of life of every node that is not in ``silent``."""
     silent: set[str] = set()
     next_lease_s: float = 0.0
     """No lease runs out before this time."""
@@ -259,12 +272,12 @@ _decoder = msgspec.json.Decoder(FleetState)
 
 
 def encode_state(state: FleetState) -> bytes:
-    """The state as JSON; equal states give equal bytes."""
+    """Return the state as JSON. Equal states give equal bytes."""
     return _encoder.encode(state)
 
 
 def decode_state(data: bytes) -> FleetState:
-    """The state that ``encode_state`` wrote. Raises msgspec.ValidationError."""
+    """Return the state that ``encode_state`` wrote. Raises msgspec.ValidationError."""
     return _decoder.decode(data)
 
 
@@ -272,7 +285,7 @@ def decode_state(data: bytes) -> FleetState:
 
 
 def usable(state: FleetState, node: Node) -> bool:
-    """True if a node could hold ranks in the next epoch."""
+    """Return True if a node could hold ranks in the next epoch."""
     return (
         node.alive
         and node.warm
@@ -283,12 +296,14 @@ def usable(state: FleetState, node: Node) -> bool:
 
 
 def is_leaving(node: Node) -> bool:
-    """True if a node is to be given back, and is there still."""
+    """Return True if a node is to be given back, and is still there."""
     return node.alive and node.eligibility is Eligibility.LEAVING
 
 
 def put(state: FleetState, node: Node) -> Node:
-    """Replaces a node, and updates what is derived from nodes: ``vacant``, ``spares``, ``leaving`` and ``copies``."""
+    """Replace a node, and update the state derived from nodes: ``vacant``, ``spares``, ``leaving`` and
+    ``copies``.
+    """
     old = state.nodes.get(node.name)
     if old is None or old.held != node.held or old.alive != node.alive:
         if old is not None:
@@ -314,17 +329,17 @@ def put(state: FleetState, node: Node) -> Node:
 
 
 def change(state: FleetState, node: Node, **changes: object) -> Node:
-    """Replaces a node by a copy with some fields changed, as ``put`` does."""
+    """Replace a node by a copy with some fields changed, as ``put`` does."""
     return put(state, replace(node, **changes))
 
 
 def trusted(state: FleetState, holding: RankSnapshot) -> bool:
-    """True if a snapshot may be restored."""
+    """Return True if a snapshot may be restored."""
     return trusts(state, holding.epoch, holding.step)
 
 
 def trusts(state: FleetState, epoch: int, step: int) -> bool:
-    """True if the state after ``step``, as computed in ``epoch``, may be restored."""
+    """Return True if the state after ``step``, as computed in ``epoch``, may be restored."""
     return all(epoch > limit.epoch or step <= limit.step for limit in state.distrust)
 
 
@@ -356,7 +371,7 @@ def _unlist(state: FleetState, node: Node) -> None:
 
 
 def distrust(state: FleetState, step: int) -> None:
-    """Excludes all state after ``step`` that exists now from restores, in memory and on disk."""
+    """Exclude all present state after ``step`` from restores, in memory and on disk."""
     earlier = (limit for limit in state.distrust if limit.step < step)
     state.distrust = (*earlier, Distrust(state.epoch, step))
     state.condemned += [saved for saved in state.durable if saved > step]
@@ -370,28 +385,28 @@ def distrust(state: FleetState, step: int) -> None:
 
 
 def node_called(name: str) -> str:
-    """A node's name in a sentence: ``node 7``, but ``node-7`` where the name says already what it is."""
+    """Return a node's name for a sentence: ``node 7``, but ``node-7`` if the name begins with "node" already."""
     return name if name.startswith("node") else f"node {name}"
 
 
 def note(
     state: FleetState,
     node: str,
-    what: str,
+    text: str,
     *,
     ended_epoch: bool = False,
     level: Literal["info", "warning", "error"] = "warning",
     kind: IncidentKind = IncidentKind.NOTE,
     step: int = NO_STEP,
 ) -> None:
-    """Remembers an incident; the oldest are forgotten."""
-    incident = Incident(state.now_s, state.epoch, node, what, ended_epoch, level, kind, step)
+    """Record an incident; the oldest are dropped."""
+    incident = Incident(state.now_s, state.epoch, node, text, ended_epoch, level, kind, step)
     state.incidents.append(incident)
     del state.incidents[:-INCIDENTS_KEPT]
 
 
 def forget_copies(state: FleetState, name: str) -> None:
-    """Removes a node from the census: from now on only its own reports say which snapshots it holds."""
+    """Remove a node from the census: from now on only its own reports count for its snapshots."""
     census = state.census
     if census is not None and name not in census.absent and name in census.seats:
         census.absent[name] = census.seats.index(name)

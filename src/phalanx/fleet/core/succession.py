@@ -1,19 +1,23 @@
-"""Succession: when the machine of the coordinator is lost, an agent's machine leads the run on, and no two heads decide at once.
+"""Succession: when the coordinator's machine is lost, an agent's machine leads the run, and no two heads
+decide at once.
 
-The *head* is the coordinator that leads. What it may do is written down in *claims*: files that are created once and never changed,
-numbered by consecutive *terms*, on storage that all nodes share. A head makes a claim before it sends a command that begins an epoch or
-ends the run. Of two that make the claim of the same term, one gets it, and the other has been *superseded*: it sends nothing any more. So
-no epoch is begun by two heads, whatever each of them believes of the other. The register of claims is what Paxos is elsewhere: one value
-for each term, chosen once (a write-once register; L. Lamport, "Vertical Paxos and primary-backup replication", 2009, has the same division
-between a reign that reconfigures seldom and the work inside it).
+The *head* is the coordinator that leads. Its powers are written down in *claims*: files that are created once
+and never changed, numbered by consecutive *terms*, on storage that all nodes share. A head makes a claim
+before it sends a command that begins an epoch or ends the run. If two make the claim of the same term, one
+succeeds, and the other is *superseded*: it sends nothing any more. So no epoch is begun by two heads,
+whatever each assumes about the other. The register of claims plays the role of Paxos: one value for each
+term, chosen once. It is a write-once register; L. Lamport, "Vertical Paxos and primary-backup replication",
+2009, has the same division between a reign that reconfigures seldom and the work inside it.
 
-Votes do not decide who leads; they only keep a cut-off node from deposing a head that leads well. An agent without a head for
-``patience_s``, times its place in the line of the newest claim, becomes a *candidate*. It claims the next term once most of the voters
-besides the lost head's own node have attached to it: whoever they follow is the one that can form an epoch.
+Votes do not decide who leads; they only keep a cut-off node from deposing a healthy head. An agent without a
+head for ``patience_s``, times its place in the line of the newest claim, becomes a *candidate*. It claims the
+next term once most of the voters besides the lost head's own node have attached to it: only the head that
+they follow can form an epoch.
 
-The successor replays the journal of the reign before. A journal on shared storage may lack its last lines, or be lost. Where it does not
-reach what the claim says, the claim alone is enough: who may be waited for, which epochs were begun, which state is not to be trusted and
-who is unfit. The nodes say the rest, as after a resynchronization (``phalanx.fleet.core.invariants``).
+The successor replays the journal of the previous reign. A journal on shared storage may lack its last lines,
+or be lost. If it is behind the claim, the claim alone is enough: the awaited nodes, the epochs begun, the
+untrusted state and the unfit nodes. The nodes report the remaining facts, as after a resynchronization
+(``phalanx.fleet.core.invariants``).
 """
 
 from __future__ import annotations
@@ -48,11 +52,11 @@ NOT_LED = 0
 """The term of an agent that no head has led yet; claims begin with 1."""
 FIRST_TERM = 1
 VOTERS_MAY_DIFFER = 0.25
-"""Part of the voters that may have come or gone before the head names others."""
+"""Fraction of the voters that may join or leave before the head names new ones."""
 
 
 class Barred(Struct, frozen=True):
-    """A node that may hold no rank, which it cannot be relied upon to say itself."""
+    """A node that may hold no rank, and that cannot be relied upon to report that itself."""
 
     node: str
     eligibility: Eligibility
@@ -61,25 +65,30 @@ class Barred(Struct, frozen=True):
 
 
 class Claim(Struct, frozen=True):
-    """One head's right to lead until the next claim is made, and what a successor must know if nothing else is left."""
+    """One head's right to lead until the next claim is made, and the minimum state for a successor."""
 
     term: int
     reign: int
-    """Number of heads that have led so far. A head keeps its reign when it claims again, or is started again on its machine."""
+    """Number of heads that have led so far.
+
+    A head keeps its reign when it claims again, or is restarted on its machine.
+    """
     node: str
     """The node on whose machine the head runs; empty if that is none of the fleet's."""
     nonce: str
-    """Random text: two claims of one term differ in it."""
+    """Random text that distinguishes two claims of one term."""
     settings: CoreSettings
     epoch: int = NO_EPOCH
     """The highest epoch that the head may have begun."""
     voters: tuple[str, ...] = ()
-    """The living nodes, in the order in which they stand as candidates: every member of ``epoch`` is one of them."""
+    """The living nodes, in the order in which they stand as candidates; every member of ``epoch`` is one of
+    them.
+    """
     distrust: tuple[Distrust, ...] = ()
     barred: tuple[Barred, ...] = ()
     stopping: bool = False
     ended: FleetPhase | None = None
-    """How the run ended; nobody leads it any more."""
+    """How the run ended; there is no leader any more. None while it runs."""
     reason: str = ""
     """Why it ended."""
 
@@ -89,12 +98,12 @@ _decoder = msgspec.json.Decoder(Claim)
 
 
 def encode_claim(claim: Claim) -> bytes:
-    """The claim as JSON; equal claims give equal bytes."""
+    """Return the claim as JSON. Equal claims give equal bytes."""
     return _encoder.encode(claim)
 
 
 def decode_claim(data: bytes) -> Claim:
-    """The claim that ``encode_claim`` wrote. Raises msgspec.DecodeError or msgspec.ValidationError."""
+    """Return the claim that ``encode_claim`` wrote. Raises msgspec.DecodeError or msgspec.ValidationError."""
     return _decoder.decode(data)
 
 
@@ -102,23 +111,25 @@ def decode_claim(data: bytes) -> Claim:
 
 
 def first_claim(state: FleetState, node: str, nonce: str) -> Claim:
-    """The claim of the run's first head, which runs on the machine of ``node``."""
+    """Return the claim of the run's first head, which runs on the machine of ``node``."""
     return _describing(state, Claim(FIRST_TERM, 1, node, nonce, state.settings))
 
 
 def renewed(claim: Claim, state: FleetState, nonce: str) -> Claim:
-    """The claim with which the head that has ``claim`` leads on from ``state``."""
+    """Return the claim with which the head of ``claim`` continues to lead from ``state``."""
     return _describing(state, replace(claim, term=claim.term + 1, nonce=nonce))
 
 
 def is_due(claim: Claim, state: FleetState) -> bool:
-    """True if the head must claim again before it sends the commands that came with ``state``. Costs O(nodes).
+    """Return True if the head must claim again before it sends the commands that came with ``state``. Costs
+    O(nodes).
 
-    A node that was found unfit does not make it due: if that is forgotten together with the journal, it is found unfit again, but one that an
-    operator has drained does. And a head that has lost most of its voters at once does not name others: it may be the one that is cut off.
+    A node that becomes unfit does not make it due: if that is lost together with the journal, the node fails
+    its checks again. A node drained by an operator does. A head that has lost most of its voters at once
+    names no others: it may be the one that is cut off.
     """
-    said = (state.epoch, state.stopping, _ended(state), state.distrust, state.settings)
-    if said != (claim.epoch, claim.stopping, claim.ended, claim.distrust, claim.settings):
+    facts = (state.epoch, state.stopping, _ended(state), state.distrust, state.settings)
+    if facts != (claim.epoch, claim.stopping, claim.ended, claim.distrust, claim.settings):
         return True
     if _drained(state) != {unfit.node for unfit in claim.barred if unfit.eligibility is Eligibility.DRAINED}:
         return True
@@ -136,7 +147,7 @@ def _ended(state: FleetState) -> FleetPhase | None:
 
 
 def _describing(state: FleetState, claim: Claim) -> Claim:
-    """``claim`` with what ``state`` says of the run."""
+    """Return ``claim`` updated with the facts of ``state``."""
     return replace(
         claim,
         settings=state.settings,
@@ -155,12 +166,14 @@ def _describing(state: FleetState, claim: Claim) -> Claim:
 
 
 def _line(state: FleetState, head: str) -> tuple[str, ...]:
-    """The living nodes: members before others, one of each failure domain before the second of any, and the head's own node last."""
+    """Return the line of candidates: living members, then other living nodes; domains take turns, and the
+    head's own node is last.
+    """
     met: Counter[tuple[str, ...]] = Counter()
     place: dict[str, int] = {}
     spares = sorted(state.nodes.keys() - set(state.seats))
     if head in state.nodes:
-        met[state.nodes[head].domain] += 1  # its rack may be lost as a whole
+        met[state.nodes[head].domain] += 1  # Its rack may be lost as a unit.
     for name in (*state.seats, *spares):
         node = state.nodes[name]
         if node.alive and name != head:
@@ -171,7 +184,9 @@ def _line(state: FleetState, head: str) -> tuple[str, ...]:
 
 
 def is_superseded(claim: Claim, epoch: int) -> bool:
-    """Return True if the ranks of ``epoch`` must not write to the run directory: ``claim``, the newest, begins a later one or ends the run."""
+    """Return True if the ranks of ``epoch`` must not write to the run directory: ``claim``, the newest,
+    begins a later one or ends the run.
+    """
     return claim.epoch > epoch or claim.ended is not None
 
 
@@ -179,9 +194,10 @@ def is_superseded(claim: Claim, epoch: int) -> bool:
 
 
 def stands_after_s(claim: Claim, node: str, patience_s: float) -> float | None:
-    """Seconds without a head after which ``node`` becomes a candidate; None if it never does.
+    """Return the seconds without a head after which ``node`` becomes a candidate; None if it never does.
 
-    The next in line waits for ``patience_s``, the one behind it twice as long, and so on: one after the other has its turn.
+    The next in line waits for ``patience_s``, the second twice as long, and so on, so that they stand one
+    after the other.
     """
     if claim.ended is not None or node not in claim.voters or patience_s <= 0:
         return None
@@ -189,30 +205,35 @@ def stands_after_s(claim: Claim, node: str, patience_s: float) -> float | None:
 
 
 def has_majority(claim: Claim, nodes: Iterable[str]) -> bool:
-    """True if most of the voters besides the head's own node are among ``nodes``. In a fleet of two, that is the other one."""
+    """Return True if most of the voters besides the head's own node are among ``nodes``.
+
+    In a fleet of two, that is the other one.
+    """
     electors = set(claim.voters) - {claim.node} or set(claim.voters)
     return 2 * len(electors.intersection(nodes)) > len(electors)
 
 
 class Candidacy:
-    """A node's attempt to succeed the head of ``claim``: the voters that have attached to it, and when each was last heard."""
+    """A node's attempt to succeed the head of ``claim``: the attached voters and the time of each one's last
+    sign of life.
+    """
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
-        self._heard_s: dict[str, float] = {}
+        self._last_heartbeats: dict[str, float] = {}
 
-    def heard(self, node: str, now_s: float) -> None:
-        """Notes a sign of life of a node that is attached to the candidate."""
-        self._heard_s[node] = now_s
+    def record_heartbeat(self, node: str, now_s: float) -> None:
+        """Record a sign of life of a node that is attached to the candidate."""
+        self._last_heartbeats[node] = now_s
 
     def is_elected(self, now_s: float, lease_s: float) -> bool:
-        """True if most of the voters were heard within ``lease_s``."""
-        recent = (node for node, at_s in self._heard_s.items() if now_s - at_s <= lease_s)
+        """Return True if most of the voters have shown a sign of life within ``lease_s``."""
+        recent = (node for node, at_s in self._last_heartbeats.items() if now_s - at_s <= lease_s)
         return has_majority(self.claim, recent)
 
 
 def succeeding(claim: Claim, node: str, nonce: str) -> Claim:
-    """The claim with which a candidate on ``node`` begins the reign after that of ``claim``."""
+    """Return the claim with which a candidate on ``node`` begins the reign after that of ``claim``."""
     return replace(claim, term=claim.term + 1, reign=claim.reign + 1, node=node, nonce=nonce)
 
 
@@ -223,13 +244,13 @@ def inherited(
     now_s: float,
     step: decide.CoreStep = decide.step,
 ) -> FleetState:
-    """The state from which a head leads on, after ``claim`` was the newest.
+    """Return the state from which a head leads after ``claim`` was the newest.
 
-    Whoever takes it tells the core that it was away (``Restarted``), since nobody's silence until then counts.
+    The caller passes the core the event ``Restarted``, since no silence until then counts.
 
     Args:
-        claim: The newest claim before its own, or its own if it was only started again.
-        lines: The journal of that claim's reign, as far as it is left.
+        claim: The newest claim before its own, or its own if it was only restarted.
+        lines: The remaining journal of that claim's reign.
         fencing: The start of the run that this fleet trains.
         now_s: The time.
         step: The core's ``step``.
@@ -244,7 +265,7 @@ def inherited(
 
 
 def is_behind(state: FleetState, claim: Claim) -> bool:
-    """True if the claim says what the state does not know: then the journal has lost its end."""
+    """Return True if the claim has facts that the state lacks: then the journal has lost its end."""
     return (
         state.epoch < claim.epoch
         or (claim.stopping and not state.stopping)
@@ -257,12 +278,16 @@ def is_behind(state: FleetState, claim: Claim) -> bool:
 
 
 def is_untold(state: FleetState, claim: Claim) -> bool:
-    """True if ``state``, which follows from a journal, binds an epoch that nobody was told of: ``claim``, the newest, does not reach it."""
+    """Return True if ``state``, replayed from a journal, binds an epoch that was sent to no node: the newest
+    claim does not cover it.
+    """
     return state.phase is FleetPhase.BINDING and state.epoch > claim.epoch
 
 
 def _by_claim_alone(claim: Claim, fencing: FencingToken, now_s: float) -> FleetState:
-    """A state without a journal: every voter is waited for until it has said which epoch its workers are in, and what it holds."""
+    """Return a state without a journal: it waits until every voter has reported its workers' epoch and its
+    snapshots.
+    """
     settings = claim.settings
     state = FleetState(
         settings=settings,
@@ -299,5 +324,9 @@ def _by_claim_alone(claim: Claim, fencing: FencingToken, now_s: float) -> FleetS
                 fault=unfit.fault,
             ),
         )
-    note(state, "", f"the journal of reign {claim.reign} is lost or ends too early: every node is asked anew")
+    note(
+        state,
+        "",
+        f"the journal of reign {claim.reign} is lost or ends too early: all nodes must describe themselves again",
+    )
     return state

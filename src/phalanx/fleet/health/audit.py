@@ -1,19 +1,22 @@
-"""Silent data corruption (SDC): which slots are recomputed by whom, which rank is wrong, and to which step the run rolls back.
+"""Silent data corruption (SDC): which slots are recomputed by which team, which rank is wrong, and to which
+step the run rolls back.
 
-A slot's gradient has the same bits on any healthy rank, so a second computation on another node and a comparison of two
-checksums reveal a machine that computes wrongly, whatever operation it gets wrong (Dixit et al., "Silent Data Corruptions at
-Scale", 2021, found about one core in a thousand; vendors' tests miss many). In an audited step every data-parallel *team* (the
-ranks that compute a slot together, see ``phalanx.parallel.mesh.slots``) computes one slot more: one of another team's. So one
-extra round checks every team of the fleet.
+A slot's gradient has the same bits on any healthy rank. So a second computation on another node and a
+comparison of two checksums reveal a machine that computes wrongly, whatever operation it gets wrong. Dixit et
+al., "Silent Data Corruptions at Scale", 2021, found about one core in a thousand; vendors' tests miss many.
+In an audited step every data-parallel *team* (the ranks that compute a slot together, see
+``phalanx.parallel.mesh.slots``) computes one slot more: one of another team's. So one extra round checks
+every team of the fleet.
 
-On a mismatch there are more turns, with other teams as witnesses, until a majority says who is wrong. The step is not applied
-meanwhile. A team that contradicts itself is guilty without a majority; two teams that both stand by their answers are both
-named, and their nodes' health checks decide.
+On a mismatch there are more turns, with other teams as witnesses, until a majority decides which one is
+wrong. The step is not applied meanwhile. A team that contradicts itself is guilty without a majority. If two
+teams both confirm their answers, both are named, and their nodes' health checks decide.
 
-Slots do not reveal a wrong update or wrong memory: the parameters of replicas must be equal, so their checksums are compared
-in the same way (``equal_holders``).
+Slots do not reveal a wrong update or wrong memory. The parameters of replicas must be equal, so their
+checksums are compared in the same way (``equal_holders``).
 
-Everything is a function of the run's seed and the step: ranks need no messages to agree, and a replay audits the same slots.
+Everything is a function of the run's seed and the step: ranks need no messages to agree, and a replay audits
+the same slots.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from phalanx.parallel.mesh.slots import Deal
 from phalanx.run.layout import Layout
 
 MOST_TURNS = 4
-"""How many times a disputed slot is recomputed by further teams, before all who disagree are named."""
+"""Number of times that further teams recompute a disputed slot, before all that disagree are named."""
 
 Sums = tuple[int, ...]
 """The checksums of a team's ranks, in the order of ``team_ranks``."""
@@ -40,7 +43,7 @@ class Check:
     owner: int
     """The team whose slots these are in this step."""
     checker: int
-    """The team that recomputes them; the owner itself in the turn that asks whether it confirms its answer."""
+    """The team that recomputes them; in the confirmation turn, the owner itself."""
     round: int
     """The number of the owner's round in which it computes them."""
     slots: tuple[int, ...]
@@ -57,61 +60,62 @@ class Vote:
 
 @dataclass(frozen=True)
 class Judgment:
-    """The voters that are wrong, among those that voted on one thing."""
+    """The voters that are wrong, among those that voted on one slot or tensor."""
 
     wrong: tuple[int, ...]
     """Empty if all agree."""
     sure: bool
     """True if a majority or a contradiction proves it; otherwise some of ``wrong`` may be right."""
     places: tuple[int, ...] = ()
-    """The indexes at which their sums differ from the right ones: the team's ranks that saw the error."""
+    """The indexes at which their sums differ from the right ones: the team's ranks with the error."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AuditVerdict:
     """The consequences of a mismatch."""
 
     ranks: tuple[int, ...]
     """The ranks whose nodes are to be quarantined."""
     sure: bool
-    """If false, health checks must tell which of them is wrong."""
+    """If false, health checks must decide which of them is wrong."""
     roll_back_to: int
-    """The last step whose audit passed; 0 is the beginning. Nothing that was computed since can be trusted."""
+    """The last step whose audit passed; 0 is the beginning. No later result can be trusted."""
     slots: tuple[int, ...] = ()
-    """The slots that were computed wrongly; none if it was parameters."""
+    """The slots that were computed wrongly; none if parameters were wrong."""
 
 
 def due(step: int, every: int) -> bool:
-    """True if step ``step`` (from 1) is audited; ``every`` 0 means never."""
+    """Return True if step ``step`` (from 1) is audited; ``every`` 0 means never."""
     return every > 0 and step % every == 0
 
 
 def teams(deal: Deal) -> int:
-    """The number of teams of data-parallel ranks, over all replicas."""
+    """Return the number of teams of data-parallel ranks, over all replicas."""
     return deal.replicas * (deal.shard_ranks // deal.team)
 
 
 def checks(deal: Deal, seed: int, step: int, turn: int = 0) -> tuple[Check, ...]:
-    """The checks of step ``step``: every team that has slots is checked once, and every team checks at most once.
+    """Return the checks of step ``step``: every team that has slots is checked once, and every team checks at
+    most once.
 
-    ``turn`` 0 is the audit; further turns name other witnesses for the same slots, the owners themselves last. Empty if there is
-    only one team.
+    ``turn`` 0 is the audit; further turns name other witnesses for the same slots, the owners themselves
+    last. Empty if there is only one team.
     """
     count = teams(deal)
     if count == 1:
         return ()
     shift = _shifts(count, seed, step)[turn % count]
-    found = []
+    planned = []
     for owner in range(count):
         hands = _hands(deal, owner)
         if hands:
             number = _draw(seed, step, f"round of team {owner}") % len(hands)
-            found.append(Check(owner, (owner + shift) % count, number, hands[number]))
-    return tuple(found)
+            planned.append(Check(owner, (owner + shift) % count, number, hands[number]))
+    return tuple(planned)
 
 
 def _hands(deal: Deal, team: int) -> list[tuple[int, ...]]:
-    """The slots of one team in each of its rounds that has any."""
+    """Return the slots of one team in each of its non-empty rounds."""
     per_replica = deal.shard_ranks // deal.team
     first = team % per_replica * deal.team
     rounds = (slots[first : first + deal.team] for slots in deal.rounds(team // per_replica))
@@ -119,23 +123,28 @@ def _hands(deal: Deal, team: int) -> list[tuple[int, ...]]:
 
 
 def _shifts(count: int, seed: int, step: int) -> list[int]:
-    """The checker's distance from the owner, by turn: all other teams from a random one on, then the owner (0)."""
+    """Return the checker's distance from the owner, by turn: all other teams from a random one on, then the
+    owner (0).
+    """
     start = _draw(seed, step, "shift") % (count - 1)
     return [1 + (start + turn) % (count - 1) for turn in range(count - 1)] + [0]
 
 
-def _draw(seed: int, step: int, what: str) -> int:
-    digest = hashlib.blake2b(f"audit\0{seed}\0{step}\0{what}".encode(), digest_size=8).digest()
+def _draw(seed: int, step: int, purpose: str) -> int:
+    digest = hashlib.blake2b(f"audit\0{seed}\0{step}\0{purpose}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def judge(votes: Sequence[Vote]) -> Judgment:
-    """Finds the wrong voters by majority. A voter may vote several times; one that contradicts itself is wrong, and has no vote."""
+    """Find the wrong voters by majority.
+
+    A voter may vote several times; one that contradicts itself is wrong, and its votes do not count.
+    """
     answers: dict[int, set[Sums]] = {}
     for vote in votes:
         answers.setdefault(vote.voter, set()).add(vote.sums)
-    fickle = {voter for voter, given in answers.items() if len(given) > 1}
-    steady = {voter: next(iter(given)) for voter, given in answers.items() if voter not in fickle}
+    fickle = {voter for voter, sums_seen in answers.items() if len(sums_seen) > 1}
+    steady = {voter: next(iter(sums_seen)) for voter, sums_seen in answers.items() if voter not in fickle}
     support = Counter(steady.values()).most_common(1)
     right, backing = support[0] if support else ((), 0)
     outvoted = {voter for voter, sums in steady.items() if sums != right}
@@ -148,12 +157,14 @@ def judge(votes: Sequence[Vote]) -> Judgment:
 
 
 def _places(answers: Mapping[int, set[Sums]], wrong: Iterable[int], right: Sums) -> tuple[int, ...]:
-    given = [sums for voter in wrong for sums in answers[voter]]
-    return tuple(place for place in range(len(right)) if any(sums[place] != right[place] for sums in given))
+    wrong_sums = [sums for voter in wrong for sums in answers[voter]]
+    return tuple(
+        place for place in range(len(right)) if any(sums[place] != right[place] for sums in wrong_sums)
+    )
 
 
 def team_ranks(layout: Layout, team: int) -> tuple[int, ...]:
-    """The ranks of a data-parallel team, of all its stages, in the order of a team's ``Sums``."""
+    """Return the ranks of a data-parallel team, of all its stages, in the order of a team's ``Sums``."""
     per_replica = layout.shard // layout.team
     replica, first = team // per_replica, team % per_replica * layout.team
     return tuple(
@@ -170,17 +181,18 @@ def slot_verdict(
     good_step: int,
     *,
     whole_teams: bool = False,
-) -> Verdict | None:
-    """The verdict on all audited slots; ``None`` if all votes agree.
+) -> AuditVerdict | None:
+    """Return the verdict on all audited slots; ``None`` if all votes agree.
 
     Args:
         votes: The teams' votes, by the slots that were voted on.
         good_step: The last step whose audit passed; 0 if none has.
-        whole_teams: True if gradients were added over a team's ranks before their checksums were taken, as with context tiles: then a
-            rank's error may show at another one alone, and every rank of a wrong team is named.
+        whole_teams: True if gradients were added over a team's ranks before their checksums were taken, as
+            with context tiles. A rank's error may then show only at another rank, so every rank of a wrong
+            team is named.
 
-    A rank's error spreads to the ranks that compute the slot with it, so all ranks of a team whose checksums differ are named;
-    if only one differs, it alone is.
+    A rank's error spreads to the ranks that compute the slot with it, so all ranks of a team whose checksums
+    differ are named; if only one differs, it alone is.
     """
     judged = {slots: judge(cast) for slots, cast in votes.items()}
     proven = {team for judgment in judged.values() if judgment.sure for team in judgment.wrong}
@@ -196,16 +208,18 @@ def slot_verdict(
         return None
     sure = all(judgment.sure or proven & set(judgment.wrong) for judgment in judged.values())
     bad = sorted(slot for slots, judgment in judged.items() if judgment.wrong for slot in slots)
-    return Verdict(tuple(sorted(ranks)), sure, good_step, tuple(bad))
+    return AuditVerdict(tuple(sorted(ranks)), sure, good_step, tuple(bad))
 
 
 def open_cases(votes: Mapping[tuple[int, ...], Sequence[Vote]]) -> tuple[tuple[int, ...], ...]:
-    """The slots that need another turn: votes differ, and no team is proven wrong yet."""
+    """Return the slots that need another turn: votes differ, and no team is proven wrong yet."""
     return tuple(slots for slots, cast in votes.items() if not judge(cast).sure)
 
 
 def equal_holders(layout: Layout) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that hold the same parameters, whose checksums must be equal; none without replicas."""
+    """Return the groups of ranks that hold the same parameters, whose checksums must be equal; none without
+    replicas.
+    """
     if layout.replicate == 1:
         return ()
     inner = layout.shard * layout.model_ranks
@@ -216,8 +230,11 @@ def equal_holders(layout: Layout) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def parameter_verdict(layout: Layout, sums: Mapping[int, int], good_step: int) -> Verdict | None:
-    """The verdict on the parameters' checksums, by rank; ``None`` if replicas agree. Ranks without one are left out."""
+def parameter_verdict(layout: Layout, sums: Mapping[int, int], good_step: int) -> AuditVerdict | None:
+    """Return the verdict on the parameters' checksums, by rank; ``None`` if replicas agree.
+
+    Ranks without one are left out.
+    """
     judged = [
         judge([Vote(rank, (sums[rank],)) for rank in group if rank in sums])
         for group in equal_holders(layout)
@@ -225,4 +242,4 @@ def parameter_verdict(layout: Layout, sums: Mapping[int, int], good_step: int) -
     ranks = {rank for judgment in judged for rank in judgment.wrong}
     if not ranks:
         return None
-    return Verdict(tuple(sorted(ranks)), all(judgment.sure for judgment in judged), good_step)
+    return AuditVerdict(tuple(sorted(ranks)), all(judgment.sure for judgment in judged), good_step)

@@ -1,14 +1,17 @@
-"""Health checks of a machine: short tests of the hardware that training depends on, before a run and on suspicion.
+"""Health checks of a machine: short tests of the hardware that training depends on, before a run and on
+suspicion.
 
-Every check that computes or moves data compares the result with the right one, bit by bit: small integers in a matrix product have
-an exact result (checked by a product with a vector, as in algorithm-based fault tolerance; Huang and Abraham, IEEE Trans.
-Computers, 1984), memory and disk must give back what was written, a link must deliver what was sent. Rates are measured as well,
-and compared with a lowest one where the caller gives it. NVIDIA GPUs also report on themselves: memory errors, temperature,
-throttled clocks (NVML), and Xid errors in the kernel's log.
+Every check that computes or moves data compares the result with the right one, bit by bit. Small integers in
+a matrix product have an exact result, checked by a product with a vector as in algorithm-based fault
+tolerance (Huang and Abraham, IEEE Trans. Computers, 1984). Memory and disk must return the written bytes, and
+a link must deliver the sent ones. Rates are measured as well, and compared with the caller's limits. NVIDIA
+GPUs also report on themselves: memory errors, temperature, throttled clocks (NVML), and Xid errors in the
+kernel's log.
 
-torch is imported only inside the checks that need it, so that an agent may import this module (``phalanx.fleet.health.node_health``
-says which process of a fleet runs which). Passing is no proof: machines that compute wrongly once in a while pass such tests;
-audits (``phalanx.fleet.health.audit``) find those.
+torch is imported only inside the checks that need it, so that an agent may import this module.
+``phalanx.fleet.health.node_health`` assigns the checks to the processes of a fleet. Passing is no proof:
+machines that compute wrongly once in a while pass such tests; audits (``phalanx.fleet.health.audit``) find
+those.
 """
 
 from __future__ import annotations
@@ -48,33 +51,33 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class HealthLimits:
-    """The lowest rates that pass; 0 takes any."""
+    """The lowest rates that pass; 0 accepts any."""
 
     matmul_flops: float = 0.0
     """FLOP/s."""
     disk_bytes_per_s: float = 0.0
     link_bytes_per_s: float = 0.0
     temperature_c: float = 0.0
-    """The highest temperature that passes, in degrees Celsius; 0 takes the GPU's own limit."""
+    """The highest temperature that passes, in degrees Celsius; 0 uses the GPU's own limit."""
 
 
 ANY_RATE = HealthLimits()
 
 
 def fit(results: Sequence[CheckResult]) -> bool:
-    """True if a machine with these results may train: nothing is bad, nothing too slow."""
+    """Return True if a machine with these results may train: nothing is bad, nothing too slow."""
     return not any(result.status in ("bad", "slow") for result in results)
 
 
 def rated(check: str, text: str, measures: dict[str, float], rate: float, lowest: float) -> CheckResult:
-    """The result of a check whose data were right: good, or slow if ``rate`` is below ``lowest``."""
+    """Return the result of a check whose data were right: good, or slow if ``rate`` is below ``lowest``."""
     if rate < lowest:
-        return CheckResult(check, "slow", f"{text}, less than the {lowest:.3g} asked for", measures)
+        return CheckResult(check, "slow", f"{text}, less than the required {lowest:.3g}", measures)
     return CheckResult(check, "good", text, measures)
 
 
 def guarded(check: str, run: Callable[[], CheckResult]) -> CheckResult:
-    """Runs a check; a system error in it (no space, no device, out of memory) becomes a bad result."""
+    """Run a check. A system error in it (no space, no device, out of memory) becomes a bad result."""
     try:
         return run()
     except (OSError, RuntimeError, MemoryError) as error:
@@ -84,32 +87,32 @@ def guarded(check: str, run: Callable[[], CheckResult]) -> CheckResult:
 def matrix_product(
     device: str, products: int = 8, limits: HealthLimits = ANY_RATE, seed: int = 0
 ) -> CheckResult:
-    """Runs ``exact_products``, then measures the rate."""
+    """Run ``exact_products``, then measure the rate."""
     import torch
 
     from phalanx.hardware.local.device import measure_matmul_flops, on_gpu
 
-    exact, where = exact_products(device, products, seed), torch.device(device)
+    exact, torch_device = exact_products(device, products, seed), torch.device(device)
     if exact.status != "good":
         return exact
-    timed = torch.bfloat16 if on_gpu(where) else torch.float32
-    rate = measure_matmul_flops(where, timed)
+    timed = torch.bfloat16 if on_gpu(torch_device) else torch.float32
+    rate = measure_matmul_flops(torch_device, timed)
     text = f"{exact.text}, {rate / 1e12:.3g} TFLOP/s in {str(timed).removeprefix('torch.')}"
     return rated("matrix product", text, {"flops_per_s": rate}, rate, limits.matmul_flops)
 
 
 def exact_products(device: str, products: int, seed: int = 0) -> CheckResult:
-    """Multiplies random matrices of small integers on ``device`` and checks every element."""
+    """Multiply random matrices of small integers on ``device`` and check every element."""
     import torch
 
-    where = torch.device(device)
+    torch_device = torch.device(device)
     for number in range(products):
         dtype, most, inner = _EXACT[number % len(_EXACT)]
-        left, right, vector = (t.to(where) for t in _integers(seed + number, most, inner))
+        left, right, vector = (t.to(torch_device) for t in _integers(seed + number, most, inner))
         narrow = getattr(torch, dtype)
-        found = (left.to(narrow) @ right.to(narrow)).to(torch.float64) @ vector
+        product = (left.to(narrow) @ right.to(narrow)).to(torch.float64) @ vector
         expected = left @ (right @ vector)
-        wrong = int((found != expected).sum())
+        wrong = int((product != expected).sum())
         if wrong:
             text = f"{dtype} product {number + 1} of {products}: {wrong} of {MATRIX} rows are wrong"
             return CheckResult("matrix product", "bad", text, {"wrong_rows": wrong})
@@ -117,9 +120,11 @@ def exact_products(device: str, products: int, seed: int = 0) -> CheckResult:
 
 
 def _integers(seed: int, most: int, inner: int) -> tuple[Any, Any, Any]:
-    """Matrices ``(MATRIX, inner)`` and ``(inner, MATRIX)`` of integers up to ``most`` and a vector ``(MATRIX,)`` of odd ones, fp64.
+    """Return matrices ``(MATRIX, inner)`` and ``(inner, MATRIX)`` of integers up to ``most`` and a vector
+    ``(MATRIX,)`` of odd ones, fp64.
 
-    Every sum of their products is exact in fp64, and a single wrong element changes the product with the vector.
+    Every sum of their products is exact in fp64, and a single wrong element changes the product with the
+    vector.
     """
     import torch
 
@@ -131,7 +136,7 @@ def _integers(seed: int, most: int, inner: int) -> tuple[Any, Any, Any]:
 
 
 def memory(device: str, nbytes: int = 256 << 20) -> CheckResult:
-    """Writes patterns and addresses into ``nbytes`` of the memory of ``device`` and reads them back."""
+    """Write patterns and addresses into ``nbytes`` of the memory of ``device`` and read them back."""
     import torch
 
     begin = time.perf_counter()
@@ -142,7 +147,7 @@ def memory(device: str, nbytes: int = 256 << 20) -> CheckResult:
         word = int.from_bytes(bytes([pattern]) * 8, "little", signed=True)
         block.fill_(word)
         wrong += int((block != word).sum())
-    # Lines of the address that are stuck show only if every word is different.
+    # Stuck address lines show only if every word is different.
     torch.arange(words, out=block)
     wrong += int((block[1:] - block[:-1] != 1).sum()) + int(block[0] != 0)
     rate = 2 * (len(MEMORY_PATTERNS) + 1) * nbytes / (time.perf_counter() - begin)
@@ -155,7 +160,7 @@ def memory(device: str, nbytes: int = 256 << 20) -> CheckResult:
 
 
 def disk(folder: Path, nbytes: int = 64 << 20, limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """Writes ``nbytes`` into a new file in ``folder``, makes it durable, reads it back and removes it."""
+    """Write ``nbytes`` into a new file in ``folder``, sync it, read it back and remove it."""
     block = os.urandom(1 << 20)
     blocks = max(1, nbytes >> 20)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".health-") as file:
@@ -165,7 +170,7 @@ def disk(folder: Path, nbytes: int = 64 << 20, limits: HealthLimits = ANY_RATE) 
         file.flush()
         os.fsync(file.fileno())
         written_s = time.perf_counter() - begin
-        # What is still in the page cache would prove nothing about the disk.
+        # Data still in the page cache would prove nothing about the disk.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         wrong = sum(file.read(1 << 20) != n.to_bytes(8, "little") + block[8:] for n in range(blocks))
@@ -179,7 +184,7 @@ def disk(folder: Path, nbytes: int = 64 << 20, limits: HealthLimits = ANY_RATE) 
 
 
 def serve_link(listener: socket.socket) -> None:
-    """Answers one ``probe_link``: sends everything back until the other side has said all."""
+    """Answer one ``probe_link``: echo everything until the other side closes its half."""
     connection, _ = listener.accept()
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -193,7 +198,7 @@ def probe_link(
     timeout_s: float = 30.0,
     limits: HealthLimits = ANY_RATE,
 ) -> CheckResult:
-    """Sends ``nbytes`` to whoever serves ``address`` with ``serve_link`` and checks that they come back unchanged."""
+    """Send ``nbytes`` to a ``serve_link`` at ``address`` and check that they return unchanged."""
     with socket.create_connection(address, timeout_s) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         trip_s = min(_round_trip_s(connection) for _ in range(20))
@@ -219,7 +224,7 @@ def _round_trip_s(connection: socket.socket) -> float:
 
 
 def _there_and_back(connection: socket.socket, nbytes: int) -> tuple[bytes, bytes]:
-    """Digests of what was sent and of what came back."""
+    """Return the digests of the sent and of the returned bytes."""
     block = os.urandom(1 << 20)
     sent, received = hashlib.blake2b(), hashlib.blake2b()
 
@@ -243,7 +248,7 @@ def _there_and_back(connection: socket.socket, nbytes: int) -> tuple[bytes, byte
 
 
 def loopback(nbytes: int = LINK_BYTES, limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """The network stack of this machine, from itself to itself."""
+    """Check the network stack of this machine over the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = threading.Thread(target=serve_link, args=(listener,), daemon=True)
         server.start()

@@ -1,12 +1,13 @@
-"""Audits of running steps for silent data corruption: every rank carries out the plan of ``phalanx.fleet.health.audit``.
+"""Audits of running steps for silent data corruption: every rank carries out the plan of
+``phalanx.fleet.health.audit``.
 
-In an audited step a rank first compares its parameters with those of the other replicas and computes another team's slot
-(``begin``), takes checksums of its own audited round (``around``), and then compares with all others (``verdict``). If all agree,
-the step goes on, its bits untouched. If not, the step's gradients are dropped, and more teams compute the slots until a team is
-proven wrong; every rank comes to the same verdict.
+In an audited step a rank first compares its parameters with those of the other replicas and computes another
+team's slot (``begin``), takes checksums of its own audited round (``around``), and then compares with all
+others (``verdict``). If all agree, the step continues, its bits untouched. If not, the step's gradients are
+dropped, and more teams compute the slots until a team is proven wrong; every rank reaches the same verdict.
 
-Parameters are compared once more before the next step: only then is it known that the audited step's update was right too, so
-that its result is a state to roll back to.
+Parameters are compared once more before the next step. Only then is the audited step's update proven right
+too, so that its result is a state to roll back to.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass, field
 
 from phalanx.fleet.health.audit import (
     MOST_TURNS,
+    AuditVerdict,
     Check,
-    Verdict,
     Vote,
     checks,
     due,
@@ -38,19 +39,19 @@ Votes = dict[tuple[int, ...], list[Vote]]
 
 
 class CorruptionFoundError(RuntimeError):
-    """A rank computed wrongly; raised on every rank alike."""
+    """A rank computed wrongly. Raised on every rank."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: AuditVerdict) -> None:
         self.verdict = verdict
-        named = ", ".join(map(str, verdict.ranks))
+        ranks = ", ".join(map(str, verdict.ranks))
         doubt = "" if verdict.sure else " (one of them)"
-        what = (
+        finding = (
             f"slots {verdict.slots} computed wrongly by"
             if verdict.slots
             else "replicas' parameters to differ, the wrong ones on"
         )
         super().__init__(
-            f"an audit found {what} rank {named}{doubt}; all is good up to step {verdict.roll_back_to}"
+            f"an audit found {finding} rank {ranks}{doubt}; all is good up to step {verdict.roll_back_to}"
         )
 
 
@@ -85,9 +86,10 @@ class LiveAudit:
         return mesh.replica * (self.deal.shard_ranks // self.deal.team) + mesh.shard_rank // self.deal.team
 
     def begin(self, step: int) -> None:
-        """Runs before the rounds of step ``step``: computes the slot that this rank checks, if the step is audited.
+        """Start step ``step``, before its rounds: if it is audited, compute the slot that this rank checks.
 
-        If this step or the last one is audited, raises ``CorruptionFoundError`` if the parameters of replicas differ.
+        If this step or the last one is audited, raises ``CorruptionFoundError`` if the parameters of replicas
+        differ.
         """
         if due(step, self.every) or due(step - 1, self.every):
             self._compare_parameters()
@@ -98,29 +100,32 @@ class LiveAudit:
     def _compare_parameters(self) -> None:
         layout = self.model.mesh.layout
         if equal_holders(layout):
-            held = state_tensors(self.model.parts).items()
-            mine = total_checksum([named_checksum(name, local(tensor)) for name, tensor in held])
-            found = parameter_verdict(layout, dict(enumerate(self._gathered(mine))), self.good_step)
-            if found is not None:
-                raise CorruptionFoundError(found)
+            tensors = state_tensors(self.model.parts).items()
+            mine = total_checksum([named_checksum(name, local(tensor)) for name, tensor in tensors])
+            verdict = parameter_verdict(layout, dict(enumerate(self._gathered(mine))), self.good_step)
+            if verdict is not None:
+                raise CorruptionFoundError(verdict)
         self.good_step = self._unsealed
 
     def around(self, number: int) -> AbstractContextManager[None]:
-        """Encloses what computes gradients of round ``number``; if it is the audited one, takes their checksums."""
+        """Return the context for computing gradients of round ``number``; in the audited round it takes their
+        checksums.
+        """
         if any(check.owner == self.team and check.round == number for check in self._plan):
             return self.witness.watch()
         return nullcontext()
 
     def ended(self, step: int) -> None:
-        """Runs after the rounds, before the update; raises ``CorruptionFoundError`` if the audit fails."""
-        found = self.verdict(step)
-        if found is not None:
-            raise CorruptionFoundError(found)
+        """Finish the audit after the rounds, before the update. Raises ``CorruptionFoundError`` if it fails."""
+        verdict = self.verdict(step)
+        if verdict is not None:
+            raise CorruptionFoundError(verdict)
 
-    def verdict(self, step: int) -> Verdict | None:
-        """Compares checksums with all ranks; ``None`` if the audit passes. A collective call, with the same result everywhere.
+    def verdict(self, step: int) -> AuditVerdict | None:
+        """Compare checksums with all ranks. Return ``None`` if the audit passes. A collective call, with the
+        same result everywhere.
 
-        With a verdict the step's gradients are gone: it must not be applied.
+        A verdict discards the step's gradients: the step must not be applied.
         """
         if not self._plan:
             return None
@@ -132,28 +137,29 @@ class LiveAudit:
         if open_cases(votes):
             self.model.abandon()
             self._call_witnesses(step, votes)
-        found = slot_verdict(self.model.mesh.layout, votes, self.good_step, whole_teams=self.whole_teams)
-        if found is None:
+        outcome = slot_verdict(self.model.mesh.layout, votes, self.good_step, whole_teams=self.whole_teams)
+        if outcome is None:
             self._unsealed = step
-        return found
+        return outcome
 
     def _call_witnesses(self, step: int, votes: Votes) -> None:
         for turn in range(1, 1 + MOST_TURNS):
-            wanted = open_cases(votes)
-            if not wanted:
+            disputed = open_cases(votes)
+            if not disputed:
                 return
             plan = checks(self.deal, self.seed, step, turn)
             sums = self._gathered(self._extra(plan))
             for check in plan:
-                if check.slots in wanted:
+                if check.slots in disputed:
                     votes[check.slots].append(self._vote(check.checker, sums))
 
     def _extra(self, plan: tuple[Check, ...]) -> int:
-        """Computes this rank's slot of an extra round and returns its checksum."""
+        """Compute this rank's slot of an extra round and return its checksum."""
         mesh, deal = self.model.mesh, self.deal
         by_checker = {check.checker: check.slots for check in plan}
         first = mesh.replica * (deal.shard_ranks // deal.team)
-        # A team with nothing to check computes some slot all the same: weights are gathered by all.
+        # A team with nothing to check computes some slot all the same, since weights are gathered
+        # collectively.
         hands = [by_checker.get(first + i, plan[0].slots) for i in range(deal.shard_ranks // deal.team)]
         with self.witness.watch(extra=True):
             self.compute(extra_round(tuple(slot for hand in hands for slot in hand), mesh.shard_rank))

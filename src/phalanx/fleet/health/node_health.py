@@ -48,7 +48,7 @@ FATAL_XIDS = {
     119: "GSP does not answer",
     120: "GSP error",
 }
-"""Xid errors that speak against the hardware; others (13, 31, 43, 45) are usually the program's own."""
+"""Xid errors that indicate faulty hardware; others (13, 31, 43, 45) are usually the program's own."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class GpuReading:
     """PCI address, such as ``0000:3b:00.0``."""
     temperature_c: float
     limit_c: float
-    """The temperature at which it begins to throttle; 0 if it does not say."""
+    """The temperature at which it begins to throttle; 0 if unknown."""
     clock_mhz: float
     throttle_reasons: int
-    """Bits."""
+    """Bit mask (nvml.h)."""
     uncorrected_errors: int
     """Uncorrectable memory errors since the driver was loaded."""
     remap_pending: bool
@@ -80,15 +80,15 @@ class Xid:
 
 
 def xids(log: str) -> tuple[Xid, ...]:
-    """The Xid errors in a kernel log."""
+    """Return the Xid errors in a kernel log."""
     return tuple(
-        Xid(found[1], int(found[2]))
-        for found in re.finditer(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]+)", log)
+        Xid(match[1], int(match[2]))
+        for match in re.finditer(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]+)", log)
     )
 
 
 def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits = ANY_RATE) -> CheckResult:
-    """Judges a GPU by its report and the kernel's log."""
+    """Judge a GPU by its report and the kernel's log."""
     limit_c = limits.temperature_c or reading.limit_c
     throttled = reasons_in_words(reading.throttle_reasons)
     fatal = sorted({x.number for x in errors if x.number in FATAL_XIDS and same_bus(x.bus, reading.bus)})
@@ -103,27 +103,30 @@ def judge_gpu(reading: GpuReading, errors: Sequence[Xid], limits: HealthLimits =
         *([f"{reading.temperature_c:.0f} C, limit {limit_c:.0f}"] * (0 < limit_c <= reading.temperature_c)),
     ]
     measures = {"temperature_c": reading.temperature_c, "clock_mhz": reading.clock_mhz}
-    found = (
+    text = (
         "; ".join([*bad, *slow]) or f"{reading.temperature_c:.0f} C, {reading.clock_mhz:.0f} MHz, no errors"
     )
     return CheckResult(
         "gpu",
         "bad" if bad else "slow" if slow else "good",
-        f"{reading.name} at {reading.bus}: {found}",
+        f"{reading.name} at {reading.bus}: {text}",
         measures,
     )
 
 
 def same_bus(left: str, right: str) -> bool:
-    """NVML writes the domain of a PCI address with eight digits, the kernel with four, and leaves the function out."""
+    """Return True if two PCI addresses name the same device.
+
+    NVML writes the domain with eight digits, the kernel with four and without the function.
+    """
     short = [address.lower().split(".")[0].split(":")[-2:] for address in (left, right)]
     return short[0] == short[1]
 
 
 def gpus(limits: HealthLimits = ANY_RATE) -> list[CheckResult]:
-    """Checks all GPUs of this machine; one result "not checked" if there are none or NVML is missing."""
+    """Check all GPUs of this machine; one result "not checked" if there are none or NVML is missing."""
     try:
-        pynvml: Any = importlib.import_module("pynvml")  # optional: only machines with GPUs have a use for it
+        pynvml: Any = importlib.import_module("pynvml")  # Optional: only machines with GPUs need it.
     except ImportError:
         return [CheckResult("gpu", "not checked", "nvidia-ml-py is not installed")]
     try:
@@ -141,7 +144,7 @@ def gpus(limits: HealthLimits = ANY_RATE) -> list[CheckResult]:
 
 
 def read_gpu(nvml: Any, number: int) -> GpuReading:
-    """Reads the report of GPU ``number`` through the module ``nvml``; a counter that it lacks counts as no error."""
+    """Read the report of GPU ``number`` through the module ``nvml``; a missing counter counts as no error."""
     gpu = nvml.nvmlDeviceGetHandleByIndex(number)
 
     def ask(question: Callable[..., Any], *args: Any, otherwise: Any = 0) -> Any:
@@ -171,7 +174,7 @@ def read_gpu(nvml: Any, number: int) -> GpuReading:
 
 
 def kernel_log() -> str:
-    """The kernel's messages, as far as this user may read them."""
+    """Return the kernel's messages that this user may read."""
     lines: list[bytes] = []
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
@@ -180,7 +183,7 @@ def kernel_log() -> str:
     try:
         while True:
             lines.append(os.read(log, 8192))
-    except OSError:  # the end of what there is, or not allowed
+    except OSError:  # The end of the log, or not allowed.
         return b"\n".join(lines).decode(errors="replace")
     finally:
         os.close(log)
@@ -193,7 +196,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def of_node() -> list[CheckResult]:
-    """Checks what the workers of a node share. Needs no PyTorch."""
+    """Check the hardware that the workers of a node share. Needs no PyTorch."""
     return [
         guarded("disk", _disk),
         guarded("link", lambda: loopback(_LINK_BYTES)),
@@ -202,7 +205,7 @@ def of_node() -> list[CheckResult]:
 
 
 def of_device(device: str) -> list[CheckResult]:
-    """Checks one worker's accelerator, in that worker."""
+    """Check one worker's accelerator, in that worker."""
     return [
         guarded("matrix product", lambda: exact_products(device, _PRODUCTS)),
         guarded("memory", lambda: memory(device, _MEMORY_BYTES)),
@@ -210,26 +213,29 @@ def of_device(device: str) -> list[CheckResult]:
 
 
 def complaints(results: Sequence[CheckResult]) -> str:
-    """The failed checks as text; empty if the machine is fit."""
-    return "; ".join(f"{one.check}: {one.text}" for one in results if one.status in ("bad", "slow"))
+    """Return the failed checks as text; empty if the machine is fit."""
+    return "; ".join(
+        f"{result.check}: {result.text}" for result in results if result.status in ("bad", "slow")
+    )
 
 
 def _disk() -> CheckResult:
     try:
         return disk(Path(tempfile.gettempdir()), _DISK_BYTES)
     except OSError as error:
-        if error.errno in _FULL:  # a run goes on with a full disk
+        if error.errno in _FULL:  # A run continues with a full disk.
             return CheckResult("disk", "not checked", f"no space in {tempfile.gettempdir()}")
         raise
 
 
-# Watch over a node's health: runs the checks on demand, and on an unfit node again and again, since it may be repaired.
+# Watch over a node's health: runs the checks on demand, and repeats them on an unfit node, since it may be
+# repaired.
 
 _EXAMINE_S, _EXAMINE_AGAIN_S = 30.0, 30.0
 
 
 class HealthWatch:
-    """Checks what the workers of one node share: disk, network stack, GPUs."""
+    """Checks the hardware that the workers of one node share: disk, network stack, GPUs."""
 
     def __init__(self, on_checked: Callable[[str], None], log: Callable[[str], None]) -> None:
         """``on_checked`` is called with the complaints of each check, empty if there are none; ``log`` takes lines for people."""
@@ -237,21 +243,21 @@ class HealthWatch:
         self._doctor, self._suspicion = ThreadPoolExecutor(1, "health"), asyncio.Event()
 
     def suspect(self) -> None:
-        """Asks for a check."""
+        """Request a check."""
         self._suspicion.set()
 
     async def run(self) -> None:
-        """Runs the checks that are asked for, until cancelled."""
+        """Run the requested checks, until cancelled."""
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
-            found = await self._complaints()
+            failures = await self._complaints()
             if self._suspicion.is_set():
-                continue  # asked for again: the new reason may have come after the check
-            if found:
-                self._log(f"unfit: {found}")
-            self._on_checked(found)
-            if found:
+                continue  # Requested again: the new reason may have come after the check.
+            if failures:
+                self._log(f"unfit: {failures}")
+            self._on_checked(failures)
+            if failures:
                 await asyncio.sleep(_EXAMINE_AGAIN_S)
                 self._suspicion.set()
 
@@ -263,5 +269,5 @@ class HealthWatch:
             return f"its checks did not end within {_EXAMINE_S:g} s"
 
     def close(self) -> None:
-        """Ends the thread, without waiting for a check that hangs."""
+        """End the thread, without waiting for a check that hangs."""
         self._doctor.shutdown(wait=False, cancel_futures=True)

@@ -1,12 +1,14 @@
 """Detects stragglers, ranks that compute slower than their peers, by robust statistics.
 
-In a synchronous run every step takes as long as its slowest rank, so step time shows no straggler; compute time, without waiting
-for others, does. In each window a rank's typical compute time is compared with the median of the ranks that do the same work,
-in units of their median absolute deviation (a scale that a few outliers cannot move; Hampel, "The Influence Curve and its Role
-in Robust Estimation", JASA 1974). One bad window proves nothing: a rank is named when it stood out in most of the last few.
+In a synchronous run every step takes as long as its slowest rank, so step time does not show the straggler.
+Compute time, without waiting for others, does. In each window a rank's typical compute time is compared with
+the median of the ranks that do the same work, in units of their median absolute deviation (a scale that a few
+outliers cannot move; Hampel, "The Influence Curve and its Role in Robust Estimation", JASA 1974). One bad
+window proves nothing: a rank is named when it stood out in most of the last few.
 
-Nothing here knows a clock or a socket. Whoever judges starts with an empty ``History`` in every epoch, because ranks may have moved.
-Ranks may be dealt different numbers of slots: all times are those of one slot, not of a step.
+Pure functions without clock or socket. The caller starts with an empty ``History`` in every epoch, because
+ranks may have moved. Ranks may have different numbers of slots: all times are those of one slot, not of a
+step.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ class StragglerRule:
     slowdown: float = 0.05
     """It must be slower than its peers by this fraction, so that replacing it is worth the pause."""
     deviations: float = 4.0
-    """It must be slower by so many (robust) standard deviations of its peers: on a noisy machine every rank is late at times."""
+    """It must be slower by this many (robust) standard deviations of its peers: on a noisy machine every rank
+    is late at times.
+    """
     needed: int = 4
-    """It must stand out in so many of the last ``windows`` windows."""
+    """It must stand out in this many of the last ``windows`` windows."""
     windows: int = 5
     """The length of the history."""
     least_spread: float = 0.005
@@ -72,7 +76,7 @@ class Straggler:
 
 
 def roles(layout: Layout) -> tuple[int, ...]:
-    """The kind of work of each rank: its pipeline stage, since ranks of one stage do the same work."""
+    """Return the kind of work of each rank: its pipeline stage, since ranks of one stage do the same work."""
     per_stage = layout.ranks // layout.pipeline
     return tuple(rank // per_stage for rank in range(layout.ranks))
 
@@ -83,33 +87,35 @@ def judge_window(
     roles: Sequence[Hashable],
     rule: StragglerRule,
 ) -> tuple[History, tuple[Straggler, ...]]:
-    """Takes in one window and names the stragglers, the slowest first.
+    """Add one window to the history and name the stragglers, the slowest first.
 
     Args:
-        times_s: By rank, its typical computing time in the window, the median, which a hiccup does not move. A rank that did not report is forgotten, not accused.
-        roles: By rank, what it does; only ranks of one role are compared. A role with one rank accuses nobody.
+        times_s: By rank, its median computing time in the window, which one outlier does not move. A rank
+            that did not report is left out, not accused.
+        roles: By rank, its kind of work; only ranks of one role are compared. A role with one rank accuses
+            nobody.
     """
     peers: dict[Hashable, dict[int, float]] = {}
     for rank, time_s in times_s.items():
         peers.setdefault(roles[rank], {})[rank] = time_s
-    outstanding = {rank: found for group in peers.values() for rank, found in _outstanding(group, rule)}
-    flags, named = {}, []
+    outstanding = {rank: evidence for group in peers.values() for rank, evidence in _outstanding(group, rule)}
+    flags, stragglers = {}, []
     for rank, bits in {**dict.fromkeys(outstanding, 0), **dict(history.flags)}.items():
         bits = (bits << 1 | (rank in outstanding)) & ((1 << rule.windows) - 1)
         if bits and rank in times_s:
             flags[rank] = bits
         if rank in outstanding and bits.bit_count() >= rule.needed:
-            named.append(Straggler(rank, *outstanding[rank], bits.bit_count()))
-    named.sort(key=lambda straggler: (-straggler.slowdown, straggler.rank))
-    return History(tuple(sorted(flags.items()))), tuple(named)
+            stragglers.append(Straggler(rank, *outstanding[rank], bits.bit_count()))
+    stragglers.sort(key=lambda straggler: (-straggler.slowdown, straggler.rank))
+    return History(tuple(sorted(flags.items()))), tuple(stragglers)
 
 
 def lateness(
     times_s: NDArray[np.float64], rule: StragglerRule
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How much slower than their peers ranks are that do the same work: by which fraction, and by how many deviations of theirs.
+    """Return how much slower each rank is than its peers: the fraction, and the number of their deviations.
 
-    ``times_s`` is ``(ranks,)``, of at least one rank, as are both results.
+    ``times_s`` is ``(ranks,)``, of at least one rank that do the same work, as are both results.
     """
     # The lower median: of two ranks, the faster one is the measure of the slower one.
     middle = (len(times_s) - 1) // 2
@@ -123,15 +129,15 @@ def lateness(
 def _outstanding(
     times_s: Mapping[int, float], rule: StragglerRule
 ) -> Iterator[tuple[int, tuple[float, float]]]:
-    """The ranks that stand out from their peers, each with (slowdown, deviations)."""
+    """Return the ranks that stand out from their peers, each with (slowdown, deviations)."""
     ranks = list(times_s)
     slowdown, deviations = lateness(np.fromiter(times_s.values(), np.float64, len(ranks)), rule)
     for place in np.flatnonzero((slowdown >= rule.slowdown) & (deviations >= rule.deviations)):
         yield ranks[place], (float(slowdown[place]), float(deviations[place]))
 
 
-# Watch for stragglers during a run. All ranks get the same numbers of all ranks (``phalanx.train.step.meters``) and come to the same
-# judgment; the straggler reports itself to its agent.
+# Watch for stragglers during a run. All ranks get the same measurements of all ranks
+# (``phalanx.train.step.meters``) and reach the same judgment; the straggler reports itself to its agent.
 
 
 class StragglerWatch:
@@ -148,7 +154,7 @@ class StragglerWatch:
         self._times_s: list[NDArray[np.float32]] = []
 
     def look(self, frame: RankFrame) -> tuple[Straggler, ...]:
-        """Takes in what the ranks measured; at the end of a window returns the stragglers, on all ranks the same."""
+        """Add the ranks' measurements. At the end of a window return the stragglers, the same on all ranks."""
         if not self._window_steps:
             return ()
         self._times_s.append(frame.columns["compute_s"])
@@ -157,5 +163,5 @@ class StragglerWatch:
         # A rank without slots has no times.
         window_s, self._times_s = np.median(self._times_s, axis=0), []
         times_s = {rank: time_s for rank, time_s in enumerate(window_s.tolist()) if time_s > 0}
-        self._history, found = judge_window(self._history, times_s, self._roles, self._rule)
-        return found
+        self._history, stragglers = judge_window(self._history, times_s, self._roles, self._rule)
+        return stragglers

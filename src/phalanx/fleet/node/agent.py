@@ -1,9 +1,11 @@
-"""The agent of a node: starts and supervises its workers, keeps their snapshots, and carries out the coordinator's commands.
+"""The agent of a node: starts and supervises its workers, keeps their snapshots, and carries out the
+coordinator's commands.
 
-``AgentState`` makes all decisions; this shell turns sockets, processes and the clock into calls of its handlers, and the actions
-that they return into effects. The agent holds the memory into which its workers write their snapshots, so the state of a worker
-that crashes is not lost. It imports no torch and holds little else, so it has little reason to crash itself. If it dies all the
-same, the kernel kills its workers with it: a node is there as a whole, or not at all.
+``AgentState`` makes all decisions. This shell turns sockets, processes and the clock into calls of its
+handlers, and their returned actions into effects. The agent holds the memory into which its workers write
+their snapshots, so the state of a worker that crashes is not lost. It imports no torch and keeps little other
+state, so it has little reason to crash itself. If it dies all the same, the kernel kills its workers with it:
+a node is complete, or not there at all.
 """
 
 from __future__ import annotations
@@ -36,22 +38,28 @@ from phalanx.fleet.node.agent_actions import (
     DealCopies,
     DiscardSnapshots,
     EndAgent,
-    Identity,
     KillProcess,
     LogStall,
+    NodeIdentity,
     Patience,
     ReadNewToken,
     SaveMemory,
     SendReport,
+    SendToWorker,
     StartProcess,
     StreamSnapshot,
-    TellWorker,
 )
 from phalanx.fleet.node.agent_state import AgentState
 from phalanx.fleet.node.copies import SnapshotCourier, StoreCopies
 from phalanx.fleet.node.launcher import AgentArgs, TokenHolder, parsed
 from phalanx.fleet.node.leader import Successor, coordinator_addresses, look_for_leader, other_start
-from phalanx.fleet.node.node_metrics import AgentFacts, Software, agent_samples, gpu_samples, machine_samples
+from phalanx.fleet.node.node_metrics import (
+    AgentFacts,
+    SoftwareSampler,
+    agent_samples,
+    gpu_samples,
+    machine_samples,
+)
 from phalanx.fleet.node.worker_link import InjectFault, SnapshotTaken, ToAgent, Warm
 from phalanx.fleet.node.worker_pool import WorkerPool
 from phalanx.observe.logs.capture import capture_output
@@ -66,7 +74,7 @@ _LOOK_AGAIN_S = 0.5
 
 
 class AgentError(RuntimeError):
-    """The agent ends before its run; the message says why and what to do."""
+    """The agent ends before its run; the message has the cause and the remedy."""
 
 
 class Agent:
@@ -75,28 +83,31 @@ class Agent:
     def __init__(
         self, args: AgentArgs, spec: RunSpec, credentials: Credentials, memory: SnapshotMemory | None = None
     ) -> None:
-        """``memory`` is that of this agent for the run's last start, if it was there."""
+        """Set up the agent.
+
+        ``memory`` is its snapshot memory of the run's previous start, if it took part in that.
+        """
         self._args, self._spec, fleet = args, spec, spec.fleet
-        directory, shown = RunDirectory(args.run_dir), credentials.certificates
+        directory, own_certificates = RunDirectory(args.run_dir), credentials.certificates
         self._directory = directory
-        certificates = shown.folder if shown else None
+        certificates = own_certificates.folder if own_certificates else None
         self.memory = memory or SnapshotMemory(credentials.run, fleet.workers_per_node)
         self._tokens = TokenHolder(args.run_dir, credentials, self._change_token, self.log)
         self._data = SnapshotServer(
             self.memory,
             credentials.token,
             host=args.listening_on,
-            tls=shown.server_context() if shown else None,
+            tls=own_certificates.server_context() if own_certificates else None,
         )
         self._courier = SnapshotCourier(
             self.memory,
             args.run_dir,
             fleet.workers_per_node,
-            shown.client_context() if shown else None,
+            own_certificates.client_context() if own_certificates else None,
             lambda: self._tokens.credentials.token,
             self.log,
         )
-        identity = Identity(
+        identity = NodeIdentity(
             args.node, fleet.workers_per_node, args.host, self._data.port, args.domain, args.started_as_spare
         )
         patience = Patience(fleet.worker_lease_s, leave_s(fleet), fleet.coordinator_lease_s, fleet.lease_s)
@@ -104,11 +115,13 @@ class Agent:
             identity,
             time.time_ns() // 1_000_000,
             patience,
-            self._courier.held,
+            self._courier.snapshots,
             self._tokens.token_of,
             checked=fleet.health_checks,
         )
-        self._health = HealthWatch(lambda found: self._do(self._state.on_health_checked(found)), self.log)
+        self._health = HealthWatch(
+            lambda complaints: self._do(self._state.on_health_checked(complaints)), self.log
+        )
         self._link = CoordinatorLink(
             lambda: coordinator_addresses(args),
             credentials,
@@ -128,19 +141,23 @@ class Agent:
         self._next_attempt: int | None = None
         self._warned = False
         self._run_is_over = False
-        """What the run has saved is to be in the store too, and a coordinator on this node tells the others before it ends."""
+        """True once the run is over: its checkpoints must then reach the store, and a coordinator here must
+        notify the others first.
+        """
 
     def log(self, line: str) -> None:
-        """Prints a line into this process's log."""
+        """Print a line into this process's log."""
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
     async def run(self) -> int | None:
-        """Runs until the run is over or SIGTERM comes, or the run is started again; nothing that it started is left then.
+        """Run until the run is over, SIGTERM arrives, or the run is started again. All started processes have
+        ended on return.
 
         Returns the attempt of the newer start, to be run next, or None if there is none.
 
         Raises:
-            AgentError: It ends before the run: no coordinator is there any more, or the run directory belongs to another run now.
+            AgentError: It ends before the run: there is no coordinator any more, or the run directory belongs
+                to another run now.
         """
         loop = asyncio.get_running_loop()
         for number in heeded((signal.SIGTERM, signal.SIGINT)):
@@ -167,7 +184,7 @@ class Agent:
             {
                 "agent": lambda: agent_samples(self._facts, labels),
                 "machine": lambda: machine_samples(run_dir, labels),
-                "software": Software(labels).samples,
+                "software": SoftwareSampler(labels).samples,
                 "gpu": lambda: gpu_samples(labels),
             }
         )
@@ -176,7 +193,12 @@ class Agent:
         heartbeat = self._state.heartbeat()
         workers, attached = tuple(self._state.workers), self._link.attached
         return AgentFacts(
-            workers, heartbeat.phase, attached, self._state.cleared, self._workers.ended, self._courier.held()
+            workers,
+            heartbeat.phase,
+            attached,
+            self._state.cleared,
+            self._workers.ended,
+            self._courier.snapshots(),
         )
 
     async def _farewell(self, patience_s: float | None) -> None:
@@ -186,7 +208,7 @@ class Agent:
         await self._successor.end(at_once=not self._run_is_over)
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
-                await asyncio.gather(self._workers.gone(), *self._tasks, return_exceptions=True)
+                await asyncio.gather(self._workers.wait_closed(), *self._tasks, return_exceptions=True)
         self._courier.close()
         self._health.close()
         self._data.close()
@@ -198,17 +220,17 @@ class Agent:
                 self.log("the job is about to be ended: waiting for the run to save")
             else:
                 self.log(
-                    "asked to end: leaves the fleet at the next step boundary; asked once more, it ends at once"
+                    "stop requested: leaves the fleet at the next step boundary; a second request ends it at once"
                 )
                 self._state.leaving = True
-                self._link.say(self._state.heartbeat())
+                self._link.send(self._state.heartbeat())
             return
         if self._over.is_set():
             self._copies.hurry()
-        self._end("asked to end")
+        self._end("stop requested")
 
     def _fail(self, reason: str) -> None:
-        """Ends this agent before its run."""
+        """End this agent before its run."""
         if not self._over.is_set():
             self._failure = f"node {self._args.node}: {reason}"
         self._end(reason)
@@ -226,23 +248,23 @@ class Agent:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._over.is_set():
             self.log("".join(traceback.format_exception(error)))
-            self._fail(f"cannot go on: {error!r}")
+            self._fail(f"cannot continue: {error!r}")
 
     def _look_for_another_start(self) -> None:
-        """Ends this life of the agent if the run directory says that the run was started again, or that it is another one."""
+        """End this life of the agent if, by the run directory, the run was started again, or is another one."""
         try:
-            found = other_start(self._directory, self._tokens.credentials)
+            start = other_start(self._directory, self._tokens.credentials)
         except RunDirectoryError as error:
             self.log(f"cannot look for another start of the run: {error}")
             return
-        if found is not None and found.attempt is None:
-            self._fail(found.reason)
-        elif found is not None:
-            self._next_attempt = found.attempt
-            self._end(found.reason)
+        if start is not None and start.attempt is None:
+            self._fail(start.reason)
+        elif start is not None:
+            self._next_attempt = start.attempt
+            self._end(start.reason)
 
-    def _change_token(self, found: Keyring) -> None:
-        self._data.change_token(found.token, found.accepted)
+    def _change_token(self, keys: Keyring) -> None:
+        self._data.change_token(keys.token, keys.accepted)
         self._link.change_token(self._tokens.credentials)
 
     # --- time ----------------------------------------------------------------------------------
@@ -268,29 +290,29 @@ class Agent:
 
     async def _beat(self) -> None:
         while True:
-            self._link.say(self._state.heartbeat())
+            self._link.send(self._state.heartbeat())
             await asyncio.sleep(self._spec.fleet.heartbeat_s)
 
     # --- events --------------------------------------------------------------------------------
 
     def _on_command(self, command: Command) -> None:
-        self.log(f"the coordinator asks: {in_words(command)}")
+        self.log(f"command from the coordinator: {in_words(command)}")
         self._do(self._state.on_command(command, time.monotonic(), time.time()))
 
     def on_started(self, index: int) -> None:
-        """The process of a worker is about to be started."""
+        """Note that the process of a worker is about to be started."""
         self._state.on_started(index, time.monotonic())
 
-    def on_worker_message(self, index: int, said: ToAgent) -> None:
-        """A worker has said something."""
-        self._do(self._state.on_worker_message(index, said, time.monotonic(), time.time()))
-        if isinstance(said, Warm):
+    def on_worker_message(self, index: int, message: ToAgent) -> None:
+        """Handle a message of a worker."""
+        self._do(self._state.on_worker_message(index, message, time.monotonic(), time.time()))
+        if isinstance(message, Warm):
             self._workers.is_warm(index)
-            self._do([TellWorker(index, InjectFault(fault)) for fault in self._args.faults])
+            self._do([SendToWorker(index, InjectFault(fault)) for fault in self._args.faults])
 
     def on_exit(self, index: int, code: int, text: str) -> None:
-        """The process of a worker has ended."""
-        ended_here = self._over.is_set() and code < 0  # at the end of the run, as it should
+        """Handle the end of a worker's process."""
+        ended_here = self._over.is_set() and code < 0  # Expected at the end of the run.
         how = "was ended by its agent" if ended_here else f"ended with code {code} {text if code > 0 else ''}"
         self.log(f"worker {index} {how}".rstrip())
         self._do(self._state.on_exit(index, code, text, time.time()))
@@ -305,9 +327,9 @@ class Agent:
     def _carry_out(self, action: AgentAction) -> None:
         match action:
             case SendReport(report):
-                self._link.say(report)
-            case TellWorker(index, message):
-                self._workers.tell(index, message)
+                self._link.send(report)
+            case SendToWorker(index, message):
+                self._workers.send(index, message)
             case KillProcess(index):
                 self._workers.kill(index)
             case StartProcess(index):
@@ -333,7 +355,7 @@ class Agent:
                 self._end(reason)
 
     async def _save(self, order: SaveSnapshots) -> None:
-        """Writes this node's share of a checkpoint from its memory; the run ends when all of it is on disk."""
+        """Write this node's share of a checkpoint from its memory. The run ends when all shares are on disk."""
 
         def stopped() -> bool:
             return self._over.is_set() or self._state.saving > order.epoch
@@ -341,22 +363,23 @@ class Agent:
         committed, trouble = await self._courier.save(order, stopped)
         self._do(self._state.on_saved(order, committed=committed, trouble=trouble))
 
-    async def _push(self, index: int, taken: SnapshotTaken, address: str) -> None:
-        """Streams a snapshot to its buddy, until it has arrived or its epoch is over."""
-        key = SnapshotKey(taken.ranks, taken.rank, taken.step)
+    async def _push(self, index: int, snapshot: SnapshotTaken, address: str) -> None:
+        """Stream a snapshot to its buddy, until it has arrived or its epoch is over."""
+        key = SnapshotKey(snapshot.ranks, snapshot.rank, snapshot.step)
         if await self._courier.push(
-            index, key, address, lambda: self._state.workers[index].epoch == taken.epoch
+            index, key, address, lambda: self._state.workers[index].epoch == snapshot.epoch
         ):
-            self._do(self._state.on_pushed(index, taken))
+            self._do(self._state.on_pushed(index, snapshot))
 
 
 def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
-    """Runs an agent in this process, to the end of the run; if the run is started again meanwhile, for that start too.
+    """Run an agent in this process, to the end of the run; if the run is started again meanwhile, for that
+    start too.
 
     Raises:
         RunDirectoryError: There is no run in the run directory.
         SecurityError: Token or certificates are missing.
-        AgentError: The agent ends before the run; the message says why and what to do.
+        AgentError: The agent ends before the run; the message has the cause and the remedy.
     """
     asyncio.run(_run(args, certificates))
 
@@ -369,26 +392,27 @@ async def _run(args: AgentArgs, certificates: Path | None) -> None:
     while True:
         spec = read_resolved(directory)
         credentials = credentials_of(args.run_dir, spec, attempt, certificates, ("join",))
-        with suppress(DescriptorLimitError):  # a data port makes do with fewer
+        with suppress(DescriptorLimitError):  # A data port works with fewer descriptors.
             raise_descriptor_limit(spec.fleet.nodes)
-        # The snapshots are of the same run, whatever its fleet looks like now; the next epoch restores the newest state that is whole.
-        kept = memory if workers == spec.fleet.workers_per_node else None
-        agent = Agent(replace(args, attempt=attempt), spec, credentials, kept)
-        found = await agent.run()
-        if found is None:
+        # The snapshots are of the same run, whatever its present fleet; the next epoch restores the newest
+        # complete state.
+        kept_memory = memory if workers == spec.fleet.workers_per_node else None
+        agent = Agent(replace(args, attempt=attempt), spec, credentials, kept_memory)
+        next_attempt = await agent.run()
+        if next_attempt is None:
             return
-        memory, workers, attempt = agent.memory, spec.fleet.workers_per_node, found
+        memory, workers, attempt = agent.memory, spec.fleet.workers_per_node, next_attempt
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, without waiting for a push that hangs in a dead peer."""
+    """End this process at once, without waiting for a push that hangs in a dead peer."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def main() -> NoReturn:
-    """The process that a launcher starts for each node of a local fleet."""
+    """Entry point of the process that a launcher starts for each node of a local fleet."""
     die_with_parent()
     capture_output(os.environ)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)

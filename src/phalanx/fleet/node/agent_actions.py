@@ -1,4 +1,6 @@
-"""The parts of an agent's state, the levels that it reports, and the actions that its handlers return for the shell to carry out."""
+"""The parts of an agent's state, the levels that it reports, and the actions that its handlers return to the
+shell.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class SendReport:
 
 
 @dataclass(frozen=True)
-class TellWorker:
+class SendToWorker:
     """Send a message to a worker."""
 
     worker: int
@@ -43,7 +45,7 @@ class KillProcess:
 
 @dataclass(frozen=True)
 class StartProcess:
-    """Start a fresh process for a worker."""
+    """Start a new process for a worker."""
 
     worker: int
 
@@ -59,7 +61,7 @@ class StreamSnapshot:
 
 @dataclass(frozen=True)
 class DiscardSnapshots:
-    """Discard snapshots newer than this step: the run goes back to it, and they will be computed again."""
+    """Discard snapshots newer than this step: the run rolls back to it and computes them again."""
 
     after_step: int
 
@@ -93,7 +95,7 @@ class DealCopies:
 
 @dataclass(frozen=True)
 class ReadNewToken:
-    """Read the run's token of this name, which has taken the place of the one of now, and attach with it."""
+    """Read the run's token of this name, which replaces the present one, and attach with it."""
 
     name: str
 
@@ -104,12 +106,12 @@ class EndAgent:
 
     reason: str
     failed: bool = False
-    """The agent gives up; otherwise the run is over."""
+    """True if the agent gives up; otherwise the run is over."""
 
 
 AgentAction = (
     SendReport
-    | TellWorker
+    | SendToWorker
     | KillProcess
     | StartProcess
     | StreamSnapshot
@@ -124,7 +126,7 @@ AgentAction = (
 
 
 @dataclass(frozen=True)
-class Identity:
+class NodeIdentity:
     """The constant facts that a node reports about itself."""
 
     node: str
@@ -133,14 +135,14 @@ class Identity:
     data_port: int = 0
     domain: tuple[str, ...] = ()
     started_as_spare: bool = False
-    """At first it takes ranks only if the other nodes are too few."""
+    """True if, at first, it takes ranks only in place of missing nodes."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits: how long a worker may be silent, how long it may take to leave an epoch, and how long no coordinator may be there.
+    """Time limits of a silent worker, of a worker that leaves an epoch, and of the wait for a coordinator.
 
-    ``saves_s``: after so long without a coordinator that leads, no checkpoint is committed.
+    ``saves_s``: after this time without a leading coordinator, no checkpoint is committed.
     """
 
     lease_s: float
@@ -151,7 +153,7 @@ class Patience:
 
 @dataclass
 class WorkerLife:
-    """The agent's knowledge of one worker's process; a new value for each process."""
+    """The agent's record of one worker's process; a new value for each process."""
 
     running: bool = False
     meeting_point: str = ""
@@ -159,29 +161,31 @@ class WorkerLife:
     rank: int = -1
     step: int = NO_STEP
     waiting_s: float = 0.0
-    """Seconds for which it has waited for samples that an object store has not given."""
+    """Seconds for which it has waited for an object store's samples."""
     bound: bool = False
     leaving: bool = False
     finished: bool = False
     owes_flight_record: bool = False
-    """It has not yet answered ``SendFlightRecord``."""
+    """True if it has not yet answered ``SendFlightRecord``."""
     doomed: bool = False
-    """It was sent SIGKILL and its end needs no report."""
+    """True if SIGKILL was sent and its end needs no report."""
     stuck: bool = False
-    """It was sent SIGKILL since it did not leave an epoch."""
-    heard_s: float = 0.0
+    """True if SIGKILL was sent because it did not leave an epoch."""
+    last_message_s: float = 0.0
     leave_by_s: float = math.inf
     last_words: str = ""
 
     def enter(self, epoch: int, rank: int, now_s: float) -> None:
-        """Marks it as ``rank`` of ``epoch``, which it has been told to join."""
-        self.epoch, self.rank, self.step, self.heard_s = epoch, rank, NO_STEP, now_s
+        """Mark it as ``rank`` of ``epoch``, which it was ordered to join."""
+        self.epoch, self.rank, self.step, self.last_message_s = epoch, rank, NO_STEP, now_s
         self.bound = self.leaving = self.finished = False
         self.waiting_s = 0.0
         self.last_words, self.leave_by_s = "", math.inf
 
     def leave(self, meeting_point: str) -> None:
-        """Marks it as out of every epoch, ready to be rank 0 of the next at ``meeting_point`` (empty: not ready)."""
+        """Mark it as out of every epoch, ready to be rank 0 of the next at ``meeting_point`` (empty: not
+        ready).
+        """
         self.epoch, self.rank, self.step, self.bound, self.leaving = NO_EPOCH, -1, NO_STEP, False, False
         self.leave_by_s, self.meeting_point = math.inf, meeting_point
 
@@ -190,17 +194,19 @@ class WorkerLife:
 
 
 def placed(workers: Sequence[WorkerLife]) -> list[WorkerLife]:
-    """The workers that are in an epoch."""
+    """Return the workers that are in an epoch."""
     return [worker for worker in workers if worker.epoch != NO_EPOCH]
 
 
 def meeting_points(workers: Sequence[WorkerLife], *, cleared: bool) -> tuple[str, ...]:
-    """Where each worker would meet the others; empty words for those that are not warm, and for all of a node that is not ``cleared``."""
+    """Return each worker's rendezvous address; empty for a worker that is not warm, and for all of a node
+    that is not ``cleared``.
+    """
     return tuple(worker.meeting_point if cleared else "" for worker in workers)
 
 
 def phase_of(workers: Sequence[WorkerLife], *, cleared: bool) -> WorkerPhase:
-    """The phase of all workers together: that of the one that is furthest behind."""
+    """Return the phase of all workers together: that of the one that is furthest behind."""
     in_epoch = placed(workers)
     if not all(meeting_points(workers, cleared=cleared)):
         return WorkerPhase.COLD
@@ -212,9 +218,16 @@ def phase_of(workers: Sequence[WorkerLife], *, cleared: bool) -> WorkerPhase:
 
 
 def heartbeat_of(
-    identity: Identity, incarnation: int, workers: Sequence[WorkerLife], phase: WorkerPhase, *, leaving: bool
+    identity: NodeIdentity,
+    incarnation: int,
+    workers: Sequence[WorkerLife],
+    phase: WorkerPhase,
+    *,
+    leaving: bool,
 ) -> Heartbeat:
-    """The heartbeat of a node, with the newest epoch of its workers, and the slowest step and longest wait of those in one."""
+    """Return a node's heartbeat: the newest epoch of its workers, and the slowest step and longest wait in
+    it.
+    """
     in_epoch = placed(workers)
     return Heartbeat(
         identity.node,
@@ -228,9 +241,9 @@ def heartbeat_of(
 
 
 def end_of_last_epoch(bind: Bind, *, planned: bool, ended_unix_s: float, unix_s: float) -> tuple[bool, float]:
-    """Returns (planned, unix time) of the end of the last epoch that trained; time 0 if there was none.
+    """Return (planned, Unix time) of the end of the last epoch that trained; time 0 if there was none.
 
-    ``planned`` and ``ended_unix_s`` are what this node knows of it itself, the time 0 if it was not in that epoch.
+    ``planned`` and ``ended_unix_s`` are this node's own record, the time 0 if it was not in that epoch.
     """
     if bind.left_s_ago is None:
         return planned, ended_unix_s
@@ -244,14 +257,16 @@ def end_of_last_epoch(bind: Bind, *, planned: bool, ended_unix_s: float, unix_s:
 
 
 def buddy_addresses(bind: Bind) -> dict[int, str]:
-    """By rank, the address of the node that keeps the second copy of its snapshots in the epoch of ``bind``."""
+    """Return, by rank, the address of the node that keeps the second copy of its snapshots in the epoch of
+    ``bind``.
+    """
     return {rank: join_address(b.host, b.data_port) for b in bind.buddies if b.data_port for rank in b.ranks}
 
 
 def join_epoch(
     bind: Bind, rank: int, token: str, *, planned: bool, ended_unix_s: float
 ) -> worker_link.JoinEpoch:
-    """The message by which a worker joins the epoch of ``bind`` as ``rank``.
+    """Return the message by which a worker joins the epoch of ``bind`` as ``rank``.
 
     Args:
         bind: The coordinator's command.
@@ -275,14 +290,19 @@ def join_epoch(
 
 
 def _restore_from(resume: Resume, *, first: bool) -> worker_link.RestoreFrom:
-    """Translates the state that an epoch begins with into the worker link's message; the node's ``first`` rank speaks for its share."""
+    """Translate the initial state of an epoch into the worker link's message.
+
+    Only the node's ``first`` rank gets its share of holders.
+    """
     if isinstance(resume, FromDisk):
         return worker_link.RestoreFrom(disk_step=resume.step)
     if not isinstance(resume, FromMemory):
         return worker_link.RestoreFrom()
-    told = resume.holders if first or not resume.shared else ()
+    listed = resume.holders if first or not resume.shared else ()
     holders = tuple(
-        worker_link.SnapshotAddress(rank, join_address(h.host, h.data_port)) for h in told for rank in h.ranks
+        worker_link.SnapshotAddress(rank, join_address(h.host, h.data_port))
+        for h in listed
+        for rank in h.ranks
     )
     return worker_link.RestoreFrom(
         step=resume.step, ranks=resume.ranks, holders=holders, shared=resume.shared

@@ -1,10 +1,12 @@
-"""The state machine of a node's agent: it decides what to do about every event, without sockets, processes or a clock.
+"""The state machine of a node's agent: it decides the reaction to every event, without sockets, processes or
+a clock.
 
-Every event that reaches an agent (a command, a worker's message, the exit of a process, the passing of time) has a handler
-``on_...`` here, which changes the state and returns actions for the shell in ``phalanx.fleet.node.agent`` to carry out. Two
-rules hold everywhere. An epoch that was parked is never entered again (``fence``), whoever asks: so the coordinator can re-form
-the fleet without waiting for messages that are still in flight. And reports are level-triggered (*my workers are in no epoch*),
-so sending one twice does no harm; ``greet`` sends all of them after every reconnection.
+Every event that reaches an agent (a command, a worker's message, the exit of a process, the passing of time)
+has a handler ``on_...`` here. It changes the state and returns actions for the shell in
+``phalanx.fleet.node.agent``. Two rules hold everywhere. An epoch that was parked is never entered again
+(``fence``), whatever the sender. So the coordinator can re-form the fleet without waiting for messages that
+are still in flight. And reports are level-triggered (*my workers are in no epoch*), so sending one twice does
+no harm; ``greet`` sends all of them after every reconnection.
 """
 
 from __future__ import annotations
@@ -58,16 +60,16 @@ from phalanx.fleet.node.agent_actions import (
     DealCopies,
     DiscardSnapshots,
     EndAgent,
-    Identity,
     KillProcess,
     LogStall,
+    NodeIdentity,
     Patience,
     ReadNewToken,
     SaveMemory,
     SendReport,
+    SendToWorker,
     StartProcess,
     StreamSnapshot,
-    TellWorker,
     WorkerLife,
     buddy_addresses,
     end_of_last_epoch,
@@ -87,28 +89,32 @@ _ABANDONED = (
     "address in fleet.json of the run directory"
 )
 _WORKING_PATIENCE = 10
-"""A silent worker that is at work (in native code that keeps Python's lock, or starved of processor time) has so many leases."""
+"""Lease multiple of a silent worker that is at work (in native code that keeps Python's lock, or starved of
+processor time).
+"""
 _START_S = 600.0
-"""A worker that is not warm after so long (PyTorch from a cold network disk) is started again."""
+"""A worker that is not warm after this time (PyTorch from a cold network disk) is started again."""
 
 
 @dataclass
 class AgentState:
     """The state of an agent; see the module."""
 
-    identity: Identity
+    identity: NodeIdentity
     incarnation: int
     patience: Patience
-    held: Callable[[], RankSnapshots]
-    """Returns the snapshots that the node's memory holds now."""
+    snapshots: Callable[[], RankSnapshots]
+    """Returns the present snapshots in the node's memory."""
     token_of: Callable[[str], str | None] = lambda _name: ""
-    """Returns the run's token of that name (the present one for none); ``None`` if this node has not got it."""
+    """Returns the run's token of that name (the present one if empty); ``None`` if this node does not have
+    it.
+    """
     fence: int = NO_EPOCH
     """Fencing token: this epoch and all before it are never entered again."""
     saving: int = NO_EPOCH
     """The number of the last order to save the memory."""
     owed: int | None = None
-    """The coordinator is owed a ``Parked`` for this epoch, to be sent once no worker is left in an epoch."""
+    """The epoch for which a ``Parked`` is due, to be sent once no worker is left in an epoch."""
     planned: bool = False
     """True if the epoch that ends was ended to grow or shrink the fleet, not by a fault."""
     ended_unix_s: float = 0.0
@@ -116,16 +122,18 @@ class AgentState:
     buddies: dict[int, str] = field(default_factory=dict)
     """By rank, the address of the node that keeps the second copy of its snapshots."""
     evidence: list[AgentReport] = field(default_factory=list)
-    """Edge-triggered reports of the present epoch: they are repeated at each reconnection."""
+    """Edge-triggered reports of the present epoch, repeated at each reconnection."""
     ticked_s: float = 0.0
     attached_s: float | None = None
-    """The time when this agent was last attached to a coordinator, or began; not counting the time in which it stood still itself."""
+    """The time when this agent was last attached to a coordinator, or began; time in which it was itself
+    suspended does not count.
+    """
     led_s: float | None = None
     """The time when a coordinator last led this agent, or it began."""
     saves_held: bool = False
     """True if the workers hold their saves."""
     leaving: bool = False
-    """The node is about to be taken away, and the fleet is told so."""
+    """True if the node is about to be taken away; its reports include that."""
     checked: bool = False
     """True if the node must pass health checks before its workers are offered."""
 
@@ -141,7 +149,7 @@ class AgentState:
         return max(worker.epoch for worker in self.workers)
 
     def joined(self) -> Joined:
-        """The report with this node's identity and complete state."""
+        """Return the report with this node's identity and complete state."""
         me, bound = self.identity, self.phase() is WorkerPhase.BOUND
         return Joined(
             node=me.node,
@@ -150,7 +158,7 @@ class AgentState:
             host=me.host,
             data_port=me.data_port,
             domain=me.domain,
-            held=self.held(),
+            held=self.snapshots(),
             epoch=self.epoch,
             bound=bound,
             meeting_points=self._meeting_points(),
@@ -159,11 +167,11 @@ class AgentState:
         )
 
     def greet(self) -> list[AgentReport]:
-        """The reports that are sent first on a new connection."""
+        """Return the reports that are sent first on a new connection."""
         return [self.joined(), *self.evidence]
 
     def heartbeat(self) -> Heartbeat:
-        """The heartbeat, with the workers' epoch, their slowest step and their phase."""
+        """Return the heartbeat, with the workers' epoch, their slowest step and their phase."""
         return heartbeat_of(self.identity, self.incarnation, self.workers, self.phase(), leaving=self.leaving)
 
     def phase(self) -> WorkerPhase:
@@ -179,15 +187,15 @@ class AgentState:
     # --- commands of the coordinator -----------------------------------------------------------
 
     def on_command(self, command: Command, now_s: float, unix_s: float) -> list[AgentAction]:
-        """Handles a command of the coordinator. ``unix_s`` is the time of day, for the next epoch's ledger."""
+        """Handle a command of the coordinator. ``unix_s`` is the time of day, for the next epoch's ledger."""
         match command:
             case Park():
                 return self._park(command, now_s, unix_s)
             case Bind():
                 return self._bind(command, now_s, unix_s)
             case Release(epoch):
-                told = self._tell_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
-                return [DealCopies((), 0), *told]
+                actions = self._order_out(epoch - 1, "this node is a spare now", planned=False, now_s=now_s)
+                return [DealCopies((), 0), *actions]
             case KillWorker(worker):
                 return (
                     [KillProcess(worker)]
@@ -196,7 +204,7 @@ class AgentState:
                 )
             case Stop():
                 return [
-                    TellWorker(i, worker_link.StopTraining("asked to stop"))
+                    SendToWorker(i, worker_link.StopTraining("asked to stop"))
                     for i, worker in enumerate(self.workers)
                     if worker.epoch != NO_EPOCH
                 ]
@@ -209,7 +217,7 @@ class AgentState:
                 for i in hanging:
                     self.workers[i].owes_flight_record = True
                 ask = worker_link.SendFlightRecord(command.epoch)
-                return [LogStall(command.silent_s), *(TellWorker(i, ask) for i in hanging)]
+                return [LogStall(command.silent_s), *(SendToWorker(i, ask) for i in hanging)]
             case ReadToken(key):
                 return [ReadNewToken(key)]
             case SaveSnapshots():
@@ -221,12 +229,14 @@ class AgentState:
 
     def _save(self, order: SaveSnapshots) -> list[AgentAction]:
         if order.epoch <= self.saving or self._placed():
-            return []  # a repeated command, or one that is older than the epoch of the workers
+            return []  # A repeated command, or one that is older than the epoch of the workers.
         self.saving, self.fence = order.epoch, max(self.fence, order.epoch)
         return [SaveMemory(order)]
 
     def on_saved(self, order: SaveSnapshots, *, committed: bool, trouble: str = "") -> list[AgentAction]:
-        """Handles the end of ``SaveMemory``: the whole checkpoint is committed, or there was trouble with this node's share of it."""
+        """Handle the end of ``SaveMemory``: the complete checkpoint is committed, or this node's share
+        failed.
+        """
         me = self.identity.node
         if trouble:
             return [SendReport(NotSaved(me, self.incarnation, order.epoch, trouble[:_TEXT_MAX]))]
@@ -235,18 +245,18 @@ class AgentState:
     def _park(self, park: Park, now_s: float, unix_s: float) -> list[AgentAction]:
         self.ended_unix_s = self.ended_unix_s or unix_s
         self.owed, self.planned = max(self.owed or NO_EPOCH, park.epoch), park.planned
-        actions = self._tell_out(park.epoch, park.reason, planned=park.planned, now_s=now_s)
+        actions = self._order_out(park.epoch, park.reason, planned=park.planned, now_s=now_s)
         return actions + self._parked()
 
-    def _tell_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[AgentAction]:
-        """Raises the fence to ``epoch`` and orders every worker out of it and of the epochs before."""
+    def _order_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[AgentAction]:
+        """Raise the fence to ``epoch`` and order every worker out of it and of earlier epochs."""
         self.fence = max(self.fence, epoch)
         actions: list[AgentAction] = []
         for i, worker in enumerate(self.workers):
             hurried = not planned and worker.leave_by_s == math.inf
             if not NO_EPOCH < worker.epoch <= self.fence:
                 continue
-            if not worker.running:  # it had ended with the run, and the run goes on
+            if not worker.running:  # It had ended with the run, and the run goes on.
                 self.workers[i] = WorkerLife()
                 actions.append(StartProcess(i))
             elif not worker.leaving or hurried:
@@ -254,23 +264,23 @@ class AgentState:
                 patience_s = self.patience.leave_s if worker.bound else _MEETING_LEAVE_S
                 worker.leave_by_s = math.inf if planned else now_s + patience_s
                 actions.append(
-                    TellWorker(i, worker_link.LeaveEpoch(self.fence, planned=planned, reason=reason))
+                    SendToWorker(i, worker_link.LeaveEpoch(self.fence, planned=planned, reason=reason))
                 )
         return actions
 
     def _parked(self) -> list[AgentAction]:
-        """Sends ``Parked`` if one is owed and no worker is left in an epoch."""
+        """Send ``Parked`` if one is due and no worker is left in an epoch."""
         if self.owed is None or self._placed():
             return []
         epoch, self.owed, self.evidence = self.owed, None, []
         me = self.identity.node
-        return [SendReport(Parked(me, self.incarnation, epoch, self._meeting_points(), self.held()))]
+        return [SendReport(Parked(me, self.incarnation, epoch, self._meeting_points(), self.snapshots()))]
 
     def _bind(self, bind: Bind, now_s: float, unix_s: float) -> list[AgentAction]:
         places = dict(bind.places)
         if bind.epoch <= self.fence:
             return []
-        if bind.epoch == self.epoch:  # a repeated command: our Bound was lost, if we have sent one
+        if bind.epoch == self.epoch:  # A repeated command: our Bound was lost, if we have sent one.
             return self._bound()
         fit = [i for i in places if i < len(self.workers) and self.workers[i].meeting_point]
         if len(fit) != len(places) or self._placed():
@@ -278,7 +288,7 @@ class AgentState:
         token = self.token_of(bind.key)
         if token is None:
             return self._unfit(
-                "it has not got the run's new token: let it read fleet.token in the run directory"
+                "it does not have the run's new token: make fleet.token readable in the run directory"
             )
         self.fence, self.owed, self.evidence = bind.epoch - 1, None, []
         self.buddies = buddy_addresses(bind)
@@ -290,13 +300,13 @@ class AgentState:
             self.workers[i].enter(bind.epoch, rank, now_s)
         forget = DiscardSnapshots(NO_STEP if isinstance(bind.resume, Fresh) else bind.resume.step)
         tells = [
-            TellWorker(i, join_epoch(bind, rank, token, planned=planned, ended_unix_s=ended_unix_s))
+            SendToWorker(i, join_epoch(bind, rank, token, planned=planned, ended_unix_s=ended_unix_s))
             for i, rank in places.items()
         ]
         return [forget, DealCopies(tuple(places.values()), bind.ranks), *tells]
 
     def _expel(self, reason: str, incarnation: int, unix_s: float) -> list[AgentAction]:
-        """Fences this incarnation: its workers are killed, its memory stays, and it joins again as the next."""
+        """Fence this incarnation: its workers are killed, its memory stays, and it joins again as the next."""
         self.incarnation = max(incarnation + 1, int(unix_s * 1000))
         self.owed, self.evidence, self.buddies = None, [], {}
         self.fence = max(self.fence, self.epoch)
@@ -311,18 +321,20 @@ class AgentState:
 
     # --- messages of the workers -----------------------------------------------------------------
 
-    def on_worker_message(self, index: int, said: ToAgent, now_s: float, unix_s: float) -> list[AgentAction]:
-        """Handles a message of a worker; messages of a worker that is to die are dropped."""
+    def on_worker_message(
+        self, index: int, message: ToAgent, now_s: float, unix_s: float
+    ) -> list[AgentAction]:
+        """Handle a message of a worker. Messages of a doomed worker are dropped."""
         worker = self.workers[index]
-        worker.heard_s = now_s
+        worker.last_message_s = now_s
         if worker.doomed or not worker.running:
             return []
-        match said:
+        match message:
             case worker_link.Warm():
-                worker.meeting_point = said.meeting_point
+                worker.meeting_point = message.meeting_point
                 return self._ready()
             case worker_link.Unfit(evidence):
-                # Its end is no failure of its own; the next one is checked again.
+                # Its end is no failure of its own; the next process is checked again.
                 worker.doomed = True
                 return self._unfit(f"worker {index}: {evidence}")
             case worker_link.Alive(epoch=epoch, step=step, waiting_s=waiting_s) if epoch == worker.epoch:
@@ -338,16 +350,16 @@ class AgentState:
                     Broken(self.identity.node, self.incarnation, epoch, index, text[:_TEXT_MAX])
                 )
             case worker_link.Doubted(epoch=epoch) if epoch == worker.epoch:
-                if said.reason != "straggler":
+                if message.reason != "straggler":
                     self.ended_unix_s = self.ended_unix_s or unix_s
                 report = Suspect(
                     self.identity.node,
-                    said.reason,
-                    said.evidence[:_TEXT_MAX],
-                    said.trusted_step,
+                    message.reason,
+                    message.evidence[:_TEXT_MAX],
+                    message.trusted_step,
                     epoch,
-                    said.ranks,
-                    said.step,
+                    message.ranks,
+                    message.step,
                 )
                 return self._testify(report)
             case worker_link.FlightRecordSent(epoch=epoch, record=record) if (
@@ -360,9 +372,9 @@ class AgentState:
                     )
                 ]
             case worker_link.LeftEpoch(epoch=epoch) if worker.epoch <= epoch:
-                return self._left(worker, said)
+                return self._left(worker, message)
             case worker_link.SnapshotTaken():
-                return self._second_copy(index, said)
+                return self._second_copy(index, message)
             case worker_link.CheckpointCommitted(step):
                 return [SendReport(Durable(self.identity.node, self.incarnation, max(worker.epoch, 0), step))]
             case worker_link.TrainingFinished(epoch=epoch, result=result) if epoch == worker.epoch:
@@ -373,18 +385,20 @@ class AgentState:
                 if epoch == worker.epoch != NO_EPOCH:
                     self.ended_unix_s = self.ended_unix_s or unix_s
                     node = self.identity.node
-                    return self._testify(Fatal(epoch, node, text[:_TEXT_MAX], said.kind, said.unanimous))
+                    return self._testify(
+                        Fatal(epoch, node, text[:_TEXT_MAX], message.kind, message.unanimous)
+                    )
         return []
 
     # --- health ------------------------------------------------------------------------------------
 
     def examine(self) -> list[AgentAction]:
-        """Withdraws the node until its health checks pass: at the start, and after a worker died or hung."""
+        """Withdraw the node until its health checks pass: at the start, and after a worker died or hung."""
         self.cleared = not self.checked
         return [CheckHealth()] if self.checked else []
 
     def on_health_checked(self, complaints: str) -> list[AgentAction]:
-        """Handles the outcome of the health checks; without complaints the node is offered."""
+        """Handle the outcome of the health checks; without complaints the node is offered."""
         self.cleared = not complaints
         return self._ready() if self.cleared else self._unfit(complaints)
 
@@ -405,30 +419,34 @@ class AgentState:
             return []
         return [SendReport(Bound(self.identity.node, self.incarnation, self.epoch))]
 
-    def _left(self, worker: WorkerLife, said: worker_link.LeftEpoch) -> list[AgentAction]:
+    def _left(self, worker: WorkerLife, message: worker_link.LeftEpoch) -> list[AgentAction]:
         if worker.epoch != NO_EPOCH:
-            self.owed = max(self.owed or NO_EPOCH, said.epoch)
-        self.fence = max(self.fence, said.epoch)
-        worker.leave(said.meeting_point)
+            self.owed = max(self.owed or NO_EPOCH, message.epoch)
+        self.fence = max(self.fence, message.epoch)
+        worker.leave(message.meeting_point)
         return self._parked()
 
-    def _second_copy(self, index: int, taken: worker_link.SnapshotTaken) -> list[AgentAction]:
-        """Sends a snapshot in this node's memory to the rank's buddy; without a buddy, replicas hold the same state."""
-        address = self.buddies.get(taken.rank)
-        if taken.epoch != self.workers[index].epoch:
+    def _second_copy(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[AgentAction]:
+        """Send a snapshot in this node's memory to the rank's buddy; without a buddy, replicas hold the same
+        state.
+        """
+        address = self.buddies.get(snapshot.rank)
+        if snapshot.epoch != self.workers[index].epoch:
             return []
         if address is None:
-            return [TellWorker(index, worker_link.SnapshotSafe(taken.epoch, taken.step))]
-        return [StreamSnapshot(index, taken, address)]
+            return [SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
+        return [StreamSnapshot(index, snapshot, address)]
 
-    def on_pushed(self, index: int, taken: worker_link.SnapshotTaken) -> list[AgentAction]:
-        """Handles the arrival of a snapshot at the buddy."""
-        if taken.epoch != self.workers[index].epoch:
+    def on_pushed(self, index: int, snapshot: worker_link.SnapshotTaken) -> list[AgentAction]:
+        """Handle the arrival of a snapshot at the buddy."""
+        if snapshot.epoch != self.workers[index].epoch:
             return []
-        return [TellWorker(index, worker_link.SnapshotSafe(taken.epoch, taken.step))]
+        return [SendToWorker(index, worker_link.SnapshotSafe(snapshot.epoch, snapshot.step))]
 
     def _finished(self, epoch: int) -> list[AgentAction]:
-        """Reports the result of rank 0, once all workers here have finished: it commits the last checkpoint for all."""
+        """Report the result of rank 0, which commits the last checkpoint, once all workers here have
+        finished.
+        """
         in_epoch = self._placed()
         if not all(worker.finished for worker in in_epoch):
             return []
@@ -442,11 +460,13 @@ class AgentState:
     # --- processes and time ------------------------------------------------------------------------
 
     def on_started(self, index: int, now_s: float) -> None:
-        """Handles the start of a worker's process."""
-        self.workers[index] = WorkerLife(running=True, heard_s=now_s)
+        """Handle the start of a worker's process."""
+        self.workers[index] = WorkerLife(running=True, last_message_s=now_s)
 
     def on_exit(self, index: int, code: int, text: str, unix_s: float) -> list[AgentAction]:
-        """Handles the exit of a worker's process (``code`` below 0: by that signal); ``text`` is the end of its log."""
+        """Handle the exit of a worker's process (``code`` below 0: by that signal); ``text`` is the end of
+        its log.
+        """
         worker = self.workers[index]
         if worker.finished and not worker.leaving:
             worker.running = False
@@ -456,16 +476,21 @@ class AgentState:
         if not worker.doomed:
             self.ended_unix_s = self.ended_unix_s or (unix_s if epoch != NO_EPOCH else 0.0)
             text = (worker.last_words or text)[-_TEXT_MAX:]
-            said = WorkerExited(self.identity.node, self.incarnation, epoch, index, code, text, worker.stuck)
-            actions += [*(self._testify(said) if epoch != NO_EPOCH else [SendReport(said)]), *self.examine()]
+            report = WorkerExited(
+                self.identity.node, self.incarnation, epoch, index, code, text, worker.stuck
+            )
+            actions += [
+                *(self._testify(report) if epoch != NO_EPOCH else [SendReport(report)]),
+                *self.examine(),
+            ]
         return actions + self._parked()
 
     def silent(self, now_s: float) -> list[int]:
-        """The workers whose lease has half run out."""
+        """Return the workers that have been silent for more than half of their lease."""
         return [
             index
             for index, worker in enumerate(self.workers)
-            if worker.running and now_s - worker.heard_s > self.patience.lease_s / 2
+            if worker.running and now_s - worker.last_message_s > self.patience.lease_s / 2
         ]
 
     def on_tick(
@@ -477,22 +502,22 @@ class AgentState:
         led: bool = True,
         working: Collection[int] = (),
     ) -> list[AgentAction]:
-        """Handles the passing of time: kills workers whose lease has run out or that do not leave an epoch.
+        """Handle the passing of time: kill workers whose lease has run out or that do not leave an epoch.
 
-        ``attached``: a coordinator is there. Without one for too long, the agent ends: it would never learn that the run is over, or goes
-        on elsewhere. ``led``: the coordinator leads, as a candidate does not. Without one for long, nothing is saved.
-        ``working`` are the silent workers that the kernel sees at work: their pulse may only be held up,
-        so their lease is longer.
+        ``attached``: a coordinator is connected. Without one for too long, the agent ends: it would never
+        learn that the run is over or continues elsewhere. ``led``: that coordinator leads, as a candidate
+        does not. Without a leader for long, nothing is saved. ``working``: the silent workers that the kernel
+        reports as running. Only their heartbeats may be blocked, so their lease is longer.
         """
         stood_s = now_s - self.ticked_s
         self.ticked_s = now_s
         if attached or self.attached_s is None:
             self.attached_s = now_s
         if stood_s > self.patience.lease_s / 2:
-            # This agent itself stood still: the workers' messages are still unread.
+            # This agent itself was suspended: the workers' messages are still unread.
             self.attached_s = min(now_s, self.attached_s + stood_s)
             for worker in self.workers:
-                worker.heard_s = now_s
+                worker.last_message_s = now_s
             return []
         if now_s - self.attached_s > self.patience.coordinator_s:
             return [EndAgent(_ABANDONED.format(now_s - self.attached_s), failed=True)]
@@ -500,26 +525,28 @@ class AgentState:
         for index, worker in enumerate(self.workers):
             if not worker.running or worker.doomed or worker.finished:
                 continue
-            silent_s = now_s - worker.heard_s
+            silent_s = now_s - worker.last_message_s
             lease_s = self.patience.lease_s * (_WORKING_PATIENCE if index in working else 1)
             if silent_s > (lease_s if worker.meeting_point else _START_S):
                 self.ended_unix_s = self.ended_unix_s or (unix_s if worker.epoch != NO_EPOCH else 0.0)
                 worker.doomed = True
                 hung = WorkerHung(self.identity.node, self.incarnation, worker.epoch, index, silent_s)
-                told = self._testify(hung) if worker.epoch != NO_EPOCH else [SendReport(hung)]
-                actions += [KillProcess(index), *told, *self.examine()]
+                reports = self._testify(hung) if worker.epoch != NO_EPOCH else [SendReport(hung)]
+                actions += [KillProcess(index), *reports, *self.examine()]
             elif now_s > worker.leave_by_s:
                 worker.leave_by_s, worker.stuck = math.inf, True
-                worker.last_words = f"could not be called back from epoch {worker.epoch}: killed"
+                worker.last_words = f"did not leave epoch {worker.epoch}: killed"
                 actions.append(KillProcess(index))
         return actions
 
     def _hold_saves(self, now_s: float, *, led: bool) -> list[AgentAction]:
-        """Orders the workers to hold their saves without a coordinator, which may begin another epoch elsewhere, and to save again with one."""
+        """Order the workers to hold their saves while there is no coordinator, which may begin another epoch
+        elsewhere.
+        """
         if led or self.led_s is None:
             self.led_s = now_s
         hold = now_s - self.led_s > self.patience.saves_s
         if hold == self.saves_held:
             return []
         self.saves_held = hold
-        return [TellWorker(i, worker_link.HoldSaves(hold)) for i, w in enumerate(self.workers) if w.running]
+        return [SendToWorker(i, worker_link.HoldSaves(hold)) for i, w in enumerate(self.workers) if w.running]

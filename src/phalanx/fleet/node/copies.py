@@ -1,7 +1,8 @@
-"""Copies of a node's state: snapshots to the buddy of a rank and at the end of a run to disk, and checkpoints to the run's object store.
+"""Copies of a node's state: snapshots to the buddy of a rank and at the end of a run to disk, and checkpoints
+to the run's object store.
 
-Snapshots wait for wires and disks, so threads carry them out, one for each worker and one for the disk, while the agent's event loop goes
-on.
+Copies wait for networks and disks, so threads make them, one for each worker and one for the disk. The
+agent's event loop continues meanwhile.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 _PUSH_AGAIN_S, _LONGEST_PUSH_PAUSE_S = 0.1, 2.0
 _OTHERS_WRITE_S = 600.0
-"""For so long the nodes of a checkpoint wait for each other before it is given up."""
+"""Time for which the nodes of a checkpoint wait for each other before it is given up."""
 
 
 class SnapshotCourier:
-    """Carries snapshots out of one node's memory."""
+    """Copies snapshots out of one node's memory."""
 
     def __init__(
         self,
@@ -48,23 +49,26 @@ class SnapshotCourier:
         token: Callable[[], str],
         log: Callable[[str], None],
     ) -> None:
-        """``token`` returns the run's, which may change; ``log`` takes lines for people."""
+        """Set up the threads. ``token`` returns the run's present token; ``log`` takes lines for people."""
         self._memory, self._run_dir, self._tls, self._token, self._log = memory, run_dir, tls, token, log
         self._pushers = [ThreadPoolExecutor(1, f"push-{i}") for i in range(workers)]
-        self._writer = ThreadPoolExecutor(2, "save")  # the next try begins while the one before gives up
+        self._writer = ThreadPoolExecutor(2, "save")  # The next try begins while the previous one gives up.
 
-    def held(self) -> tuple[RankSnapshot, ...]:
-        """The snapshots that the memory holds now, as they are reported to the coordinator."""
+    def snapshots(self) -> tuple[RankSnapshot, ...]:
+        """Return the present snapshots in memory, as reported to the coordinator."""
         return tuple(
             RankSnapshot(h.key.ranks, h.key.rank, h.key.step, h.kind, h.nbytes, h.epoch)
             for h in self._memory.holdings()
         )
 
-    async def push(self, worker: int, key: SnapshotKey, address: str, wanted: Callable[[], bool]) -> bool:
-        """Streams a worker's snapshot to a buddy, again and again while it is wanted; true once it has arrived."""
+    async def push(self, worker: int, key: SnapshotKey, address: str, is_wanted: Callable[[], bool]) -> bool:
+        """Stream a worker's snapshot to a buddy, and retry while it is wanted.
+
+        Return True once it has arrived.
+        """
         loop = asyncio.get_running_loop()
         pause_s, complaint = _PUSH_AGAIN_S, ""
-        while wanted():
+        while is_wanted():
             try:
                 await loop.run_in_executor(self._pushers[worker], self._stream, address, key)
             except CheckpointError as error:
@@ -82,13 +86,18 @@ class SnapshotCourier:
             client.push(self._memory, key)
 
     async def save(self, order: SaveSnapshots, stopped: Callable[[], bool]) -> tuple[bool, str]:
-        """Writes this node's share of a checkpoint. Returns true if it has committed the whole, and what kept it from its share."""
+        """Write this node's share of a checkpoint.
+
+        Return True if it has committed the complete checkpoint, and the error of its share.
+        """
         try:
             committed = await asyncio.get_running_loop().run_in_executor(
                 self._writer, self._write, order, stopped
             )
         except AbandonedError as error:
-            self._log(f"step {order.step} was not saved: {error}")  # whoever could not write has said so
+            self._log(
+                f"step {order.step} was not saved: {error}"
+            )  # The node that could not write has reported that.
         except CheckpointError as error:
             self._log(f"cannot save step {order.step} from memory: {error}")
             return False, str(error)
@@ -109,12 +118,12 @@ class SnapshotCourier:
         )
 
     def close(self) -> None:
-        """Ends the threads, without waiting for one that hangs in a dead peer or disk."""
+        """End the threads, without waiting for one that hangs in a dead peer or disk."""
         for pool in (*self._pushers, self._writer):
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-# This node's share of the copies of checkpoints in the run's store: dealt to it, settled, or given up.
+# This node's share of the copies of checkpoints in the run's store: assigned to it, settled, or given up.
 
 
 class StoreCopies:
@@ -129,10 +138,10 @@ class StoreCopies:
         self._hurried = asyncio.Event()
 
     def deal(self, ranks: tuple[int, ...], of: int) -> None:
-        """From now on this node copies the files of these of ``of`` ranks."""
+        """Copy from now on the files of these of ``of`` ranks."""
         if not self._spec.checkpoint.store:
             return
-        # The client of stores, only where there is one.
+        # The client of stores is imported only if there is one.
         from phalanx.checkpoint.save.store_uploader import CopyShare
 
         if self._uploader is None:
@@ -165,11 +174,11 @@ class StoreCopies:
             self._log(str(error))
 
     def hurry(self) -> None:
-        """Gives up what is not in the store yet."""
+        """Give up copies that are not in the store yet."""
         self._hurried.set()
 
     async def end(self, *, settled: bool) -> None:
-        """Ends the copying; if it is to be ``settled``, with all of this node's share in the store, unless it is hurried."""
+        """End the copying. If ``settled``, first finish this node's share, unless ``hurry`` is called."""
         if self._uploader is None:
             return
         if settled:
@@ -177,7 +186,7 @@ class StoreCopies:
             hurried = asyncio.create_task(self._hurried.wait())
             await asyncio.wait((settling, hurried), return_when=asyncio.FIRST_COMPLETED)
             if not settling.done():
-                self._log("asked once more to end: gives up its copies to the store")
+                self._log("second request to end: gives up its copies to the store")
             elif missing := self._uploader.missing():
                 self._log(f"not in the store: steps {', '.join(map(str, missing))}")
             hurried.cancel()

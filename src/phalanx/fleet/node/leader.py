@@ -1,4 +1,6 @@
-"""An agent's watch over who leads: where the coordinator may be, whether the run was started again, and who succeeds a lost one."""
+"""An agent's watch over the leader: where the coordinator may be, whether the run was started again, and
+succession after a loss.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,15 @@ from phalanx.run.directory.paths import RunDirectory, read_resolved
 from phalanx.run.identity import fencing_token, identity
 from phalanx.run.spec import ObserveSpec
 
-# Succession of a lost coordinator: an agent that has been without one for too long starts a candidate.
-#
-# The candidate is a process of its own (``phalanx.fleet.control.succession.candidate``), which becomes the coordinator if it is elected,
-# and is started again if it dies then. The newest claim in the run directory decides whose turn it is. The agent's own work goes on
-# meanwhile.
+# Succession of a lost coordinator: an agent that has been without one for too long starts a candidate. The
+# candidate is a process of its own (``phalanx.fleet.control.succession.candidate``). If elected it becomes
+# the coordinator, and is restarted if it then dies. The newest claim in the run directory decides the order
+# of candidates. The agent's own work continues meanwhile.
 
 _FINE = (0, EXIT_NOT_ELECTED, EXIT_SUPERSEDED)
 _GOODBYE_S = 20.0
 _LOOK_S = 5.0
-"""After so many seconds without a coordinator, the agent looks whether the run is over."""
+"""After this time without a coordinator, the agent checks whether the run is over."""
 
 
 @dataclass
@@ -51,20 +52,21 @@ class Successor:
     certificates: Path | None
     log: Callable[[str], None]
     alone_since_s: float | None = None
-    """Since when the agent has had no coordinator, by the monotonic clock."""
+    """Monotonic time since which the agent has had no coordinator."""
     _claim: Claim | None = None
-    """The newest claim when it last looked."""
+    """The newest claim at the last check."""
     _child: Child | None = None
     _restarts: Restarts = field(default_factory=Restarts)
     _due_s: float = 0.0
-    """A coordinator that has died here is started again then."""
+    """Time at which a coordinator that died here is restarted; 0 for none."""
     _complaint: str = ""
 
     def __post_init__(self) -> None:
         self._may_lead = self.args.may_lead
 
     async def look(self, *, led: bool, now_s: float) -> str:
-        """Starts a candidate if it is this node's turn. Returns why the run is over, if a claim says so; else nothing.
+        """Start a candidate if it is this node's turn. Return why the run is over, if a claim states that;
+        else an empty text.
 
         Args:
             led: The agent is attached to a coordinator that leads.
@@ -86,23 +88,26 @@ class Successor:
         alone_since_s = self.alone_since_s
         if alone_since_s is None or now_s - alone_since_s < min(_LOOK_S, self.patience_s or _LOOK_S):
             return ""
-        known, claim = self._claim, await asyncio.to_thread(self._newest)
+        last_claim, claim = self._claim, await asyncio.to_thread(self._newest)
         if claim is None:
             return ""
         if claim.ended is not None:
             return claim.reason or f"the run is {claim.ended}"
-        if known is not None and known.term != claim.term:
-            self.alone_since_s = alone_since_s = now_s  # whoever has made it leads, or did a moment ago
+        if last_claim is not None and last_claim.term != claim.term:
+            self.alone_since_s = alone_since_s = now_s  # The maker of that claim leads, or did a moment ago.
         waits_s = stands_after_s(claim, self.args.node, self.patience_s)
         if waits_s is not None and now_s - alone_since_s >= waits_s and self._may_lead:
             self._start()
         return ""
 
     def _newest(self) -> Claim | None:
-        """The newest claim; read only if it is another than before, since every agent of a large fleet may look."""
-        register, known = ClaimRegister(RunDirectory(self.args.run_dir), self.args.attempt), self._claim
+        """Return the newest claim.
+
+        It is read only if its term is new, since every agent of a large fleet may look.
+        """
+        register, last_claim = ClaimRegister(RunDirectory(self.args.run_dir), self.args.attempt), self._claim
         try:
-            if known is None or register.newest_term() != known.term:
+            if last_claim is None or register.newest_term() != last_claim.term:
                 self._claim = register.newest()
             return self._claim
         except (ClaimError, OSError) as error:
@@ -113,7 +118,7 @@ class Successor:
 
     def _start(self) -> None:
         args, self._due_s = self.args, 0.0
-        shown = ["--certificates", str(self.certificates)] if self.certificates else []
+        certificate_arguments = ["--certificates", str(self.certificates)] if self.certificates else []
         name = f"coordinator-{args.node}"
         path = RunDirectory(args.run_dir).named_log(args.attempt, name)
         self.log(f"no coordinator: this node stands as a candidate; its log is {path}")
@@ -124,7 +129,15 @@ class Successor:
             command = [
                 *(sys.executable, "-m", "phalanx.fleet.control.succession.candidate"),
                 *("--run-dir", str(args.run_dir), "--attempt", str(args.attempt)),
-                *("--host", args.host, "--listen", args.listening_on, "--node", args.node, *shown),
+                *(
+                    "--host",
+                    args.host,
+                    "--listen",
+                    args.listening_on,
+                    "--node",
+                    args.node,
+                    *certificate_arguments,
+                ),
                 *("--term", str(self._claim.term if self._claim else 0)),
             ]
             # In the agent's group: a kill of the group kills the node.
@@ -134,11 +147,14 @@ class Successor:
             self._has_ended(1, time.monotonic())
 
     def _has_ended(self, code: int, now_s: float) -> None:
-        """Handles the end of the process. One that was the coordinator and died is started again; else the node waits its turn anew."""
+        """Handle the end of the process.
+
+        A coordinator that died is restarted; after a candidate's end, the node waits for its turn again.
+        """
         self._child = None
         self.alone_since_s = None if self.alone_since_s is None else now_s
         if code == EXIT_CANNOT_START:
-            self.log("this node cannot lead: the log of its candidate says why")
+            self.log("this node cannot lead: see the log of its candidate")
             self._may_lead = False
         elif code not in _FINE:
             pause_s = self._restarts.after_death()
@@ -146,7 +162,10 @@ class Successor:
             self._due_s = 0.0 if pause_s is None else now_s + pause_s
 
     async def end(self, *, at_once: bool) -> None:
-        """Ends the process; unless ``at_once``, a coordinator may tell the other nodes first that the run is over."""
+        """End the process.
+
+        Unless ``at_once``, a coordinator may first notify the other nodes that the run is over.
+        """
         child, self._child = self._child, None
         if child is None:
             return
@@ -158,9 +177,8 @@ class Successor:
         await asyncio.to_thread(child.end, _FINE)
 
 
-# Whether a run was started again, or its directory belongs to another run now.
-#
-# A coordinator's word is not enough: that one may be of an earlier start, or no coordinator. The run directory decides.
+# Detects whether a run was started again, or its directory belongs to another run now. A coordinator's
+# message is not enough: it may be of an earlier start, or not a coordinator. The run directory decides.
 
 
 class OtherStart(NamedTuple):
@@ -172,17 +190,17 @@ class OtherStart(NamedTuple):
 
 
 def other_start(directory: RunDirectory, own: Credentials) -> OtherStart | None:
-    """The start that has taken the place of the one that ``own`` belongs to, if any has. Raises ``RunDirectoryError``."""
+    """Return the start that has replaced that of ``own``, if any has. Raises ``RunDirectoryError``."""
     spec, attempt = read_resolved(directory), directory.newest_attempt()
     if identity(spec) != own.run:
         return OtherStart(
             None,
-            f"{directory.path} belongs to another run now ({identity(spec)[:12]}, not {own.run[:12]}), to which this node "
-            "is of no use; start its agent again if it is to train that run",
+            f"{directory.path} belongs to another run now ({identity(spec)[:12]}, not {own.run[:12]}), which this node "
+            "cannot join; start its agent again to train that run",
         )
-    found = fencing_token(spec, attempt)
-    if attempt >= own.fencing.attempt and found != own.fencing:
-        return OtherStart(attempt, f"the run was started again: from {own.fencing} on to {found}")
+    newest = fencing_token(spec, attempt)
+    if attempt >= own.fencing.attempt and newest != own.fencing:
+        return OtherStart(attempt, f"the run was started again: from {own.fencing} on to {newest}")
     return None
 
 
@@ -190,9 +208,11 @@ def other_start(directory: RunDirectory, own: Credentials) -> OtherStart | None:
 
 
 def coordinator_addresses(args: AgentArgs) -> list[str]:
-    """The address that this agent was given, and the one in fleet.json: a coordinator whose port was taken writes another one.
+    """Return the address that this agent was given, and the one in fleet.json, which differs if the port was
+    taken.
 
-    Before them those of candidates, which stand if the coordinator is lost: to find that out takes long at its own address.
+    Candidates come first. They stand if the coordinator is lost, and detecting that at its own address takes
+    long.
     """
     addresses = [*_candidates(args), args.coordinator]
     with suppress(FleetFileError):
@@ -203,21 +223,22 @@ def coordinator_addresses(args: AgentArgs) -> list[str]:
 async def look_for_leader(
     args: AgentArgs, link: CoordinatorLink, successor: Successor, patience_s: float
 ) -> str:
-    """Looks whether a coordinator leads, and takes part in the succession if none does. Returns why the run is over, if it is.
+    """Check whether a coordinator leads, and take part in the succession if none does. Return why the run is
+    over, if it is.
 
     Args:
         args: The agent's.
-        link: Its connection, which is given up if nobody leads at its other end.
+        link: Its connection, which is dropped if its peer does not lead.
         successor: The candidate of this node.
         patience_s: ``fleet.succession_s``.
     """
     now_s, led_s = time.monotonic(), link.led_s
     led = led_s is not None and (not patience_s or now_s - led_s <= patience_s)
     if led_s is not None and not led:
-        # The stream is open, and whoever is there decides nothing, or its machine is gone.
+        # The stream is open, but its peer decides nothing, or that machine is lost.
         successor.alone_since_s = successor.alone_since_s or led_s
-        link.drop(f"it has not said for {patience_s:g} s that it leads")
-    elif not led and link.attached and link.address not in (found := _candidates(args)) and found:
+        link.drop(f"no leader heartbeat for {patience_s:g} s")
+    elif not led and link.attached and link.address not in (candidates := _candidates(args)) and candidates:
         link.drop("a candidate stands to succeed it")
     return await successor.look(led=led, now_s=now_s)
 

@@ -1,6 +1,6 @@
 """Metrics of a node, from its agent: workers, memory, disk, versions, and NVIDIA GPUs.
 
-Values of the agent's event loop are single values that the loop replaces whole, so that a thread may read them at any time.
+The agent's event loop replaces its values atomically, so a thread may read them at any time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.version import __version__
 
 @dataclass(frozen=True)
 class AgentFacts:
-    """What an agent knows of its node."""
+    """State of an agent's node, as its metrics report it."""
 
     workers: Sequence[WorkerLife]
     phase: WorkerPhase
@@ -34,12 +34,12 @@ class AgentFacts:
     fit: bool
     deaths: int
     """Processes of workers that have ended."""
-    held: Sequence[RankSnapshot]
+    snapshots: Sequence[RankSnapshot]
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What the system says of the machine."""
+    """Memory and disk of the machine, as the operating system reports them."""
 
     memory_bytes: int
     free_memory_bytes: int
@@ -71,7 +71,7 @@ AGENT_METRICS: tuple[Derived[AgentFacts], ...] = (
     _derived("attached", "gauge", "1 if the agent is connected to a coordinator.", "agent", lambda a: float(a.attached)),
     _derived("fit", "gauge", "1 if the node has passed its health checks.", "agent", lambda a: float(a.fit)),
     _derived("worker_deaths_total", "counter", "Processes of workers that have ended.", "agent", lambda a: a.deaths),
-    _derived("snapshot_bytes", "gauge", "Snapshots that the node's memory holds.", "agent", lambda a: sum(h.nbytes for h in a.held)),
+    _derived("snapshot_bytes", "gauge", "Snapshots that the node's memory holds.", "agent", lambda a: sum(h.nbytes for h in a.snapshots)),
     _derived("waiting_seconds", "gauge", "Seconds for which a worker has waited for samples of an object store.", "agent",
              lambda a: max((w.waiting_s for w in a.workers), default=0.0)),
 )  # fmt: skip
@@ -84,19 +84,19 @@ MACHINE_METRICS: tuple[Derived[MachineFacts], ...] = (
 SOFTWARE = Metric(
     "phalanx_node_software_info",
     "info",
-    "Versions of what computes the bits on this node.",
+    "Versions of the software that determines the bits on this node.",
     "package metadata",
     ("phalanx", "python", "torch", "numpy", "driver", "kernel"),
 )
 
 
 def agent_samples(facts: Callable[[], AgentFacts], labels: Labels) -> list[Sample]:
-    """What the agent knows."""
+    """Return the samples of the agent's state."""
     return collect(AGENT_METRICS, facts(), labels, lambda _metric, _error: None)
 
 
 def machine_samples(run_dir: Path, labels: Labels) -> list[Sample]:
-    """What the system says. Waits for the run directory's file system, which may hang."""
+    """Return the samples of the machine. Waits for the run directory's file system, which may hang."""
     disk = os.statvfs(run_dir)
     page = os.sysconf("SC_PAGE_SIZE")
     facts = MachineFacts(
@@ -108,16 +108,16 @@ def machine_samples(run_dir: Path, labels: Labels) -> list[Sample]:
     return collect(MACHINE_METRICS, facts, labels, lambda _metric, _error: None)
 
 
-class Software:
-    """The versions on this machine, looked up once."""
+class SoftwareSampler:
+    """Sampler of the software versions on this machine, looked up once."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
-        self._found: Labels | None = None
+        self._versions: Labels | None = None
 
     def samples(self) -> list[Sample]:
-        """One sample that is always 1."""
-        if self._found is None:
+        """Return one sample that is always 1, with the versions as labels."""
+        if self._versions is None:
             packages = package_versions(("torch", "numpy"))
             versions = {
                 "phalanx": __version__,
@@ -127,15 +127,14 @@ class Software:
                 "driver": nvidia_driver(),
                 "kernel": platform.release(),
             }
-            self._found = self._labels | versions
-        return [Sample(SOFTWARE, self._found, 1)]
+            self._versions = self._labels | versions
+        return [Sample(SOFTWARE, self._versions, 1)]
 
 
-# Metrics of the node's NVIDIA GPUs, under the field names of NVIDIA's DCGM exporter.
-#
-# Dashboards and alerts for ``dcgm-exporter`` name these fields, so they are kept letter for letter. The numbers are read as the health
-# checks read them, through NVML and from the kernel's log. Only the fields that a run is judged by are here: DCGM, run beside it, has all
-# of them.
+# Metrics of the node's NVIDIA GPUs, under the field names of NVIDIA's DCGM exporter. Dashboards and alerts
+# for ``dcgm-exporter`` use these names, so they are kept exactly. Values come from NVML and the kernel's log,
+# as in the health checks. Only the fields that a run is judged by are here; DCGM, run beside it, has all of
+# them.
 
 
 def _of_gpu(name: str, kind: Kind, text: str, compute: Any) -> Derived[GpuReading]:
@@ -160,12 +159,13 @@ XID = Metric(
 
 
 def gpu_samples(labels: Labels) -> list[Sample]:
-    """The samples of this machine's GPUs; none where there are none, or where ``nvidia-ml-py`` is not installed.
+    """Return the samples of this machine's GPUs; none if it has no GPUs, or ``nvidia-ml-py`` is not
+    installed.
 
     May hang where a driver does. Raises NVML's errors.
     """
     try:
-        nvml: Any = importlib.import_module("pynvml")  # optional: only machines with GPUs have a use for it
+        nvml: Any = importlib.import_module("pynvml")  # Optional: only machines with GPUs need it.
     except ImportError:
         return []
     try:
@@ -180,7 +180,7 @@ def gpu_samples(labels: Labels) -> list[Sample]:
 
 
 def samples_of(readings: list[GpuReading], errors: tuple[Xid, ...], labels: Labels) -> list[Sample]:
-    """The samples of what the GPUs have reported, by index as NVML counts them."""
+    """Return the samples of the GPUs' reports, by index as NVML counts them."""
     samples: list[Sample] = []
     for index, reading in enumerate(readings):
         own = labels | {"gpu": str(index)}

@@ -1,10 +1,11 @@
-"""The processes of a local fleet: started, looked after, restarted when they die, and ended.
+"""The processes of a local fleet: started, supervised, restarted when they die, and ended.
 
-A local fleet is a coordinator and one agent per "node"; on a cluster, the node that leads runs the coordinator and its own agent. This
-process starts them, each in a session of its own, starts the coordinator again if it dies, brings a node whose agent has died back after
-its repair time (sooner if too few are left to train on), and passes Ctrl-C on to the coordinator as a request to save and stop. A process
-that dies again and again without progress of the run is given up (``process/restarts.py``), and the fleet ends with a message rather than
-wait for it for ever. If this process is killed, the kernel kills all of them.
+A local fleet is a coordinator and one agent per "node"; on a cluster, the leading node runs the coordinator
+and its own agent. This process starts them, each in a session of its own, and restarts the coordinator if it
+dies. A node whose agent has died is restarted after its repair time, or sooner if too few are left to train
+on. Ctrl-C is passed on to the coordinator as a request to save and stop. A process that dies again and again
+without progress of the run is given up (``process/restarts.py``). The fleet then ends with a message rather
+than wait for ever. If this process is killed, the kernel kills all of them.
 """
 
 from __future__ import annotations
@@ -45,35 +46,36 @@ def run_fleet(
     run: OpenRun,
     fleet: LocalFleet,
     while_running: Callable[[Callable[[], bool]], None],
-    tell: Callable[[str], None] = lambda _words: None,
+    notify: Callable[[str], None] = lambda _words: None,
 ) -> Ending:
-    """Runs a fleet to the run's end.
+    """Run a fleet to the run's end.
 
     Args:
-        run: The opened run directory; its ``spec.fleet`` must say the same number of nodes.
-        fleet: What to start.
-        while_running: Called once with a function that tells whether the run has ended; returns after it has (it shows
-            the run's progress meanwhile). Whatever it raises asks the run to save and stop, and is raised when it has.
-        tell: Tells the user that a request to stop was heard, and what comes of it.
+        run: The opened run directory; its ``spec.fleet`` must have the same number of nodes.
+        fleet: The fleet to start.
+        while_running: Called once with a function that returns whether the run has ended; returns after that
+            (it shows the run's progress meanwhile). If it raises, the run is saved and stopped, and then the
+            error is raised.
+        notify: Prints the reactions to a request to stop.
     """
     path = run.directory.path
     token = make_token(path)
-    path_in(path).unlink(missing_ok=True)  # of the attempt before
-    # Computed once: a restart must not fail because the user's model file is gone meanwhile.
-    # The tokens go along: that their files are removed meanwhile must not keep a restarted process out.
+    path_in(path).unlink(missing_ok=True)  # Of the previous attempt.
+    # Computed once: a restart must not fail because the user's model file is missing by then. The same holds
+    # for the tokens: without their files, a restarted process must still be admitted.
     environment = {**rank_environment(run.spec.model.factory), TOKEN_VARIABLES["join"]: token}
     operator = {TOKEN_VARIABLES["operate"]: make_token(path, "operate")}
     require_two_tokens(token, operator[TOKEN_VARIABLES["operate"]])
-    orders = StopOrders(tell, STOP_WORDS)
-    processes = Processes(Launcher(run, fleet, environment, operator, orders), orders)
+    orders = StopOrders(notify, STOP_WORDS)
+    processes = FleetProcesses(Launcher(run, fleet, environment, operator, orders), orders)
     try:
-        with on_stop_signals(processes.ask_to_stop):
+        with on_stop_signals(processes.request_stop):
             processes.start()
             try:
                 while_running(processes.ended)
             except BaseException:
                 if not processes.orders.made:
-                    processes.ask_to_stop()
+                    processes.request_stop()
                 processes.wait()
                 raise
             processes.wait()
@@ -83,63 +85,65 @@ def run_fleet(
     return _ending(run, processes)
 
 
-def _ending(run: OpenRun, processes: Processes) -> Ending:
-    seen = processes.seen()
+def _ending(run: OpenRun, processes: FleetProcesses) -> Ending:
+    fleet_file = processes.fleet_file()
     if run.directory.finished_result() is not None:
         return Ending("finished")
     if processes.gave_up:
         return Ending("failed", None, 1, _gave_up(run, processes))
-    if seen is not None and seen.phase is FleetPhase.FINISHED and seen.result_json:
+    if fleet_file is not None and fleet_file.phase is FleetPhase.FINISHED and fleet_file.result_json:
         return Ending("finished")
-    reason, unsaved_steps = ("", 0) if seen is None else (seen.reason, seen.unsaved_steps)
+    reason, unsaved_steps = ("", 0) if fleet_file is None else (fleet_file.reason, fleet_file.unsaved_steps)
     if processes.stuck:
-        why = f"{processes.stuck} ({reason})" if reason else processes.stuck
-        return Ending("failed", None, 1, why, unsaved_steps=unsaved_steps)
-    if seen is not None and seen.phase is FleetPhase.FAILED:
+        message = f"{processes.stuck} ({reason})" if reason else processes.stuck
+        return Ending("failed", None, 1, message, unsaved_steps=unsaved_steps)
+    if fleet_file is not None and fleet_file.phase is FleetPhase.FAILED:
         return Ending("failed", None, 1, reason, unsaved_steps=unsaved_steps)
     # The coordinator ended with code 0, so it finished or was stopped, and there is no result.
     at_once = processes.orders.made > 1
     return Ending("stopped", None, EXIT_STOPPED, reason, unsaved=at_once, unsaved_steps=unsaved_steps)
 
 
-def _gave_up(run: OpenRun, processes: Processes) -> str:
-    """The text for the user about a fleet that was ended because a process that it needs could not be kept alive."""
+def _gave_up(run: OpenRun, processes: FleetProcesses) -> str:
+    """Return the message about a fleet that was ended because a required process could not be kept alive."""
     name, path = processes.gave_up, run.directory.path
     if not path.exists():
         return (
-            f"the run directory {path} is gone, and with it all that was saved there; bring it back (is its disk mounted?), "
-            "or start the run anew"
+            f"the run directory {path} is gone, and with it all that was saved there; restore it (is its disk mounted?), "
+            "or start the run from scratch"
         )
-    what = "the coordinator" if name == "coordinator" else f"the agent of {name}"
-    why = f"{what} could not run"
-    words = last_words(processes.launcher.log(name), why, prefix=f"{why}: ")
+    process = "the coordinator" if name == "coordinator" else f"the agent of {name}"
+    message = f"{process} could not run"
+    words = last_words(processes.launcher.log(name), message, prefix=f"{message}: ")
     if processes.hopeless:
         return words
-    return f"{words}\nIt was started {MOST_DEATHS} times without the run getting any further, so the fleet has been ended."
+    return f"{words}\nIt was started {MOST_DEATHS} times without progress of the run, so the fleet has been ended."
 
 
 _POLL_S = 0.1
-_TELL_COPIES_S = 2.0
-_ASK_AGAIN_S = 30.0
+_COPIES_NOTICE_S = 2.0
+_RETRY_NOTICE_S = 30.0
 _LOOK_S, _STUCK_S = 1.0, 60.0
-"""A fleet that has no way on is ended after this time, in which an operator can let nodes in (``phalanx fleet add``)."""
+"""A fleet that cannot continue is ended after this time, in which an operator can admit nodes (``phalanx
+fleet add``).
+"""
 
 
-# Supervision: which process has died, which is started again and when, and which is asked to stop.
+# Supervision: detects dead processes, restarts them, and passes on requests to stop.
 
 
 class _DeadAgent(NamedTuple):
-    """The death of an agent, and when it may be started again, by the monotonic clock; never: infinity."""
+    """The death of an agent, and when it may be restarted, by the monotonic clock; infinity means never."""
 
     how: str
     soonest_s: float
     usually_s: float
     by_itself: bool = False
-    """It ended with code 0: most likely it was told to."""
+    """True if it ended with code 0: most likely it was ordered to."""
 
 
 @dataclass
-class Processes:
+class FleetProcesses:
     """The processes of a local fleet, and the state of their supervision."""
 
     launcher: Launcher
@@ -150,24 +154,24 @@ class Processes:
     agents: dict[str, Child] = field(default_factory=dict)
     dead: dict[str, _DeadAgent] = field(default_factory=dict)
     agent_restarts: dict[str, Restarts] = field(default_factory=dict)
-    stop_told: tuple[int, int] = (0, 0)
-    """Process id of the coordinator that was told to stop, and how many times."""
+    stop_sent: tuple[int, int] = (0, 0)
+    """Process id of the coordinator that got stop requests, and their number."""
     over: bool = False
     superseded: bool = False
-    """Another node leads the run now; here, only the agents are looked after."""
+    """True if another node leads the run now; here, only the agents are supervised."""
     gave_up: str = ""
     """The process that was given up, if the fleet ended for that."""
     hopeless: bool = False
-    """It said that another start would find the same, so that there was none."""
+    """True if it reported that a restart would not help, so that there was none."""
     stopped_s: dict[int, float] = field(default_factory=dict)
-    """Since when a process has been seen stopped by a signal."""
+    """Process id -> since when it has been suspended by a signal."""
     stuck: str = ""
-    """Why the run was asked to stop, if that was not by the user."""
+    """Why the run was stopped, if that was not by the user."""
     looked_s: float = 0.0
-    ask_again_s: float = 0.0
-    """When the user is told again that the node that leads cannot be asked to stop."""
+    retry_notice_s: float = 0.0
+    """Time of the next notice that the stop request cannot be sent to the leading node."""
     way_on_s: float = math.inf
-    """The time when the fleet could last be seen to train, or to be about to."""
+    """The time when the fleet was last training, or about to."""
 
     def __post_init__(self) -> None:
         self.coordinator_restarts = self._new_restarts()
@@ -179,51 +183,54 @@ class Processes:
 
     @property
     def fleet(self) -> LocalFleet:
-        """What was to be started."""
+        """The fleet to start."""
         return self.launcher.fleet
 
     def _new_restarts(self) -> Restarts:
         return Restarts(RestartPolicy(self.fleet.times.first_pause_s))
 
     def start(self) -> None:
-        """Starts the coordinator and all agents; the agents poll fleet.json for its address."""
+        """Start the coordinator and all agents; the agents poll fleet.json for its address."""
         self._start_coordinator()
         for name in self.fleet.names:
             self._start_agent(name)
 
     def ended(self) -> bool:
-        """Restarts what has died and is to come back; returns True once the run is over. Call it again and again."""
+        """Restart dead processes that are due. Return True once the run is over. Call it repeatedly."""
         self.orders.tell_new()
         if not self.over:
-            self._kill_what_was_stopped()
+            self._kill_suspended()
             self._look_after_coordinator()
         if not self.over:
-            self._hand_on_stop()
+            self._pass_on_stop()
             self._look_after_agents()
-            self._look_for_a_way_on()
+            self._stop_if_stuck()
         return self.over
 
     def wait(self) -> None:
-        """Waits until the run is over."""
+        """Wait until the run is over."""
         while not self.ended():
             time.sleep(_POLL_S)
 
     def wait_for_copies(self) -> None:
-        """Waits until the agents have brought to the store what the run has saved, or the user asks once more to end; says what is not there."""
+        """Wait until the agents have copied the checkpoints to the store, or the user requests the end again.
+
+        Report missing copies.
+        """
         if not self.run.spec.checkpoint.store:
             return
-        seen, asked = self.seen(), self.orders.made
-        told_s = time.monotonic() + _TELL_COPIES_S
-        ended = not self.gave_up and seen is not None and seen.over
+        fleet_file, requests = self.fleet_file(), self.orders.made
+        notice_s = time.monotonic() + _COPIES_NOTICE_S
+        ended = not self.gave_up and fleet_file is not None and fleet_file.over
         while (
             ended
-            and self.orders.made == asked < 2
+            and self.orders.made == requests < 2
             and any(a.exit_code() is None for a in self.agents.values())
         ):
-            if time.monotonic() > told_s:
-                told_s = math.inf
+            if time.monotonic() > notice_s:
+                notice_s = math.inf
                 self.orders.notify(
-                    f"copying the last checkpoint to {self.run.spec.checkpoint.store}; asked once more, the run ends at once, and the next "
+                    f"copying the last checkpoint to {self.run.spec.checkpoint.store}; a second request ends the run at once, and the next "
                     "start copies it"
                 )
             time.sleep(_POLL_S)
@@ -232,15 +239,15 @@ class Processes:
             if standing is not None and standing.behind:
                 self.orders.notify(str(standing))
 
-    def ask_to_stop(self) -> None:
-        """Counts one request to save and stop; it is passed on by the next call of ``ended``."""
+    def request_stop(self) -> None:
+        """Count one request to save and stop. The next call of ``ended`` passes it on."""
         self.orders.made += 1
 
-    def _kill_what_was_stopped(self) -> None:
-        """Kills a coordinator or agent that somebody has stopped and not continued for long: it does no work, and a new one will."""
-        sessions = [one for one in (self.coordinator, *self.agents.values()) if one is not None]
-        now_s, stopped = time.monotonic(), [one for one in sessions if one.is_suspended()]
-        self.stopped_s = {one.pid: self.stopped_s.get(one.pid, now_s) for one in stopped}
+    def _kill_suspended(self) -> None:
+        """Kill a coordinator or agent that has been suspended for long: it does no work, and a new one will."""
+        sessions = [session for session in (self.coordinator, *self.agents.values()) if session is not None]
+        now_s, stopped = time.monotonic(), [session for session in sessions if session.is_suspended()]
+        self.stopped_s = {session.pid: self.stopped_s.get(session.pid, now_s) for session in stopped}
         for session in stopped:
             if now_s - self.stopped_s[session.pid] >= self.fleet.times.stopped_s:
                 session.signal(signal.SIGKILL)
@@ -249,8 +256,8 @@ class Processes:
 
     def _look_after_coordinator(self) -> None:
         if self.superseded:
-            seen = self.seen()
-            self.over = seen is not None and seen.over
+            fleet_file = self.fleet_file()
+            self.over = fleet_file is not None and fleet_file.over
             return
         if self.coordinator is None:
             if time.monotonic() >= self.coordinator_due_s:
@@ -261,88 +268,96 @@ class Processes:
             return
         self.coordinator.end()
         self.coordinator = None
-        seen = self.seen()
-        # Without fleet.json, code 1 may be of a run that failed or of a coordinator that did: the next one knows from the journal.
-        done = code == 0 or self.run.directory.finished_result() is not None
-        if done or (code == 1 and seen is not None and seen.over):
+        fleet_file = self.fleet_file()
+        # Without fleet.json, code 1 may mean a failed run or a failed coordinator: the next one reads which
+        # from the journal.
+        is_final = code == 0 or self.run.directory.finished_result() is not None
+        if is_final or (code == 1 and fleet_file is not None and fleet_file.over):
             self.over = True
         elif code == EXIT_SUPERSEDED and self.fleet.lead is None:
-            # No other machine can lead a local fleet: somebody started the run again, or changed its claims.
+            # No other machine can lead a local fleet: the run was started again, or its claims were changed.
             self.over, self.gave_up, self.hopeless = True, "coordinator", True
         elif code == EXIT_SUPERSEDED:
-            self.superseded, self.stop_told = True, (0, 0)
+            self.superseded, self.stop_sent = True, (0, 0)
             self.orders.notify(
-                "another node leads the run now, and this one trains on as its member: phalanx status says which"
+                "another node leads the run now, and this one continues as its member: see phalanx status"
             )
         elif code == EXIT_CANNOT_START:
             self.over, self.gave_up, self.hopeless = True, "coordinator", True
         else:
-            self._coordinator_died(seen)
+            self._coordinator_died(fleet_file)
 
-    def _coordinator_died(self, seen: FleetFile | None) -> None:
-        pause_s = self.coordinator_restarts.after_death(_standing(seen))
+    def _coordinator_died(self, fleet_file: FleetFile | None) -> None:
+        pause_s = self.coordinator_restarts.after_death(_standing(fleet_file))
         if pause_s is None:
             self.over, self.gave_up = True, "coordinator"
         else:
             self.coordinator_due_s = time.monotonic() + pause_s
 
     def _start_coordinator(self) -> None:
-        self.stop_told = 0, 0
+        self.stop_sent = 0, 0
         try:
             self.coordinator = self.launcher.coordinator()
         except OSError:
-            # A run directory that is gone, no processes or memory left: all may be back in a moment.
+            # A missing run directory, no processes or no memory: all may be back in a moment.
             self._coordinator_died(None)
 
-    def seen(self) -> FleetFile | None:
-        """fleet.json, if it can be read."""
+    def fleet_file(self) -> FleetFile | None:
+        """Return the content of fleet.json, or None if it cannot be read."""
         with suppress(FleetFileError):
             return read_fleet_file(self.run.directory.path)
         return None
 
-    def _hand_on_stop(self) -> None:
-        """Passes the user's requests on to the coordinator: the first is to save and stop, a second to end at once.
+    def _pass_on_stop(self) -> None:
+        """Pass the user's requests on to the coordinator: the first is to save and stop, a second to end at
+        once.
 
-        Not before it has written fleet.json: until then the signal would kill it, and the file says whether it has learned of
-        the request from its journal.
+        Not before it has written fleet.json. Until then the signal would kill it, and the file shows whether
+        the journal has the request.
         """
         if self.superseded:
-            self._ask_successor_to_stop()
-        if self.coordinator is None or self.stop_told[1] >= min(self.orders.made, 2):
+            self._send_stop_to_successor()
+        if self.coordinator is None or self.stop_sent[1] >= min(self.orders.made, 2):
             return
-        coordinator, seen = self.coordinator, self.seen()
-        if seen is None or seen.coordinator_pid != coordinator.pid:
+        coordinator, fleet_file = self.coordinator, self.fleet_file()
+        if fleet_file is None or fleet_file.coordinator_pid != coordinator.pid:
             return
-        told = self.stop_told[1] if self.stop_told[0] == coordinator.pid else int(seen.stopping)
-        if told < self.orders.made:
-            coordinator.signal(HURRY_SIGNAL if told else signal.SIGTERM)
-            told += 1
-        self.stop_told = coordinator.pid, told
+        requests_sent = (
+            self.stop_sent[1] if self.stop_sent[0] == coordinator.pid else int(fleet_file.stopping)
+        )
+        if requests_sent < self.orders.made:
+            coordinator.signal(HURRY_SIGNAL if requests_sent else signal.SIGTERM)
+            requests_sent += 1
+        self.stop_sent = coordinator.pid, requests_sent
 
-    def _ask_successor_to_stop(self) -> None:
-        """Passes the user's requests on to the node that leads now, as ``phalanx fleet stop`` does."""
-        asked, seen = self.stop_told[1], self.seen()
-        if asked >= min(self.orders.made, 2) or seen is None or seen.over:
+    def _send_stop_to_successor(self) -> None:
+        """Pass the user's requests on to the node that leads now, as ``phalanx fleet stop`` does."""
+        requests_sent, fleet_file = self.stop_sent[1], self.fleet_file()
+        if requests_sent >= min(self.orders.made, 2) or fleet_file is None or fleet_file.over:
             return
         run, lead = self.run, self.fleet.lead
         certificates = lead.certificates if lead else None
         try:
-            shown = credentials_of(run.directory.path, run.spec, run.attempt, certificates, ("operate",))
-            # A first request may have come there although its answer did not come here, and is made again.
-            asyncio.run(operate(seen.coordinator, shown, StopRun(never_at_once=asked == 0)))
+            credentials = credentials_of(
+                run.directory.path, run.spec, run.attempt, certificates, ("operate",)
+            )
+            # A first request may have arrived although its answer was lost, and is repeated.
+            asyncio.run(
+                operate(fleet_file.coordinator, credentials, StopRun(never_at_once=requests_sent == 0))
+            )
         except (SecurityError, TransportError) as error:
             if self.orders.made > 1:
                 self.orders.notify(
-                    f"this node ends; the run could not be told, and goes on where it can: {error}"
+                    f"this node ends; the run did not get the request, and continues if it can: {error}"
                 )
                 self.over = True
-            elif time.monotonic() >= self.ask_again_s:
-                self.ask_again_s = time.monotonic() + _ASK_AGAIN_S
+            elif time.monotonic() >= self.retry_notice_s:
+                self.retry_notice_s = time.monotonic() + _RETRY_NOTICE_S
                 self.orders.notify(
-                    f"cannot ask the node that leads to stop, and tries again; asked once more, this node ends by itself: {error}"
+                    f"cannot send the stop request to the leading node, retrying; another request ends this node alone: {error}"
                 )
         else:
-            self.stop_told = 0, asked + 1
+            self.stop_sent = 0, requests_sent + 1
 
     # --- the agents ----------------------------------------------------------------------------
 
@@ -350,51 +365,54 @@ class Processes:
         for name, agent in list(self.agents.items()):
             if agent.exit_code() is not None:
                 code = agent.end()
-                # One that ends by itself was most likely told that the run is over: fleet.json will say so in a moment.
+                # An agent that ends by itself most likely got the end of the run: fleet.json will show it in
+                # a moment.
                 self._agent_died(
                     name, describe_exit(code), at_least_s=0.0 if code else self.fleet.times.farewell_s
                 )
         if not self.dead:
             return
-        seen = self.seen()
-        if seen is not None and seen.over:
-            return  # the coordinator is about to end too
-        # Others can train on meanwhile, unless there are too few: then nobody else will start it.
-        self._let_go(seen)
-        wanted = not self.agents or (seen is not None and seen.phase is FleetPhase.WAITING)
+        fleet_file = self.fleet_file()
+        if fleet_file is not None and fleet_file.over:
+            return  # The coordinator is about to end too.
+        # Others can train meanwhile, unless there are too few: then no other process will restart it.
+        self._let_go(fleet_file)
+        at_once = not self.agents or (fleet_file is not None and fleet_file.phase is FleetPhase.WAITING)
         for name, dead in list(self.dead.items()):
-            if time.monotonic() >= (dead.soonest_s if wanted else dead.usually_s):
+            if time.monotonic() >= (dead.soonest_s if at_once else dead.usually_s):
                 self.orders.notify(f"{name}: its agent {dead.how}; it is started again")
                 self._start_agent(name)
         given_up = [name for name, dead in self.dead.items() if dead.soonest_s == math.inf]
-        # On a cluster nodes may still come; and while no coordinator was ever there, it is the coordinator that is at fault.
-        hopeless = wanted and self.fleet.lead is None and seen is not None
+        # On a cluster nodes may still join. If there never was a coordinator, the coordinator is at fault.
+        hopeless = at_once and self.fleet.lead is None and fleet_file is not None
         if hopeless and given_up and len(given_up) == len(self.dead):
             self.over, self.gave_up = True, given_up[0]
 
-    def _let_go(self, seen: FleetFile | None) -> None:
-        """Forgets the nodes that were given back: they are not started again, unless more nodes are wanted later."""
-        for member in seen.members if seen is not None else ():
+    def _let_go(self, fleet_file: FleetFile | None) -> None:
+        """Drop the nodes that were given back: they are not restarted, unless more nodes are wanted later."""
+        for member in fleet_file.members if fleet_file is not None else ():
             dead = self.dead.get(member.name)
             if member.role == GIVEN_BACK and dead is not None and dead.by_itself:
                 del self.dead[member.name]
                 self.agent_restarts.pop(member.name, None)
 
-    def _grow(self, seen: FleetFile) -> None:
-        """Starts as many nodes as an operator wants the fleet to have: those that were given back first, then new ones."""
-        if seen.over:
+    def _grow(self, fleet_file: FleetFile) -> None:
+        """Start nodes up to the operator's number: those that were given back first, then new ones."""
+        if fleet_file.over:
             return
-        there = {*self.agents, *self.dead}
-        missing = seen.expected_nodes - len(there)
-        names = (name for number in count() if (name := f"node-{number}") not in there)
+        existing = {*self.agents, *self.dead}
+        missing = fleet_file.expected_nodes - len(existing)
+        names = (name for number in count() if (name := f"node-{number}") not in existing)
         for name in islice(names, max(0, missing)):
-            self.orders.notify(f"{name}: its agent is started, for {seen.expected_nodes} nodes are wanted")
+            self.orders.notify(
+                f"{name}: its agent is started, for {fleet_file.expected_nodes} nodes are requested"
+            )
             self._start_agent(name)
 
     def _agent_died(self, name: str, how: str, at_least_s: float = 0.0) -> None:
         self.agents.pop(name, None)
         restarts = self.agent_restarts.setdefault(name, self._new_restarts())
-        pause_s = restarts.after_death(_standing(self.seen()))
+        pause_s = restarts.after_death(_standing(self.fleet_file()))
         now_s = time.monotonic()
         if pause_s is None:
             self.dead[name] = _DeadAgent(how, math.inf, math.inf)
@@ -414,47 +432,49 @@ class Processes:
         else:
             self.dead.pop(name, None)
 
-    def _look_for_a_way_on(self) -> None:
-        """Asks the run to stop if it waits for nodes that only an operator can give it, and nobody has for a while."""
+    def _stop_if_stuck(self) -> None:
+        """Stop the run if it waits for nodes that only an operator can admit, and nobody has done so for a
+        while.
+        """
         now_s = time.monotonic()
         if self.fleet.lead is not None or self.orders.made or now_s < self.looked_s + _LOOK_S:
             return
-        self.looked_s, seen = now_s, self.seen()
-        if seen is not None:
-            self._grow(seen)
-        why = no_way_on(seen, len(self.agents)) if seen is not None and not self.dead else ""
-        if not why:
+        self.looked_s, fleet_file = now_s, self.fleet_file()
+        if fleet_file is not None:
+            self._grow(fleet_file)
+        reason = no_way_on(fleet_file, len(self.agents)) if fleet_file is not None and not self.dead else ""
+        if not reason:
             self.way_on_s = now_s
         elif now_s - self.way_on_s > _STUCK_S:
-            self.stuck = why
-            self.orders.notify(f"stopping: {why}")
-            self.ask_to_stop()
+            self.stuck = reason
+            self.orders.notify(f"stopping: {reason}")
+            self.request_stop()
 
     # --- the end ---------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Waits a moment for the agents to exit, then kills every process that is left, workers included."""
-        seen = self.seen()
-        told = self.over and not self.gave_up and seen is not None and seen.over
+        """Wait briefly for the agents to exit, then kill every remaining process, workers included."""
+        fleet_file = self.fleet_file()
+        agents_know = self.over and not self.gave_up and fleet_file is not None and fleet_file.over
         for agent in self.agents.values():
-            # Also to those that the coordinator did not meet before it ended: they would wait for it.
+            # Also to agents that the coordinator did not meet before it ended: they would wait for it.
             agent.signal(signal.SIGTERM)
-        end_all(self.agents.values(), self.fleet.times.farewell_s if told else 0.0)
+        end_all(self.agents.values(), self.fleet.times.farewell_s if agents_know else 0.0)
         if self.coordinator is not None:
             self.coordinator.end()
 
 
-def _standing(seen: FleetFile | None) -> tuple[FleetPhase, int, int] | None:
-    """The run's place, so that progress shows; None if nobody knows."""
-    return None if seen is None else (seen.phase, seen.epoch, seen.step)
+def _standing(fleet_file: FleetFile | None) -> tuple[FleetPhase, int, int] | None:
+    """Return the run's position, to detect progress; None if it is unknown."""
+    return None if fleet_file is None else (fleet_file.phase, fleet_file.epoch, fleet_file.step)
 
 
-def no_way_on(seen: FleetFile, agents: int) -> str:
-    """Why a fleet that waits will wait for ever unless an operator helps; empty if it need not, or trains."""
-    barred = [member for member in seen.members if member.role in ("quarantined", "drained")]
-    # A node that is lost or warming may be a spare in a moment; one without an agent is brought back.
-    settled = len(barred) + sum(member.role == "spare" for member in seen.members) == agents
-    if seen.phase not in (FleetPhase.WAITING, FleetPhase.FORMING) or not barred or not settled:
+def no_way_on(fleet_file: FleetFile, agents: int) -> str:
+    """Return why a waiting fleet needs an operator's help; empty if it does not, or trains."""
+    barred = [member for member in fleet_file.members if member.role in ("quarantined", "drained")]
+    # A lost or warming node may be a spare in a moment; a node without an agent is restarted.
+    settled = len(barred) + sum(member.role == "spare" for member in fleet_file.members) == agents
+    if fleet_file.phase not in (FleetPhase.WAITING, FleetPhase.FORMING) or not barred or not settled:
         return ""
-    named = "; ".join(f"{member.name} is {member.role} ({member.why[:200]})" for member in barred)
-    return f"too few nodes are left to train on: {named}"
+    details = "; ".join(f"{member.name} is {member.role} ({member.why[:200]})" for member in barred)
+    return f"too few nodes are left to train on: {details}"

@@ -1,11 +1,13 @@
-"""The link between an agent and its worker: messages over a socket pair that the worker inherits, and the orders among them.
+"""The link between an agent and its worker: messages over a socket pair that the worker inherits, and the
+orders among them.
 
-The link works on one machine, between a process and its child, so there is nothing to authenticate; it carries small typed
-messages (``phalanx.wire.messages``). Snapshots pass through shared memory instead (``phalanx.checkpoint.snapshot.segments``):
-the worker inherits the descriptors of its two segments. Either side reads in a thread of its own or in an event loop; ``send``
-may be called from any thread.
+The link connects a process and its child on one machine, so there is nothing to authenticate; it carries
+small typed messages (``phalanx.wire.messages``). Snapshots pass through shared memory instead
+(``phalanx.checkpoint.snapshot.segments``): the worker inherits the descriptors of its two segments. Either
+side reads in a thread of its own or in an event loop; ``send`` may be called from any thread.
 
-The worker's main thread computes and waits in collectives, so it cannot read the link: ``Orders`` reads it in a second thread.
+The worker's main thread computes and waits in collectives, so it cannot read the link: ``Orders`` reads it in
+a second thread.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ class RestoreFrom(msgspec.Struct, frozen=True):
     """The state that an epoch begins with: the newest checkpoint on disk (or nothing), or a snapshot in memory."""
 
     disk_step: int = -1
-    """The newest checkpoint on disk that may be taken; -1: whichever is newest."""
+    """The newest checkpoint on disk that may be restored; -1: the newest of all."""
     step: int = -1
     """The step of the snapshot; -1: not from memory."""
     ranks: int = 0
     """The number of ranks of the layout that took the snapshot."""
     holders: tuple[SnapshotAddress, ...] = ()
     shared: bool = False
-    """``holders`` is this worker's share of the holders of all states, to be told to all ranks."""
+    """True if ``holders`` is this worker's share of the holders of all states, to be sent to all ranks."""
 
 
 # --- to the worker ------------------------------------------------------------------------------
@@ -68,11 +70,14 @@ class JoinEpoch(_LinkMessage, frozen=True):
     planned: bool = False
     """True if the last epoch ended because the fleet was to grow or shrink, not by a fault."""
     detected_unix_s: float = 0.0
-    """The time at which it was known that the last epoch had to end; 0 if there was none."""
+    """Unix time at which the end of the last epoch was detected; 0 if there was none."""
     nonfinite_step: int | None = None
-    """The step that is not finite whoever computes it; a step that is found so otherwise is reported, to be computed again."""
+    """The step that is not finite on any node.
+
+    A non-finite result of any other step is reported, to be computed again.
+    """
     token: str = ""
-    """The run's token in this epoch; empty: the one that the worker was started with."""
+    """The run's token in this epoch; empty: the one with which the worker was started."""
 
 
 class LeaveEpoch(_LinkMessage, frozen=True):
@@ -97,7 +102,9 @@ class SnapshotSafe(_LinkMessage, frozen=True):
 
 
 class HoldSaves(_LinkMessage, frozen=True):
-    """Commit no checkpoint while ``hold``: the agent has no coordinator, which may have begun another epoch without this node."""
+    """Commit no checkpoint while ``hold``: the agent has no coordinator, which may have begun another epoch
+    without this node.
+    """
 
     hold: bool
 
@@ -118,7 +125,7 @@ class SendFlightRecord(_LinkMessage, frozen=True):
 
 
 class Warm(_LinkMessage, frozen=True):
-    """Everything that takes long to load is loaded; ready to become a rank."""
+    """Everything slow is loaded; ready to become a rank."""
 
     pid: int
     meeting_point: str
@@ -140,7 +147,7 @@ class Alive(_LinkMessage, frozen=True):
     since_s: float
     """Seconds for which the main thread has been in this phase."""
     waiting_s: float = 0.0
-    """Seconds for which it has waited for samples that an object store has not given; 0 if it does not."""
+    """Seconds for which it has waited for an object store's samples; 0 if it does not wait."""
 
 
 class JoinedEpoch(_LinkMessage, frozen=True):
@@ -151,22 +158,27 @@ class JoinedEpoch(_LinkMessage, frozen=True):
 
 
 class EpochBroken(_LinkMessage, frozen=True):
-    """This epoch failed here, by an error that may be another's fault: most likely a peer has gone."""
+    """This epoch failed here, by an error that may be another rank's fault: most likely a peer was lost."""
 
     epoch: int
     text: str
 
 
 class Doubted(_LinkMessage, frozen=True):
-    """An audit found that some rank computed wrongly, or statistics say that this worker's rank is a straggler, or a step is not finite."""
+    """An audit found a wrong computation, statistics found this worker's rank to be a straggler, or a step is
+    not finite.
+    """
 
     epoch: int
     reason: Literal["corruption", "straggler", "nonfinite"]
     evidence: str
     ranks: tuple[int, ...] = ()
-    """With corruption: the ranks that caused it. All ranks come to the same verdict, so the first report is believed."""
+    """With corruption: the ranks that caused it.
+
+    All ranks reach the same verdict, so the first report counts.
+    """
     trusted_step: int | None = None
-    """With corruption: the newest step whose state is known to be good."""
+    """With corruption: the newest step whose state is proven good."""
     step: int | None = None
     """With nonfinite: the step. ``ranks`` are those whose own losses were not finite."""
 
@@ -216,14 +228,14 @@ class TrainingFinished(_LinkMessage, frozen=True):
 
 
 class RunFailed(_LinkMessage, frozen=True):
-    """This worker cannot go on with the run, and no other rank is to blame: the error is somebody's to mend."""
+    """This worker cannot go on with the run, and no other rank is to blame: a person must fix the error."""
 
     epoch: int
     text: str
     kind: str = ""
     """The class of the error."""
     unanimous: bool = False
-    """All ranks have agreed on it and raise it alike."""
+    """True if all ranks have agreed on it and raise it."""
 
 
 ToWorker = JoinEpoch | LeaveEpoch | StopTraining | SnapshotSafe | HoldSaves | InjectFault | SendFlightRecord
@@ -254,7 +266,7 @@ class WorkerEnd:
         self._connection = FramedConnection(socket.socket(fileno=descriptor), "the agent of this worker")
 
     def send(self, message: ToAgent) -> None:
-        """Send a message; from any thread."""
+        """Send a message, from any thread."""
         self._connection.send_message(message)
 
     def receive(self) -> ToWorker:
@@ -262,10 +274,9 @@ class WorkerEnd:
         return self._connection.receive_message(TO_WORKER)
 
 
-# The orders of a worker's agent, received in one thread and obeyed in another.
-#
-# The receiving thread keeps the newest order of each kind here. When the order is to leave an epoch at once, a third thread aborts the
-# collective that the main thread is in.
+# The orders of a worker's agent, received in one thread and obeyed in another. The receiving thread keeps the
+# newest order of each kind here. On an order to leave an epoch at once, a third thread aborts the collective
+# that the main thread is in.
 
 
 _AGAIN_S = 0.02
@@ -287,38 +298,38 @@ class Orders:
         self._safe = (-1, -1)
         self._faults: list[str] = []
         self.saves_held = False
-        """True while no checkpoint may be committed, for want of a coordinator."""
+        """True while no checkpoint may be committed, for lack of a coordinator."""
         self._session: tuple[int, Callable[[], None]] | None = None
 
-    # --- the thread that listens ---
+    # --- the receiving thread ---
 
     def listen(self, receive: Callable[[], ToWorker]) -> None:
-        """Receives orders for ever; raises what ``receive`` raises when the link ends."""
+        """Receive orders for ever. Raises the error of ``receive`` when the link ends."""
         while True:
             self.on_order(receive())
 
-    def on_order(self, said: ToWorker) -> None:
-        """Records one order and wakes the threads that wait for it."""
+    def on_order(self, order: ToWorker) -> None:
+        """Record one order and wake the threads that wait for it."""
         with self._changed:
-            match said:
+            match order:
                 case JoinEpoch():
-                    self._bind = said
+                    self._bind = order
                 case LeaveEpoch(planned=True):
-                    self._planned = max(self._planned, said.epoch)
+                    self._planned = max(self._planned, order.epoch)
                 case LeaveEpoch():
-                    self._parked = max(self._parked, said.epoch)
+                    self._parked = max(self._parked, order.epoch)
                 case StopTraining():
                     self._stop.made = True
                 case SnapshotSafe():
-                    self._safe = max(self._safe, (said.epoch, said.step))
+                    self._safe = max(self._safe, (order.epoch, order.step))
                 case HoldSaves(hold):
                     self.saves_held = hold
                 case InjectFault():
-                    self._faults.append(said.fault)
+                    self._faults.append(order.fault)
             self._changed.notify_all()
 
     def break_off(self) -> None:
-        """Aborts the epoch that the main thread is in whenever it has been parked; runs in a thread for ever."""
+        """Abort the main thread's epoch whenever it has been parked. Runs in a thread for ever."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._session is not None and self.over(self._session[0]))
@@ -327,14 +338,14 @@ class Orders:
                 if session is not None and self.over(session[0]):
                     try:
                         session[1]()
-                    except Exception:  # the main thread may be making the groups that are to be aborted: the next attempt counts
+                    except Exception:  # The main thread may be making the groups that are to be aborted: the next attempt counts.
                         traceback.print_exc()
             time.sleep(_AGAIN_S)
 
     # --- the main thread ---
 
     def next_bind(self) -> JoinEpoch | None:
-        """Waits for the next epoch to be a rank in; ``None`` when the worker is to end."""
+        """Wait for the next epoch to be a rank in. Return ``None`` when the worker is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._stop.made or self._pending() is not None)
             bind, self._bind = self._pending(), None
@@ -345,53 +356,53 @@ class Orders:
 
     @contextmanager
     def session(self, epoch: int, abort: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``abort`` is called from another thread, again and again, once ``epoch`` is parked."""
+        """Call ``abort`` from another thread, repeatedly, once ``epoch`` is parked inside the context."""
         with self._changed:
             self._session = (epoch, abort)
             self._changed.notify_all()
         try:
             yield
         finally:
-            # With this lock no abort is under way, so none can hit the connections of the next epoch.
+            # With this lock no abort is in progress, so none can hit the connections of the next epoch.
             with self._breaking, self._changed:
                 self._session = None
 
     def over(self, epoch: int) -> bool:
-        """True if this worker was ordered out of ``epoch`` at once."""
+        """Return True if this worker was ordered out of ``epoch`` at once."""
         return epoch <= self._parked
 
     def check(self, epoch: int) -> None:
-        """Raises ``ParkedError`` if ``epoch`` is over."""
+        """Raise ``ParkedError`` if ``epoch`` is over."""
         if self.over(epoch):
             raise ParkedError
 
     def pause(self, epoch: int, seconds: float) -> None:
-        """Waits; raises ``ParkedError`` as soon as ``epoch`` is over."""
+        """Wait. Raises ``ParkedError`` as soon as ``epoch`` is over."""
         with self._changed:
             self._changed.wait_for(lambda: self.over(epoch), seconds)
         self.check(epoch)
 
     def wait_for_saves(self, epoch: int) -> None:
-        """Waits until checkpoints may be committed; raises ``ParkedError`` as soon as ``epoch`` is over."""
+        """Wait until checkpoints may be committed. Raises ``ParkedError`` as soon as ``epoch`` is over."""
         with self._changed:
             self._changed.wait_for(lambda: self.over(epoch) or not self.saves_held)
         self.check(epoch)
 
     def wait_for_park(self, epoch: int) -> None:
-        """Waits until this worker is ordered out of ``epoch``, at once or by plan."""
+        """Wait until this worker is ordered out of ``epoch``, at once or by plan."""
         with self._changed:
             self._changed.wait_for(lambda: epoch <= max(self._parked, self._planned))
 
     def leaving(self, epoch: int) -> bool:
-        """True if ``epoch`` is to end at the next step boundary."""
+        """Return True if ``epoch`` is to end at the next step boundary."""
         return epoch <= self._planned
 
     def safe_step(self, epoch: int) -> int:
-        """The newest step of ``epoch`` whose snapshot a buddy holds; -1 if none."""
+        """Return the newest step of ``epoch`` whose snapshot a buddy holds; -1 if none."""
         return self._safe[1] if self._safe[0] == epoch else -1
 
     def faults(self) -> list[str]:
-        """Returns the faults that have come since the last call."""
+        """Return the faults that have arrived since the last call."""
         with self._changed:
             new, self._faults = self._faults, []
         return new

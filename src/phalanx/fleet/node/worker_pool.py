@@ -1,7 +1,7 @@
-"""The workers of a node: child processes with a link to their agent, started again and again if they die.
+"""The workers of a node: child processes with a link to their agent, restarted if they die.
 
-A worker is in the agent's process group, so killing the group kills the node, and the kernel kills it when the agent
-dies. After its exit the messages that it still sent are read first. Then its exit is reported, once.
+A worker is in the agent's process group, so killing the group kills the node, and the kernel kills it when
+the agent dies. After its exit its remaining messages are read first. Then its exit is reported, once.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class WorkerProcess:
         on_message: Callable[[ToAgent], None],
         on_exit: Callable[[int, str], None],
     ) -> WorkerProcess:
-        """Starts ``command`` with ``--link FD`` appended.
+        """Start ``command`` with ``--link FD`` appended.
 
         Args:
             command: The worker's program and arguments.
             descriptors: This process's descriptors that it inherits.
-            runtime: Its threads and arithmetic, some of whose settings are variables of its environment.
+            runtime: Its threads and arithmetic; some of these settings are variables of its environment.
             log: Its log.
             on_message: Called with each of its messages.
             on_exit: Called once, with its exit code (below 0: the signal) and the end of its log.
@@ -72,10 +72,11 @@ class WorkerProcess:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": str(runtime.threads),
-            # PyTorch reads this when the first process group is made: the record shows which collective a run hangs in.
+            # PyTorch reads this when the first process group is made: the record shows which collective a run
+            # hangs in.
             "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES),
         }
-        # A worker runs the user's code, which has no need of this token.
+        # A worker runs the user's code, which does not need this token.
         environment.pop(TOKEN_VARIABLES["operate"], None)
         try:
             with theirs:
@@ -102,34 +103,35 @@ class WorkerProcess:
         return self._child.pid
 
     def working(self) -> bool:
-        """True if the process computes, waits for a processor or for a disk; False if it sleeps, is stopped, or has ended.
+        """True if the process computes, waits for a processor or for a disk; False if it sleeps, is
+        suspended, or has ended.
 
-        A thread that is in native code without letting go of Python's lock (a large sort, an import, a page fault in swapped memory)
-        silences the thread that sends the heartbeats; to the kernel it is at work all the same. A process that is stopped or deadlocked
-        is not.
+        A thread in native code that holds Python's lock (a large sort, an import, a page fault in swapped
+        memory) blocks the heartbeat thread, but the kernel shows it at work. A suspended or deadlocked
+        process is not.
         """
         tasks = Path(f"/proc/{self.pid}/task")
         ticks, states = 0, set[str]()
         with suppress(OSError):
             for task in tasks.iterdir():
-                with suppress(OSError):  # a thread that has ended meanwhile
+                with suppress(OSError):  # A thread that has ended meanwhile.
                     fields = (task / "stat").read_text().rpartition(")")[2].split()
                     states.add(fields[0])
                     ticks += int(fields[11]) + int(fields[12])
         grown, self._processor_ticks = ticks > self._processor_ticks, ticks
         return bool(states & {"R", "D"}) or (grown and not states & {"T", "t"})
 
-    def tell(self, message: ToWorker) -> None:
-        """Sends a message; it is lost if the worker dies before it reads it."""
+    def send(self, message: ToWorker) -> None:
+        """Send a message; it is lost if the worker dies before it reads it."""
         if self._frames is not None:
             self._frames.write(encode(message))
 
     def kill(self) -> None:
-        """SIGKILL: works on a stopped or hanging process too."""
+        """Send SIGKILL, which works on a suspended or hanging process too."""
         self._child.kill()
 
-    async def gone(self) -> None:
-        """Waits until its exit has been reported."""
+    async def wait_closed(self) -> None:
+        """Wait until its exit has been reported."""
         if self._watch is not None:
             await self._watch
 
@@ -144,7 +146,7 @@ class WorkerProcess:
         await asyncio.wait((reading,), timeout=_LAST_READ_S)
         reading.cancel()
         frames.close()
-        # In a thread: what it left may be much, and the disk slow.
+        # In a thread: its remaining output may be long, and the disk slow.
         code = await asyncio.to_thread(self._child.end)
         on_exit(code, await asyncio.to_thread(self._last_words))
 
@@ -153,7 +155,7 @@ class WorkerProcess:
             while True:
                 on_message(TO_AGENT.decode(await frames.receive()))
         except MessageError:
-            self.kill()  # its memory is damaged, or it is of another version
+            self.kill()  # Its memory is damaged, or it is of another version.
         except EndedError:
             return
 
@@ -163,16 +165,18 @@ class WorkerProcess:
 
 
 class WorkersListener(Protocol):
-    """What happens to the workers of a node."""
+    """Callbacks for events of a node's workers."""
 
     def on_started(self, index: int) -> None:
-        """The process of a worker is about to be started."""
+        """Called before the process of a worker is started."""
 
-    def on_worker_message(self, index: int, said: ToAgent) -> None:
-        """A message of a worker has come."""
+    def on_worker_message(self, index: int, message: ToAgent) -> None:
+        """Called with each message of a worker."""
 
     def on_exit(self, index: int, code: int, text: str) -> None:
-        """The process of a worker has ended, or could not be started: with this code, and this end of its log."""
+        """Called when the process of a worker has ended, or could not be started, with its exit code and the
+        end of its log.
+        """
 
 
 class WorkerPool:
@@ -187,25 +191,26 @@ class WorkerPool:
         certificates: Path | None,
         listener: WorkersListener,
     ) -> None:
-        """
+        """Set up the pool. Nothing is started.
+
         Args:
             args: The agent's.
             spec: The run.
-            memory: Into which they write their snapshots.
+            memory: Memory into which they write their snapshots.
             run_file_sha256: Digest of the run file that they are to read.
             certificates: Folder of the node's certificates, if the fleet has any.
-            listener: Receives what happens to them.
+            listener: Receives their events.
         """
         self._args, self._spec, self._memory, self._listener = args, spec, memory, listener
         self._run_file_sha256, self._certificates = run_file_sha256, certificates
         self._running: dict[int, WorkerProcess] = {}
         self._deaths = [0] * spec.fleet.workers_per_node
-        """By worker, its deaths since it was warm last."""
+        """By worker, its deaths since it was last warm."""
         self.ended = 0
         """Processes that have ended."""
 
     async def start(self, index: int) -> None:
-        """Starts a fresh process, after a pause that doubles with each death before the worker was warm."""
+        """Start a new process, after a pause that doubles with each death before the worker was warm."""
         deaths = self._deaths[index]
         await asyncio.sleep((deaths and _RESTARTS.pause_s(deaths)) or 0.0)
         self._deaths[index] += 1
@@ -220,10 +225,12 @@ class WorkerPool:
                 segments,
                 self._spec.runtime,
                 log,
-                lambda said: self._listener.on_worker_message(index, said),
+                lambda message: self._listener.on_worker_message(index, message),
                 lambda code, text: self._on_exit(index, code, text),
             )
-        except OSError as error:  # no memory, no processes or no disk now: tried again like one that has died
+        except (
+            OSError
+        ) as error:  # No memory, no processes or no disk now: retried like a process that has died.
             self._on_exit(index, 1, f"it could not be started: {error}")
 
     def _command(self, index: int, segments: Iterable[int]) -> list[str]:
@@ -252,28 +259,30 @@ class WorkerPool:
         self._listener.on_exit(index, code, text)
 
     def is_warm(self, index: int) -> None:
-        """Notes that a worker is warm: should it die, the next is started without a pause."""
+        """Note that a worker is warm: if it dies, the next one is started without a pause."""
         self._deaths[index] = 0
 
-    def tell(self, index: int, message: ToWorker) -> None:
-        """Sends a message to a worker, if its process runs."""
+    def send(self, index: int, message: ToWorker) -> None:
+        """Send a message to a worker, if its process runs."""
         if index in self._running:
-            self._running[index].tell(message)
+            self._running[index].send(message)
 
     def kill(self, index: int) -> None:
-        """Kills a worker, if its process runs."""
+        """Kill a worker, if its process runs."""
         if index in self._running:
             self._running[index].kill()
 
     def working(self, silent: Iterable[int]) -> set[int]:
-        """Those of the ``silent`` workers that the kernel sees at work."""
+        """Return the ``silent`` workers that the kernel shows at work."""
         return {i for i in silent if i in self._running and self._running[i].working()}
 
     def kill_all(self) -> None:
-        """Kills all workers."""
+        """Kill all workers."""
         for worker in self._running.values():
             worker.kill()
 
-    async def gone(self) -> None:
-        """Waits until no process is left."""
-        await asyncio.gather(*(worker.gone() for worker in self._running.values()), return_exceptions=True)
+    async def wait_closed(self) -> None:
+        """Wait until no process is left."""
+        await asyncio.gather(
+            *(worker.wait_closed() for worker in self._running.values()), return_exceptions=True
+        )

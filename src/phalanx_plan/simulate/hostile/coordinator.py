@@ -340,7 +340,7 @@ class Heads:
         if now_s >= until_s or candidacy.claim.term != claim.term:
             self.withdraw(candidate)
             return
-        candidacy.heard(voter, now_s)
+        candidacy.record_heartbeat(voter, now_s)
         if not candidacy.is_elected(now_s, 2 * self.world.conditions.heartbeat_s):
             return
         self.withdraw(candidate)

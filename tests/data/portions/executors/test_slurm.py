@@ -151,7 +151,7 @@ def test_what_ends_a_job_with_a_message_ends_the_command_with_it(
     )
     assert "line 61 of" in said
     assert "is not JSON" in said
-    assert "the same command goes on from there" in said
+    assert "run the same command again to resume" in said
     cluster.wait_until(lambda: not jobs(cluster))
 
 

@@ -1,1 +1,1 @@
-"""Who leads a run: claims, reigns and their journals, candidates, and the lead that a coordinator keeps."""
+"""Leadership of a run: claims, reigns and their journals, candidates, and leader election."""

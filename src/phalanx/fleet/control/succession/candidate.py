@@ -1,8 +1,10 @@
-"""A candidate: a process on a node's machine that stands to succeed a lost coordinator, and leads the fleet if it is elected.
+"""A candidate: a process on a node's machine that stands to succeed a lost coordinator, and leads the fleet
+if it is elected.
 
-It listens on a free port and writes its address into ``fleet/candidates`` of the run directory, where agents without a coordinator look.
-Those that attach are its voters; it gives no orders. Once most have attached it claims the next term, takes over the journal of the reign
-before, and becomes the coordinator on the same streams. If another is quicker, or too few come, it withdraws, and the agents look elsewhere.
+It listens on a free port and writes its address into ``fleet/candidates`` of the run directory, where agents
+without a coordinator look. Agents that attach are its voters; it sends no orders. Once most have attached it
+claims the next term, takes over the previous reign's journal, and becomes the coordinator on the same
+streams. If another is quicker, or too few attach, it withdraws, and the agents look elsewhere.
 """
 
 from __future__ import annotations
@@ -48,12 +50,14 @@ from phalanx.train.start.open_run import take_lock
 EXIT_NOT_ELECTED = 80
 """The exit code of a candidate that has withdrawn."""
 _STANDS_FOR, _STANDS_AT_LEAST_S = 2, 30.0
-"""A candidate withdraws after so many times ``fleet.succession_s``, or so many seconds: an agent may take 20 s to give the lost address up."""
+"""A candidate withdraws after this multiple of ``fleet.succession_s``, or this many seconds: an agent may
+need 20 s to drop the lost address.
+"""
 _LOOK_S, _STALE_S = 0.5, 5.0
-"""Another candidate whose file is older by so many seconds than one's own has died."""
+"""Another candidate has died if its file is older than this candidate's by so many seconds."""
 _DEAD_S = 120.0
 _ALONE_S = 10.0
-"""A candidate to which too few have come for so long yields to a coordinator that is seen at work."""
+"""A candidate that has had too few voters for this long yields to a coordinator that is seen at work."""
 
 
 class _Address(msgspec.Struct, frozen=True):
@@ -68,29 +72,34 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 def _standing(directory: RunDirectory) -> list[tuple[_Address, float]]:
-    """The candidates that stand, or have died standing, and when each last said that it does (by the clock of the file system)."""
-    found: list[tuple[_Address, float]] = []
+    """Return the registered candidates, also dead ones, each with its last sign of life (by the file system's
+    clock).
+    """
+    candidates: list[tuple[_Address, float]] = []
     for path in sorted(candidates_in(directory).glob("*.json")):
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             content = msgspec.json.decode(read_small(path), type=_Address)
-            found.append((content, path.stat().st_mtime))
-    return found
+            candidates.append((content, path.stat().st_mtime))
+    return candidates
 
 
 def candidate_addresses(directory: RunDirectory, attempt: int, node: str) -> list[str]:
-    """The addresses ("host:port") at which candidates of this start of the run listen; that of ``node`` first.
+    """Return the addresses ("host:port") of this start's candidates; that of ``node`` comes first.
 
-    One that has not said for two minutes that it stands is dead, by this machine's clock: to dial a dead machine takes long.
+    A candidate without a sign of life for two minutes, by this machine's clock, is left out: dialing a dead
+    machine takes long.
     """
     with suppress(OSError):
-        found = sorted(_standing(directory), key=lambda one: one[0].node != node)
+        candidates = sorted(_standing(directory), key=lambda candidate: candidate[0].node != node)
         oldest_s = time.time() - _DEAD_S
-        return [content.address for content, at_s in found if content.attempt == attempt and at_s > oldest_s]
+        return [
+            content.address for content, at_s in candidates if content.attempt == attempt and at_s > oldest_s
+        ]
     return []
 
 
 class Candidate:
-    """One candidacy: the server, and what the voters have said meanwhile."""
+    """One candidacy: the server, and the voters' reports so far."""
 
     def __init__(
         self,
@@ -109,30 +118,33 @@ class Candidate:
     # --- handlers of the server
 
     def on_report(self, report: m.AgentMessage) -> None:
-        """Counts the vote of an agent, and keeps what it says for the coordinator."""
-        if not isinstance(report, m.RunFinished):  # the one that does not say who has sent it
-            self._candidacy.heard(report.node, time.monotonic())
+        """Count the vote of an agent, and keep its report for the coordinator."""
+        if not isinstance(report, m.RunFinished):  # The only report without its sender's name.
+            self._candidacy.record_heartbeat(report.node, time.monotonic())
         if isinstance(report, m.Heartbeat):
             self._heartbeats[report.node] = report
         elif not isinstance(report, m.Recorded):
             self._inbox.append(report)
 
     def on_disconnect(self, link: AgentLink) -> None:
-        """Keeps the end of an agent's stream for the coordinator."""
+        """Keep the end of an agent's stream for the coordinator."""
         self._inbox.append(m.Disconnected(link.node, link.incarnation))
 
     async def on_operation(self, operation: m.OperatorRequest) -> str:  # noqa: ARG002
-        """Refuses: nobody leads yet."""
-        return "refused: the coordinator is lost, and this node is only a candidate to succeed it; ask again in a moment"
+        """Refuse the request: nobody leads yet."""
+        return "refused: the coordinator is lost, and this node is only a candidate to succeed it; try again in a moment"
 
     def log(self, line: str) -> None:
-        """Writes a line into this process's log."""
+        """Write a line into this process's log."""
         print(time.strftime("%H:%M:%S"), line, flush=True)
 
     # --- the election
 
     async def stand(self) -> Elected | None:
-        """Stands until it is elected, or withdraws. Raises as ``FleetServer.start`` and ``ClaimRegister.make`` do."""
+        """Stand until elected, or withdraw and return None.
+
+        Raises as ``FleetServer.start`` and ``ClaimRegister.make`` do.
+        """
         fleet, before = self._spec.fleet, self._candidacy.claim
         port = await self._server.start(self._args.listening_on, 0)
         address = join_address(self._args.host, port)
@@ -145,9 +157,9 @@ class Candidate:
         until_s = time.monotonic() + max(_STANDS_AT_LEAST_S, _STANDS_FOR * fleet.succession_s)
         try:
             while not self._candidacy.is_elected(time.monotonic(), fleet.lease_s):
-                why = "too few nodes have come" if time.monotonic() > until_s else ""
-                if why := why or await asyncio.to_thread(self._yields, file, stood_s):
-                    await self._withdraw(why)
+                reason = "too few nodes have come" if time.monotonic() > until_s else ""
+                if reason := reason or await asyncio.to_thread(self._yields, file, stood_s):
+                    await self._withdraw(reason)
                     return None
                 await asyncio.sleep(_LOOK_S)
             claim = succeeding(before, self._args.node, nonce())
@@ -160,9 +172,10 @@ class Candidate:
         return await self._take_over(before, claim, port)
 
     def _yields(self, file: Path, stood_s: float) -> str:
-        """Why it gives way to another, if it does; says in its file, which is ``file``, that it still stands.
+        """Return why this candidate gives way, or an empty text. Refresh its file, ``file``, as a sign of
+        life.
 
-        All times are of the file system's clock, which every machine sees alike.
+        All times are of the file system's clock, which is the same for every machine.
         """
         claim = self._candidacy.claim
         with suppress(OSError, RunDirectoryError):
@@ -177,13 +190,14 @@ class Candidate:
             for other, at_s in _standing(self._directory):
                 if other.node in before and other.term == claim.term and own_s - at_s < _STALE_S:
                     return f"{other.node} stands too, and comes before it"
-            # One that is cut off from most nodes writes too; but then most have come here before this.
+            # A coordinator that is cut off from most nodes writes too; but then most agents have attached
+            # here before this.
             if own_s - stood_s > _ALONE_S and path_in(self._args.run_dir).stat().st_mtime > stood_s:
                 return "the coordinator is back, and too few nodes have come"
         return ""
 
-    async def _withdraw(self, why: str) -> None:
-        self.log(f"withdraws: {why}")
+    async def _withdraw(self, reason: str) -> None:
+        self.log(f"withdraws: {reason}")
         await self._server.stop()
 
     async def _take_over(self, before: Claim, claim: Claim, port: int) -> Elected:
@@ -195,11 +209,11 @@ class Candidate:
 
 
 def run_candidate(args: CoordinatorArgs, term: int, certificates: Path | None = None) -> int:
-    """Stands as a candidate in this process and leads if elected, to the end of the run; a head that died on this node leads on at once.
+    """Stand as a candidate in this process and lead if elected, to the end of the run. A head that died on
+    this node leads at once.
 
-    It does not stand if ``term`` is not the newest any more: whoever has made a later claim leads.
-
-    Returns ``EXIT_NOT_ELECTED`` if it has withdrawn, else as ``run_coordinator`` does, whose errors it raises too.
+    It does not stand if ``term`` is not the newest any more: the maker of the later claim leads. Returns
+    ``EXIT_NOT_ELECTED`` if it has withdrawn, else as ``run_coordinator`` does, whose errors it raises too.
     """
     directory = RunDirectory(args.run_dir)
     register = ClaimRegister(directory, args.attempt)
@@ -225,7 +239,8 @@ async def _stand_and_lead(
     if elected is None:
         return EXIT_NOT_ELECTED
     args, directory = replace(args, reign=elected.reign.claim.reign), RunDirectory(args.run_dir)
-    # Where the lost machine holds it still, as far as the file system knows, nobody else gets it either.
+    # If the lost machine still holds the lock, as far as the file system knows, no other process gets it
+    # either.
     with suppress(RunDirectoryError, OSError):
         take_lock(directory.lock)
     with only_coordinator(directory, args.reign):
@@ -245,10 +260,10 @@ def main() -> int:
     parser.add_argument("--node", required=True)
     parser.add_argument("--term", type=int, required=True)
     parser.add_argument("--certificates", type=Path)
-    given = parser.parse_args()
-    args = CoordinatorArgs(given.run_dir, given.attempt, given.host, 0, given.node, given.listen)
-    name = f"coordinator-{given.node}"
-    return exit_code_of(lambda: run_candidate(args, given.term, given.certificates), args, name)
+    options = parser.parse_args()
+    args = CoordinatorArgs(options.run_dir, options.attempt, options.host, 0, options.node, options.listen)
+    name = f"coordinator-{options.node}"
+    return exit_code_of(lambda: run_candidate(args, options.term, options.certificates), args, name)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The journal: the coordinator's write-ahead log of all events, synced to disk before any command that follows is sent.
+"""The journal: the coordinator's write-ahead log of all events, synced to disk before any resulting command
+is sent.
 
-The coordinator's state is a function of the events it has seen, so a restarted one replays this file and is where the
-killed one was (write-ahead logging; Gray and Reuter, "Transaction Processing", 1992, chapter 9). A line holds one batch
-of events and its checksum. Since it is synced before its commands are sent, a crash leaves at most a last line that has no
-end, which nobody has acted on: it is dropped. A line that has its end and not its checksum is damaged: the disk lost what it
-had promised to keep. Such lines are left out and named (``damaged``), and the coordinator then believes what the nodes say over
-what is left. When the file has grown large, ``begin_anew`` replaces it by one that starts with the state.
+The coordinator's state is a function of its events, so a restarted one replays this file and reaches the same
+state (write-ahead logging; Gray and Reuter, "Transaction Processing", 1992, chapter 9). A line holds one
+batch of events and its checksum. Since it is synced before its commands are sent, a crash leaves at most one
+incomplete last line. No node has acted on that line, so it is dropped. A complete line with a wrong checksum
+is damaged: the disk lost data that it had synced. Such lines are left out and named (``damaged``). The
+coordinator then trusts the nodes' reports more than the remaining lines. When the file has grown large,
+``replace_content`` replaces it by one that starts with the state.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ _DIGITS = 16
 
 
 class Journal:
-    """An open journal, positioned behind its last whole line. One process holds one."""
+    """An open journal, positioned behind its last complete line. One process has it open."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or makes the journal and reads what is in it: its good lines into ``lines``, the numbers of others into ``damaged``.
+        """Open or make the journal, and read it: its good lines into ``lines``, the numbers of others into
+        ``damaged``.
 
         Raises:
             JournalError: It cannot be opened.
@@ -49,10 +52,11 @@ class Journal:
         return len(self._unsynced)
 
     def append(self, content: bytes) -> None:
-        """Writes one line, which survives the death of this process. ``content`` holds no newline.
+        """Write one line, which survives the death of this process. ``content`` holds no newline.
 
         Raises:
-            JournalError: It could not be written; the journal is as before and the same call may be made again.
+            JournalError: It could not be written; the journal is as before and the same call may be made
+                again.
         """
         line = _line(content)
         self._follow_name()
@@ -65,7 +69,7 @@ class Journal:
         self._unsynced += line
 
     def sync(self) -> None:
-        """When this returns, what was appended survives a power cut too.
+        """Sync to disk. On return, all appended lines survive a power cut.
 
         Raises:
             JournalError: The disk does not take it; may be called again.
@@ -89,19 +93,20 @@ class Journal:
         if written != len(data):
             raise OSError(0, f"only {written} of {len(data)} bytes were written; the disk is full")
 
-    def begin_anew(self, content: bytes, keep_as: Path | None = None) -> None:
-        """Replaces the journal by one whose only line is ``content``, atomically.
+    def replace_content(self, content: bytes, keep_as: Path | None = None) -> None:
+        """Replace the journal by one whose only line is ``content``, atomically.
 
         Args:
             content: The line.
-            keep_as: A second name under which the old journal is kept as evidence; it takes no space of its own.
+            keep_as: A second name under which the old journal is kept as evidence; it takes no space of its
+                own.
 
         Raises:
             JournalError: The disk does not take it; the same call may be made again.
         """
         line = _line(content)
         if keep_as is not None:
-            with suppress(OSError):  # evidence: not worth stopping for
+            with suppress(OSError):  # Evidence only: not worth stopping for.
                 os.link(self.path, keep_as)
         try:
             write_atomically(self.path, line, mode=0o600)
@@ -112,16 +117,17 @@ class Journal:
         self._follow_name()
 
     def _has_name(self) -> bool:
-        """True if the open file is the one that a restarted coordinator would find."""
+        """True if the open file is the one that a restarted coordinator would open."""
         try:
             return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
         except FileNotFoundError:
-            return True  # both have no name: the folder was removed
+            return True  # Neither has a name: the folder was removed.
         except OSError:
             return False
 
     def _follow_name(self) -> None:
-        """Opens the new journal, once ``begin_anew`` has put it in place: what was appended to the old one would be lost.
+        """Open the new journal, once ``replace_content`` has put it in place: lines appended to the old one
+        would be lost.
 
         Raises:
             JournalError: It cannot be opened now; nothing may be appended until it can.
@@ -139,12 +145,14 @@ class Journal:
         self._unsynced.clear()
 
     def close(self) -> None:
-        """Closes the file; nothing is buffered, so nothing is lost."""
+        """Close the file. Nothing is buffered, so nothing is lost."""
         os.close(self._fd)
 
 
 def read_journal(path: Path) -> list[bytes]:
-    """The lines of a journal that another process has written, without its file being opened for writing; none if it is lost or damaged."""
+    """Return the lines of another process's journal, without opening it for writing; none if it is lost or
+    damaged.
+    """
     try:
         lines, damaged, _ = _read(path.read_bytes())
     except OSError:
@@ -157,13 +165,17 @@ def _line(content: bytes) -> bytes:
 
 
 def _read(file: bytes) -> tuple[list[bytes], tuple[int, ...], int]:
-    """The contents of the good lines, the numbers of the damaged ones (from 1), and the bytes up to the end of the last line."""
-    *pieces, rest = file.split(b"\n")
+    """Split a journal into good lines and damaged ones.
+
+    Returns the contents of the good lines, the numbers of the damaged ones (from 1), and the bytes up to the
+    end of the last line.
+    """
+    *pieces, remaining = file.split(b"\n")
     contents = [piece[_DIGITS + 1 :] for piece in pieces if _is_good(piece)]
     damaged = [number for number, piece in enumerate(pieces, 1) if not _is_good(piece)]
-    if _is_good(rest[:-1]):  # nothing was cut off: its very end has changed
+    if _is_good(remaining[:-1]):  # Nothing was cut off: the end of the line itself has changed.
         damaged.append(len(pieces) + 1)
-    return contents, tuple(damaged), len(file) - len(rest)
+    return contents, tuple(damaged), len(file) - len(remaining)
 
 
 def _is_good(line: bytes) -> bool:
@@ -181,35 +193,41 @@ RETRY_S = 1.0
 
 
 class PatientJournal:
-    """The journal of a coordinator that leads, which does nothing else while it waits for the disk."""
+    """The journal of a leading coordinator, which does nothing else while it waits for the disk."""
 
     def __init__(self, journal: Journal, log: Callable[[str], None], renew_bytes: int = RENEW_BYTES) -> None:
-        """``renew_bytes``: Size above which ``renew`` replaces the journal."""
+        """Wrap ``journal``. ``renew_bytes`` is the size above which ``renew`` replaces it."""
         self.journal, self._log = journal, log
         self._renew_bytes = self._renew_at_bytes = renew_bytes
 
     async def synced(self) -> None:
-        """Waits until the journal is on disk."""
+        """Wait until the journal is on disk."""
         await self.until_written(self.journal.sync)
 
     async def until_written(self, write: Callable[[], None]) -> None:
-        """Calls ``write`` in a thread until it succeeds; meanwhile nothing is sent, and the server goes on listening."""
+        """Call ``write`` in a thread until it succeeds.
+
+        Meanwhile nothing is sent, and the server continues to listen.
+        """
         while True:
             try:
                 await asyncio.get_running_loop().run_in_executor(None, write)
             except JournalError as error:
-                self._log(f"{error}; sends nothing until it can")
+                self._log(f"{error}; no commands are sent until that succeeds")
                 await asyncio.sleep(RETRY_S)
             else:
                 return
 
     async def renew(self, first_line: Callable[[], bytes]) -> None:
-        """Replaces a journal that has grown large. A disk that has no room for the new one is no reason to stop: the old one grows on."""
+        """Replace a journal that has grown large.
+
+        If the disk has no room for the new one, the old one continues to grow.
+        """
         if self.journal.size_bytes <= self._renew_at_bytes:
             return
         content = first_line()
         try:
-            await asyncio.get_running_loop().run_in_executor(None, self.journal.begin_anew, content)
+            await asyncio.get_running_loop().run_in_executor(None, self.journal.replace_content, content)
         except JournalError as error:
             self._log(f"{error}; the old one is kept, and it is tried again later")
             self._renew_at_bytes = self.journal.size_bytes + _RENEW_AGAIN_BYTES

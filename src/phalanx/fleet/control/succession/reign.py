@@ -1,10 +1,13 @@
-"""The reign of a coordinator: its claim, its lock, the journal and state from which it leads, its watch for a successor, and its end.
+"""The reign of a coordinator: its claim, its lock, the journal and state from which it leads, its watch for a
+successor, and its end.
 
-The first coordinator of a start of a run leads in reign 1, and so does each that its launcher starts in its place. A coordinator on another
-machine that succeeds it leads in reign 2, with a journal of its own: the machine of the one before may only be cut off, and write on. Where
-the journal of a reign does not reach its newest claim, the claim counts (``phalanx.fleet.core.succession``).
+The first coordinator of a start of a run leads in reign 1, and so does each that its launcher starts in its
+place. A coordinator on another machine that succeeds it leads in reign 2, with a journal of its own: the
+previous machine may only be cut off, and continue to write. If the journal of a reign is behind its newest
+claim, the claim counts (``phalanx.fleet.core.succession``).
 
-A coordinator's process is started with ``CoordinatorArgs``. Its exit code is the reason for which its reign ended.
+A coordinator's process is started with ``CoordinatorArgs``. Its exit code is the reason for which its reign
+ended.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ FIRST_REIGN = 1
 
 
 class SupersededError(RuntimeError):
-    """Another coordinator leads this run now; the message says which."""
+    """Another coordinator leads this run now; the message names it."""
 
 
 @dataclass
@@ -56,34 +59,39 @@ class Reign:
     register: ClaimRegister
     claim: Claim
     journal: Journal
-    restored: Restored
+    restored: ReplayedReign
 
 
 def nonce() -> str:
-    """Random text that tells two claims of one term apart."""
+    """Return random text that distinguishes two claims of one term."""
     return secrets.token_hex(8)
 
 
 def journal_path(directory: RunDirectory, attempt: int, reign: int) -> Path:
-    """The journal of one reign in one start of a run."""
+    """Return the path of the journal of one reign in one start of a run."""
     first = directory.journal(attempt)
     return first if reign == FIRST_REIGN else first.with_name(f"{first.stem}-reign-{reign}.jsonl")
 
 
 def candidates_in(directory: RunDirectory) -> Path:
-    """The folder in which candidates say where they listen."""
+    """Return the folder in which candidates publish their addresses."""
     return directory.fleet / "candidates"
 
 
 def forget_candidates(directory: RunDirectory) -> None:
-    """Removes the files of candidates, the living and the dead: a coordinator leads. One that still stands finds that out by itself."""
+    """Remove the files of all candidates: a coordinator leads.
+
+    A candidate that still stands notices by itself.
+    """
     with suppress(OSError):
         for path in candidates_in(directory).glob("*.json"):
             path.unlink(missing_ok=True)
 
 
 def require_leading(register: ClaimRegister, claim: Claim) -> None:
-    """Raises ``SupersededError`` if a later claim than ``claim``, the last of a coordinator, was made; ``OSError`` if nobody can say."""
+    """Raise ``SupersededError`` if there is a later claim than ``claim``, this coordinator's last;
+    ``OSError`` if that cannot be read.
+    """
     if register.newest_term() > claim.term:
         raise SupersededError(_by_whom(register))
 
@@ -101,7 +109,9 @@ def _by_whom(register: ClaimRegister) -> str:
 
 
 def successor_in(directory: RunDirectory) -> Claim | None:
-    """The newest claim of this run's present start if a coordinator on another machine than the first has taken over, and the run is not over."""
+    """Return the newest claim of this run's present start if a coordinator on another machine has taken over
+    and the run is not over.
+    """
     try:
         newest = ClaimRegister(directory, directory.newest_attempt()).newest()
     except (ClaimError, RunDirectoryError):
@@ -117,7 +127,8 @@ def reign_again(
     empty: FleetState,
     log: Callable[[str], None],
 ) -> Reign:
-    """The reign of a coordinator that is the first of its run's start, or was started again where it led before.
+    """Return the reign of a coordinator that is the first of its run's start, or was restarted where it led
+    before.
 
     Args:
         directory: The run's.
@@ -137,23 +148,25 @@ def reign_again(
     if newest is not None and newest.reign != reign:
         raise SupersededError(_by_whom(register))
     journal = Journal(journal_path(directory, attempt, reign))
-    found = restored(journal, empty, log)
+    restored_state = restored(journal, empty, log)
     if newest is None:
-        newest = first_claim(found.state, node, nonce())
+        newest = first_claim(restored_state.state, node, nonce())
         if not register.make(newest):
             raise SupersededError(_by_whom(register))
-    elif is_behind(found.state, newest):
-        state = inherited(newest, (), empty.fencing, max(found.state.now_s, time.time()))
-        state.incidents[:0] = found.state.incidents
-        log(f"{journal.path} ends before claim {newest.term}: every node is asked anew")
-        journal.begin_anew(first_line(state, found.restarts))
-        found = Restored(state, found.restarts, found.published_s)
-    state = _without_untold_epoch(found.state, newest, journal)
-    return Reign(register, newest, journal, Restored(state, found.restarts, found.published_s))
+    elif is_behind(restored_state.state, newest):
+        state = inherited(newest, (), empty.fencing, max(restored_state.state.now_s, time.time()))
+        state.incidents[:0] = restored_state.state.incidents
+        log(f"{journal.path} ends before claim {newest.term}: all nodes must describe themselves again")
+        journal.replace_content(first_line(state, restored_state.restarts))
+        restored_state = ReplayedReign(state, restored_state.restarts, restored_state.published_s)
+    state = _without_untold_epoch(restored_state.state, newest, journal)
+    return Reign(
+        register, newest, journal, ReplayedReign(state, restored_state.restarts, restored_state.published_s)
+    )
 
 
 def _without_untold_epoch(state: FleetState, newest: Claim, journal: Journal) -> FleetState:
-    """The state in which an epoch that was decided and never claimed has been left again; written into the journal."""
+    """Leave an epoch that was decided but never claimed, and record that in the journal. Return the state."""
     if not is_untold(state, newest):
         return state
     state, _ = replay_batch(state, UNTOLD, state.now_s)
@@ -170,7 +183,8 @@ def succeed(
     claim: Claim,
     empty: FleetState,
 ) -> Reign:
-    """The reign of a coordinator that has just made ``claim``, in succession of the one that had made ``before``.
+    """Return the reign of a coordinator that has just made ``claim``, as successor of the maker of
+    ``before``.
 
     Raises ``JournalError`` if its journal cannot be written.
     """
@@ -179,7 +193,7 @@ def succeed(
     now_s = time.time()
     state = inherited(before, lines, empty.fencing, now_s)
     state.now_s = now_s = max(state.now_s, now_s)
-    told_s = max((incident.at_s for incident in state.incidents if lines), default=0.0)
+    published_s = max((incident.at_s for incident in state.incidents if lines), default=0.0)
     lost = f"the coordinator on {before.node} is lost" if before.node else "the coordinator is lost"
     note(state, claim.node, f"leads the fleet from now on: {lost}")
     journal.append(first_line(state))
@@ -187,17 +201,17 @@ def succeed(
     journal.append(batch_line(now_s, RESTARTED))
     journal.sync()
     state = _without_untold_epoch(state, claim, journal)
-    return Reign(register, claim, journal, Restored(state, 0, min(told_s, now_s - 1e-3)))
+    return Reign(register, claim, journal, ReplayedReign(state, 0, min(published_s, now_s - 1e-3)))
 
 
-# Restoration: a coordinator begins with the state in which the last one of this start of the run was killed.
-#
-# A whole journal is replayed. If that leads to a contradiction, or if the disk has damaged the journal, the file is kept as evidence, a new
-# one begins, and every node is asked to describe itself (``phalanx.fleet.core.invariants``).
+# Restoration: a coordinator begins with the last state of the previous coordinator of this start. A complete
+# journal is replayed. If that leads to a contradiction, or the disk has damaged the journal, the file is kept
+# as evidence and a new one begins. Then every node must describe itself again
+# (``phalanx.fleet.core.invariants``).
 
 
-class Restored(NamedTuple):
-    """The begin of a coordinator's life."""
+class ReplayedReign(NamedTuple):
+    """Initial state of a coordinator's process."""
 
     state: FleetState
     restarts: int
@@ -206,8 +220,8 @@ class Restored(NamedTuple):
     """Incidents up to this time were published by an earlier coordinator."""
 
 
-def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> Restored:
-    """Restores the state from ``journal``, and writes into it that a coordinator has begun.
+def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> ReplayedReign:
+    """Restore the state from ``journal``, and append that a coordinator has begun.
 
     Args:
         journal: As it was read; its ``lines`` are released.
@@ -222,46 +236,47 @@ def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) ->
     if not journal.lines:
         journal.append(first_line(empty))
         journal.sync()
-        return Restored(empty, 0)
+        return ReplayedReign(empty, 0)
     state, restarts, contradiction = replay(journal.lines)
     journal.lines = []
     _require_same_start(journal, state, empty)
     now_s = max(state.now_s, time.time())
-    state, found = replay_batch(state, RESTARTED, now_s)
-    told_s = [incident.at_s for incident in state.incidents]
-    if error := found or contradiction:
-        kept = report_contradiction(journal, error, log)
-        journal.begin_anew(first_line(state, restarts + 1), keep_as=kept)
+    state, error = replay_batch(state, RESTARTED, now_s)
+    published_times = [incident.at_s for incident in state.incidents]
+    if error := error or contradiction:
+        evidence = report_contradiction(journal, error, log)
+        journal.replace_content(first_line(state, restarts + 1), keep_as=evidence)
         # The coordinator that met the contradiction was killed before it published that turn's incidents.
-        told_s = [at_s for at_s in told_s if at_s < max(told_s)]
+        published_times = [at_s for at_s in published_times if at_s < max(published_times)]
     else:
         journal.append(batch_line(now_s, RESTARTED))
-    return Restored(state, restarts + 1, max(told_s, default=0.0))
+    return ReplayedReign(state, restarts + 1, max(published_times, default=0.0))
 
 
-def _salvaged(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> Restored:
-    """Rebuilds the state to which the good lines of a damaged journal lead from what the nodes will say.
+def _salvaged(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> ReplayedReign:
+    """Rebuild the state from the good lines of a damaged journal and from the nodes' next reports.
 
-    What the lost lines said of epochs, ranks and snapshots the nodes say again. Only they know which nodes were lost, drained
-    or quarantined, and from which step on a corruption made snapshots worthless, so the good lines behind them are replayed too.
+    The nodes report again their epochs, ranks and snapshots. Only the good lines record lost, drained and
+    quarantined nodes, and the step from which a corruption invalidates snapshots. So good lines behind
+    damaged ones are replayed too.
     """
     begin = [first_line(empty)] if journal.damaged[0] == 1 else []
     state, restarts, _ = replay([*begin, *journal.lines])
     _require_same_start(journal, state, empty)
     state.now_s = max(state.now_s, time.time())
     published_s = max((incident.at_s for incident in state.incidents), default=0.0)
-    kept = journal.path.with_name(f"damaged-{time.time_ns()}.jsonl")
+    evidence = journal.path.with_name(f"damaged-{time.time_ns()}.jsonl")
     numbers = ", ".join(map(str, journal.damaged[:8])) + ("..." if len(journal.damaged) > 8 else "")
-    why = f"line {numbers} of {journal.path}, kept as {kept.name}; is its disk all right?"
-    state, _ = resync(state, mark(state), why, "the disk has damaged the coordinator's journal")
-    log(f"the disk has damaged {why} Every node is asked anew")
-    journal.begin_anew(first_line(state, restarts + 1), keep_as=kept)
+    detail = f"line {numbers} of {journal.path}, kept as {evidence.name}; is its disk all right?"
+    state, _ = resync(state, mark(state), detail, "the disk has damaged the coordinator's journal")
+    log(f"the disk has damaged {detail} All nodes must describe themselves again")
+    journal.replace_content(first_line(state, restarts + 1), keep_as=evidence)
     journal.lines = []
-    return Restored(state, restarts + 1, published_s)
+    return ReplayedReign(state, restarts + 1, published_s)
 
 
 def _require_same_start(journal: Journal, state: FleetState, empty: FleetState) -> None:
-    """Raises ``JournalError`` if the journal is of another run file than this process has read."""
+    """Raise ``JournalError`` if the journal is of another run file than this process has read."""
     if state.fencing != empty.fencing:
         raise JournalError(
             f"the run file has changed since this start of the run began: {journal.path} is of {state.fencing}, this is "
@@ -270,22 +285,26 @@ def _require_same_start(journal: Journal, state: FleetState, empty: FleetState) 
 
 
 def report_contradiction(journal: Journal, contradiction: Exception, log: Callable[[str], None]) -> Path:
-    """Writes a contradiction into the log; returns the path at which the journal that led to it is to be kept."""
-    kept = journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
+    """Write a contradiction into the log. Return the path at which to keep the journal that led to it."""
+    evidence = journal.path.with_name(f"contradiction-{time.time_ns()}.jsonl")
     log("".join(traceback.format_exception(contradiction)))
-    log(f"this is a bug in the coordinator, please report it with {kept}; every node is asked anew")
-    return kept
+    log(
+        f"this is a bug in the coordinator, please report it with {evidence}; all nodes must describe themselves again"
+    )
+    return evidence
 
 
-# The lock that a run's one coordinator has for as long as its process lives.
+# The lock of a run's one coordinator, held for the life of its process.
 
 
 @contextmanager
 def only_coordinator(directory: RunDirectory, reign: int = FIRST_REIGN) -> Iterator[None]:
-    """Inside, no other process coordinates the run: two would write one journal, each at its own place.
+    """Hold the lock that makes this process the run's only coordinator: two would overwrite each other's
+    journal.
 
-    A lock of its own (``fleet/coordinator.lock``), since the journal is replaced now and then. The kernel gives it back, however this
-    process ends. Each reign has its own: on a lost machine, the process of the one before may still hold its lock.
+    It is a file of its own (``fleet/coordinator.lock``), since the journal is replaced now and then. The
+    kernel releases it, however this process ends. Each reign has its own: on a lost machine, the previous
+    process may still hold its lock.
 
     Raises:
         JournalError: Another process holds it.
@@ -307,12 +326,11 @@ def only_coordinator(directory: RunDirectory, reign: int = FIRST_REIGN) -> Itera
         os.close(descriptor)
 
 
-# Leadership: a coordinator renews its claim before each epoch, and looks for a successor.
-#
-# What follows from a state is sent only once the claim that the state needs is made (``phalanx.fleet.core.succession``).
+# Leadership: a coordinator renews its claim before each epoch, and looks for a successor. Commands that
+# follow from a state are sent only once the claim for that state is made (``phalanx.fleet.core.succession``).
 
 _LEADS_PER_PATIENCE = 4
-"""So many times in ``fleet.succession_s`` the coordinator says that it leads."""
+"""Leader heartbeats in each ``fleet.succession_s``."""
 
 
 class Leadership:
@@ -327,17 +345,18 @@ class Leadership:
         journal: PatientJournal,
         patience_s: float,
     ) -> None:
-        """
+        """Take the lead by ``claim``.
+
         Args:
             directory: The run's.
             attempt: The number of the run's start.
             register: Where claims are made.
             claim: The newest one, its own.
             journal: Its journal, which is on disk before a claim is made.
-            patience_s: ``fleet.succession_s``; 0 if nobody ever succeeds it.
+            patience_s: ``fleet.succession_s``; 0 if there is no succession.
         """
         self._directory, self._attempt, self._register = directory, attempt, register
-        self._journal, self._patience_s, self._say_due_s = journal, patience_s, 0.0
+        self._journal, self._patience_s, self._heartbeat_due_s = journal, patience_s, 0.0
         self.claim = claim
         """The newest claim that it has made."""
 
@@ -346,19 +365,22 @@ class Leadership:
         return self._register.newest_term() <= self.claim.term
 
     def look_for_successor(self) -> None:
-        """Raises ``SupersededError`` if another coordinator leads now, or the run was started again."""
-        with suppress(OSError):  # tried again at the next look; a claim that is due finds out in any case
+        """Raise ``SupersededError`` if another coordinator leads now, or the run was started again."""
+        with suppress(OSError):  # Tried again at the next look; a due claim notices in any case.
             require_leading(self._register, self.claim)
         with suppress(RunDirectoryError):
             if self._directory.newest_attempt() > self._attempt:
                 raise SupersededError("the run was started again")
 
     def is_due(self, state: FleetState) -> bool:
-        """True if nothing may be sent that follows from ``state`` before the next term is claimed."""
+        """Return True if the next term must be claimed before anything that follows from ``state`` is sent."""
         return is_due(self.claim, state)
 
-    async def claim_anew(self, state: FleetState) -> None:
-        """Claims the next term, before anything is sent that follows from ``state``. Raises ``SupersededError``."""
+    async def claim_next_term(self, state: FleetState) -> None:
+        """Claim the next term, before anything that follows from ``state`` is sent.
+
+        Raises ``SupersededError``.
+        """
         await self._journal.synced()
         claim = renewed(self.claim, state, nonce())
 
@@ -373,11 +395,11 @@ class Leadership:
         await self._journal.until_written(make)
         self.claim = claim
 
-    def is_to_be_said(self, now_s: float) -> bool:
-        """True if all agents are to be told again that it leads; counted as said then."""
-        if not self._patience_s or now_s < self._say_due_s:
+    def is_heartbeat_due(self, now_s: float) -> bool:
+        """Return True if a leader heartbeat to all agents is due, and start the next interval."""
+        if not self._patience_s or now_s < self._heartbeat_due_s:
             return False
-        self._say_due_s = now_s + self._patience_s / _LEADS_PER_PATIENCE
+        self._heartbeat_due_s = now_s + self._patience_s / _LEADS_PER_PATIENCE
         return True
 
 
@@ -385,11 +407,16 @@ class Leadership:
 
 
 HURRY_SIGNAL = signal.SIGUSR1
-"""The launcher's request to end at once. To save and stop is SIGTERM, however often it comes: Slurm sends it to all processes of a job."""
+"""The launcher's request to end at once.
+
+SIGTERM, however often it comes, means save and stop: Slurm sends it to all processes of a job.
+"""
 EXIT_CANNOT_START = 78
-"""The exit code of a coordinator that another start would not help: no token, no layout, too few open files (``EX_CONFIG``)."""
+"""Exit code of a coordinator that a restart would not help: no token, no layout, too few open files
+(``EX_CONFIG``).
+"""
 EXIT_SUPERSEDED = 79
-"""The exit code of a coordinator that found that another one leads the run now."""
+"""Exit code of a coordinator that was superseded by another one."""
 
 
 @dataclass(frozen=True)
@@ -402,11 +429,13 @@ class CoordinatorArgs:
     """The host on which it listens and agents find it."""
     port: int
     node: str = ""
-    """The node on whose machine it runs: it is never given back."""
+    """The node on whose machine it runs; that node is never given back."""
     listen: str = ""
-    """The address that it binds, if that is not ``host``: another name of the machine, or its address behind a translator."""
+    """The address that it binds, if that is not ``host``: another name of the machine, or its address behind
+    NAT.
+    """
     reign: int = FIRST_REIGN
-    """The number of the reign in which it led before, or is to be the first."""
+    """The number of its reign: the one in which it led before, or 1."""
 
     @property
     def listening_on(self) -> str:
@@ -415,7 +444,7 @@ class CoordinatorArgs:
 
 
 def exit_code_of(coordinate: Callable[[], int], args: CoordinatorArgs, name: str) -> int:
-    """Runs a coordinator's process; returns its exit code, once what went wrong is in the log ``name``."""
+    """Run a coordinator's process, and log its errors to the log ``name``. Return its exit code."""
     try:
         return coordinate()
     except SupersededError as error:

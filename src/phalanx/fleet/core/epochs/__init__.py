@@ -1,1 +1,1 @@
-"""The life of an epoch, each phase of a recovery in a file: formed and left, planned, seated, lost nodes, deadlines, blame, the end."""
+"""The life of an epoch: forming, planning, seating, faults and deadlines, progress, and the end of the run."""

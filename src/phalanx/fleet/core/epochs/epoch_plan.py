@@ -1,10 +1,11 @@
 """Plans of epochs, and the orders that carry them out. Pure functions.
 
-A plan has the number of ranks, which seat is whose buddy, and what the state is restored from.
-Which node gets which seat is dealt by ``phalanx.fleet.core.epochs.seating``; the number of ranks changes, by whole replicas, only when there
-are too few spares, or more nodes than before. Second copies of snapshots go to a *buddy* in another failure domain
-(after Gemini, SOSP 2023, whose copies are placed so that a failure of one group loses none). A snapshot can be restored
-when living nodes hold each of its different states; ranks that differ only in the replicate axis hold the same one.
+A plan has the number of ranks, the buddy of each seat, and the state to restore.
+``phalanx.fleet.core.epochs.seating`` assigns nodes to seats. The number of ranks changes, by whole replicas,
+only when there are too few spares, or more nodes than before. Second copies of snapshots go to a *buddy* in
+another failure domain (after Gemini, SOSP 2023, whose copies are placed so that a failure of one group loses
+none). A snapshot can be restored when living nodes hold each of its different states; ranks that differ only
+in the replicate axis hold the same one.
 
 Orders are the core's output. ``standing_order`` is the command that a node should have at any moment.
 """
@@ -66,39 +67,48 @@ class EpochPlan(Struct, frozen=True):
 
 
 def possible_ranks(state: FleetState) -> int:
-    """The largest legal number of ranks with the nodes that are usable now; 0 if they are too few."""
+    """Return the largest legal number of ranks with the nodes that are usable now; 0 if they are too few."""
     usable = len(state.seats) - len(state.vacant) + len(state.spares)
     return ranks_of_nodes(state.settings, usable, state.settings.min_nodes)
 
 
 def can_do_without(state: FleetState, names: set[str]) -> bool:
-    """True if the nodes that are usable now would suffice for an epoch without ``names``."""
+    """Return True if the nodes that are usable now would suffice for an epoch without ``names``."""
     seated = {name for seat, name in enumerate(state.seats) if seat not in state.vacant}
     usable = len((seated | state.spares) - names)
     return ranks_of_nodes(state.settings, usable, state.settings.min_nodes) > 0
 
 
 def is_needed(state: FleetState, name: str) -> bool:
-    """True if there are enough nodes for an epoch, and no longer without ``name``; drained and leaving ones are as good as gone."""
-    gone = (Eligibility.DRAINED, Eligibility.LEAVING)
-    leaving = {node.name for node in state.nodes.values() if node.eligibility in gone}
+    """Return True if there are enough nodes for an epoch, but not without ``name``.
+
+    Drained and leaving nodes do not count.
+    """
+    unavailable = (Eligibility.DRAINED, Eligibility.LEAVING)
+    leaving = {node.name for node in state.nodes.values() if node.eligibility in unavailable}
     return can_do_without(state, leaving) and not can_do_without(state, leaving | {name})
 
 
 def _moves_all(state: FleetState) -> bool:
-    """True if every rank is to change its node: the next epoch computes a step again that nobody in particular is blamed for."""
+    """Return True if every rank must change its node: the next epoch recomputes a step for which no
+    particular node is blamed.
+    """
     doubt = state.doubt
     return doubt is not None and doubt.epoch == state.epoch and not doubt.nodes and not doubt.confirmed
 
 
 def ranks_without_started_spares(state: FleetState) -> int:
-    """``possible_ranks`` of a fleet that has not formed yet, without the nodes that were started as spares."""
+    """Return ``possible_ranks`` of a fleet that has not formed yet, without the nodes that were started as
+    spares.
+    """
     ready = sum(not state.nodes[name].started_as_spare for name in state.spares)
     return ranks_of_nodes(state.settings, ready, state.settings.min_nodes)
 
 
 def ranks_of_nodes(settings: CoreSettings, nodes: int, least: int) -> int:
-    """The largest legal number of ranks on ``nodes`` nodes; 0 if they are fewer than ``least``, or too few."""
+    """Return the largest legal number of ranks on ``nodes`` nodes; 0 if they are fewer than ``least``, or too
+    few.
+    """
     if nodes < least:
         return 0
     per_node = settings.formation.workers_per_node
@@ -106,9 +116,9 @@ def ranks_of_nodes(settings: CoreSettings, nodes: int, least: int) -> int:
 
 
 def plan_epoch(state: FleetState) -> EpochPlan | None:
-    """The plan of the next epoch with the nodes usable now, or None if they are too few.
+    """Return the plan of the next epoch with the nodes usable now, or None if they are too few.
 
-    To be called only when no worker is in an epoch any more.
+    Call it only when no worker is in an epoch any more.
     """
     ranks = possible_ranks(state)
     if not ranks:
@@ -127,11 +137,12 @@ def plan_epoch(state: FleetState) -> EpochPlan | None:
 
 
 def buddy_ring(domains: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], int]:
-    """Seat -> the seat of its buddy, and the number of levels of the domain in which buddies differ.
+    """Return seat -> the seat of its buddy, and the number of levels of the domain in which buddies differ.
 
-    Each seat is the buddy of exactly one other. The seats are sorted by domain and rotated by the size of the largest
-    domain: then no buddy is in its seat's own domain, provided that no domain has more than half of the seats. The widest
-    level for which that holds is taken. A single seat is its own buddy and keeps one copy only.
+    Each seat is the buddy of exactly one other. The seats are sorted by domain and rotated by the size of the
+    largest domain. Then no buddy is in its seat's own domain, provided that no domain has more than half of
+    the seats. The widest level for which that holds is taken. A single seat is its own buddy and keeps one
+    copy only.
     """
     count = len(domains)
     order = sorted(range(count), key=domains.__getitem__)
@@ -149,7 +160,9 @@ def buddy_ring(domains: Sequence[tuple[str, ...]]) -> tuple[tuple[int, ...], int
 
 
 def _ring(state: FleetState, seats: tuple[str, ...]) -> tuple[tuple[int, ...], int]:
-    """The present ring if it still separates domains with the new seats, so that copies lie where they are needed; else a new one."""
+    """Return the present ring if it still separates domains with the new seats, so that copies are where they
+    are needed; else a new one.
+    """
     nodes, level = state.nodes, state.ring_level
     if len(seats) == len(state.ring):
         changed = sorted(state.vacant)
@@ -163,7 +176,9 @@ def _ring(state: FleetState, seats: tuple[str, ...]) -> tuple[tuple[int, ...], i
 
 
 def needs_buddy(state: FleetState, seats: Sequence[str], ranks: int, rank: int) -> bool:
-    """True if no replica in another failure domain (on another node, if domains are unknown) holds the state of ``rank``."""
+    """Return True if no replica in another failure domain (on another node, if domains are unknown) holds the
+    state of ``rank``.
+    """
     formation = state.settings.formation
     node = state.nodes[seats[rank // formation.workers_per_node]]
     for replica in formation.replicas(ranks, formation.key(ranks, rank)):
@@ -177,7 +192,7 @@ def needs_buddy(state: FleetState, seats: Sequence[str], ranks: int, rank: int) 
 
 
 def restore_source(state: FleetState) -> StateSource:
-    """The state that the next epoch restores: the newest step of which every state is held, memory before disk."""
+    """Return the state that the next epoch restores: the newest step with all its states, memory before disk."""
     point = newest_in_memory(state)
     saved = max(state.durable, default=NO_STEP)
     if point is not None and point.step >= saved:
@@ -186,7 +201,7 @@ def restore_source(state: FleetState) -> StateSource:
 
 
 def newest_in_memory(state: FleetState) -> RestorePoint | None:
-    """The newest snapshot of which living nodes hold every state."""
+    """Return the newest snapshot whose every state is on living nodes."""
     names = (name.split("/") for name in state.copies)
     points = {(int(step), int(ranks)) for ranks, step in names}
     census = state.census
@@ -200,7 +215,7 @@ def newest_in_memory(state: FleetState) -> RestorePoint | None:
 
 
 def is_complete(state: FleetState, point: RestorePoint) -> bool:
-    """True if living nodes hold each different state of a snapshot."""
+    """Return True if living nodes hold each different state of a snapshot."""
     formation, census = state.settings.formation, state.census
     if census is None or point.ranks != census.ranks or point.step not in census.steps:
         return len(state.copies.get(_name(point), ())) == formation.keys(point.ranks)
@@ -213,7 +228,9 @@ def is_complete(state: FleetState, point: RestorePoint) -> bool:
 
 
 def copies_of(state: FleetState, point: RestorePoint, key: int) -> dict[str, int]:
-    """Living node -> rank of its copy, for the nodes that hold state ``key`` of a snapshot; own copies before buddies'."""
+    """Return living node -> rank of its copy, for the nodes that hold state ``key`` of a snapshot; own copies
+    before buddies'.
+    """
     formation, census = state.settings.formation, state.census
     names = dict(state.copies.get(_name(point), {}).get(str(key), {}))
     if census is None or point.ranks != census.ranks or point.step not in census.steps:
@@ -232,41 +249,49 @@ def _name(point: RestorePoint) -> str:
 
 
 class Crowd:
-    """The nodes that hold one state that many replicas have, so that each of them finds the nearest without a look at all."""
+    """The holders of a state that many replicas have, indexed by domain, so that finding the nearest takes no
+    scan.
+    """
 
-    def __init__(self, state: FleetState, held: dict[str, int]) -> None:
-        self.held = held
+    def __init__(self, state: FleetState, ranks_by_node: dict[str, int]) -> None:
+        self.ranks_by_node = ranks_by_node
         self._first: dict[tuple[str, ...], list[str]] = {}
-        for name in sorted(held):
+        for name in sorted(ranks_by_node):
             domain = state.nodes[name].domain
             for levels in range(len(domain) + 1):
-                named = self._first.setdefault(domain[:levels], [])
-                if len(named) < HOLDERS_NAMED:
-                    named.append(name)
+                nearest = self._first.setdefault(domain[:levels], [])
+                if len(nearest) < HOLDERS_NAMED:
+                    nearest.append(name)
 
     def near(self, node: Node) -> dict[str, int]:
-        """Some holders, with the ``HOLDERS_NAMED`` nearest among them: the first by name of each domain that ``node`` is in."""
+        """Return some holders that include the ``HOLDERS_NAMED`` nearest: the first by name of each domain
+        that ``node`` is in.
+        """
         prefixes = (node.domain[:levels] for levels in range(len(node.domain) + 1))
         names = {name for prefix in prefixes for name in self._first.get(prefix, ())}
-        return {name: self.held[name] for name in (*names, node.name) if name in self.held}
+        return {name: self.ranks_by_node[name] for name in (*names, node.name) if name in self.ranks_by_node}
 
 
 Crowds = dict[int, Crowd]
-"""Key of a state -> its holders: what the Binds of one epoch have in common, for as long as the core's state does not change."""
+"""Key of a state -> its holders: shared by the Binds of one epoch, for as long as the core's state does not
+change.
+"""
 
 
 def holders_for(state: FleetState, point: RestorePoint, node: Node, crowds: Crowds) -> tuple[Holder, ...]:
-    """Holders of the states of a member's own ranks in a snapshot of the present number of ranks, nearest first."""
+    """Return holders of the states of a member's own ranks in a snapshot of the present number of ranks,
+    nearest first.
+    """
     return _nearest(state, point, node, state.settings.formation.ranks_of(node.seat, state.ranks), crowds)
 
 
 def share_of_holders(
     state: FleetState, point: RestorePoint, node: Node, crowds: Crowds
 ) -> tuple[Holder, ...]:
-    """A member's share of the holders of all states of a snapshot, of another number of ranks.
+    """Return a member's share of the holders of all states of a snapshot with another number of ranks.
 
-    Each rank cuts its boxes from several states, which only their descriptions tell, so it needs all holders. The shares of all members
-    make up all states; one share is never empty.
+    Each rank cuts its boxes from several states, and only their descriptions show from which. So it needs all
+    holders. The shares of all members make up all states; one share is never empty.
     """
     formation, seats = state.settings.formation, len(state.seats)
     keys = formation.keys(point.ranks)
@@ -275,14 +300,17 @@ def share_of_holders(
 
 
 def _nearest(
-    state: FleetState, point: RestorePoint, node: Node, wanted: Sequence[int], crowds: Crowds
+    state: FleetState, point: RestorePoint, node: Node, ranks: Sequence[int], crowds: Crowds
 ) -> tuple[Holder, ...]:
-    """The nearest holders of the states of ``wanted`` ranks; a node is named once for all states to which it is the nearest."""
-    named: dict[tuple[int, str], dict[int, None]] = {}
-    for rank in wanted:
-        held = _candidates(state, point, node, state.settings.formation.key(point.ranks, rank), crowds)
+    """Return the nearest holders of the states of ``ranks``.
+
+    A node is listed once for all states to which it is the nearest.
+    """
+    states: dict[tuple[int, str], dict[int, None]] = {}
+    for rank in ranks:
+        copies = _candidates(state, point, node, state.settings.formation.key(point.ranks, rank), crowds)
         order = sorted(
-            held,
+            copies,
             key=lambda name: (
                 name != node.name,
                 -common_levels(state.nodes[name].domain, node.domain),
@@ -290,11 +318,11 @@ def _nearest(
             ),
         )
         for place, name in enumerate(order[:HOLDERS_NAMED]):
-            named.setdefault((place, name), {})[held[name]] = None
-    # All that are nearest to a state come before those that are second to one, so the order for each state is kept.
+            states.setdefault((place, name), {})[copies[name]] = None
+    # All nearest holders come before all second ones, so the order for each state is kept.
     return tuple(
-        Holder(tuple(ranks), name, state.nodes[name].host, state.nodes[name].data_port)
-        for (_, name), ranks in sorted(named.items(), key=lambda item: item[0][0])
+        Holder(tuple(node_ranks), name, state.nodes[name].host, state.nodes[name].data_port)
+        for (_, name), node_ranks in sorted(states.items(), key=lambda item: item[0][0])
     )
 
 
@@ -302,18 +330,18 @@ def _candidates(
     state: FleetState, point: RestorePoint, node: Node, key: int, crowds: Crowds
 ) -> dict[str, int]:
     if key not in crowds:
-        held = copies_of(state, point, key)
-        if len(held) <= _FEW:
-            return held
-        crowds[key] = Crowd(state, held)
+        copies = copies_of(state, point, key)
+        if len(copies) <= _FEW:
+            return copies
+        crowds[key] = Crowd(state, copies)
     return crowds[key].near(node)
 
 
-# Orders: one for a node or a group, delivered as a command for each node.
-#
-# Most orders go to all nodes and differ only in each node's own ranks, so the core issues one, addressed to a group, and
-# ``deliveries`` turns it into a command for each node. A node's *standing order*, the command that it should have now, is
-# a function of the state: a lost command is repeated by computing it again, and the core keeps no list of what it sent.
+# Orders: one for a node or a group, delivered as a command for each node. Most orders go to all nodes and
+# differ only in each node's own ranks. So the core issues one, addressed to a group, and ``deliveries`` turns
+# it into a command for each node. A node's *standing order*, the command that it should have now, is a
+# function of the state. A lost command is repeated by computing it again, and the core keeps no list of sent
+# commands.
 
 
 SEATED = "*seated"
@@ -330,7 +358,7 @@ class Order(Struct, frozen=True):
 
 
 def deliveries(state: FleetState, orders: Iterable[Order]) -> Iterator[tuple[str, Command]]:
-    """Yields (node, command) for each order. To be called with the state that came with the orders."""
+    """Yield (node, command) for each order. Call it with the state that came with the orders."""
     crowds = Crowds()
     for order in orders:
         for name in _addressed(state, order.to):
@@ -350,7 +378,10 @@ def _addressed(state: FleetState, to: str) -> list[str]:
 
 
 def standing_order(state: FleetState, node: Node, crowds: Crowds) -> Command | None:
-    """The command that a node should have now, or None if there is none. ``crowds`` is kept between nodes, for one ``state``."""
+    """Return the command that a node should have now, or None.
+
+    ``crowds`` is a cache kept between nodes, for one ``state``.
+    """
     if not node.alive and node.eligibility is Eligibility.LEAVING:
         return Shutdown(node.why)
     if not node.alive:
@@ -381,7 +412,7 @@ def _save(state: FleetState, name: str) -> SaveSnapshots | None:
 
 
 def bind(state: FleetState, node: Node, crowds: Crowds) -> Bind:
-    """The Bind with which a node that has a seat enters the present epoch. ``crowds`` as in ``standing_order``."""
+    """Return the Bind with which a seated node enters the present epoch. ``crowds`` as in ``standing_order``."""
     ranks = state.settings.formation.ranks_of(node.seat, state.ranks)
     return Bind(
         epoch=state.epoch,

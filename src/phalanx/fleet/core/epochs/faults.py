@@ -1,8 +1,9 @@
 """Faults of nodes: blame, lost leases, and phases whose deadline passes.
 
-A node is lost when its lease runs out, and struck when it fails. A fault of the run that a single node reports counts as the node's own
-until another node reports the same. A phase that does not end by its deadline is ended here, and the nodes that it waits for are struck or
-lost. A roll call carries the same report of thousands of healthy nodes.
+A node is lost when its lease runs out, and gets a strike when it fails. A fault of the run that a single node
+reports counts as the node's own until another node reports the same. A phase that does not end by its
+deadline is ended here, and the nodes that it waits for are struck or lost. A roll call carries the same
+report of thousands of healthy nodes.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from phalanx.fleet.core.state import (
 )
 from phalanx.observe.events import IncidentKind
 
-# Deadlines of phases: when each passes, what is done then, and when a Tick is due.
+# Deadlines of phases: when each passes, the action then, and when a Tick is due.
 
 
 def check_deadlines(state: FleetState, orders: list[Order]) -> None:
-    """Acts on a phase that has passed its deadline."""
+    """Act on a phase that has passed its deadline."""
     settings, deadline_s = state.settings, phase_deadline_s(state)
     if deadline_s is None or state.now_s < deadline_s:
         return
@@ -57,14 +58,17 @@ def check_deadlines(state: FleetState, orders: list[Order]) -> None:
 
 
 def _blame_unbound(state: FleetState) -> None:
-    """Strikes the members that did not bind, if they are a minority: if a majority did not, the cause lies elsewhere."""
+    """Strike the members that did not bind, if they are a minority.
+
+    If a majority did not, the cause is elsewhere.
+    """
     if 2 * len(state.awaiting) < len(state.seats):
         for name in sorted(state.awaiting):
             strike(state, state.nodes[name], f"it did not bind epoch {state.epoch}")
 
 
 def phase_deadline_s(state: FleetState) -> float | None:
-    """Deadline of the present phase, or None if it has none."""
+    """Return the deadline of the present phase, or None if it has none."""
     settings = state.settings
     if state.phase is FleetPhase.FORMING and state.now_s - state.since_s < settings.form_s:
         return state.since_s + settings.form_s
@@ -85,7 +89,8 @@ def phase_deadline_s(state: FleetState) -> float | None:
 
 
 def next_deadline_s(state: FleetState) -> float:
-    """Time at which a Tick will next make a difference if nothing else happens: perhaps too early, never too late.
+    """Return when a Tick will next make a difference if nothing else happens: perhaps too early, never too
+    late.
 
     It may be now: while overdue nodes are given more time, a Tick every quarter of a second is enough.
     """
@@ -104,9 +109,9 @@ MASS_PATIENCE = 4
 """If most nodes fall silent at once, the coordinator itself is likely cut off: leases last this many times longer."""
 
 
-def lose(state: FleetState, orders: list[Order], node: Node, why: str) -> None:
-    """Fences a node: messages of this incarnation are ignored from now on, and its snapshots count as gone."""
-    strike(state, node, why, alive=False, meeting_points=(), held=())
+def lose(state: FleetState, orders: list[Order], node: Node, reason: str) -> None:
+    """Fence a node: messages of this incarnation are ignored from now on, and its snapshots are lost."""
+    strike(state, node, reason, alive=False, meeting_points=(), held=())
     forget_copies(state, node.name)
     state.suspects.pop(node.name, None)
     state.silent.discard(node.name)
@@ -115,69 +120,68 @@ def lose(state: FleetState, orders: list[Order], node: Node, why: str) -> None:
     orders.append(Order(node.name))
 
 
-def strike(state: FleetState, node: Node, why: str, **changes: object) -> None:
-    """Records a failure of a node; one that fails too often is quarantined."""
+def strike(state: FleetState, node: Node, reason: str, **changes: object) -> None:
+    """Record a failure of a node. A node that fails too often is quarantined."""
     settings = state.settings
     recent = tuple(at_s for at_s in node.strikes if state.now_s - at_s < settings.strike_window_s)
     strikes = (*recent, state.now_s)
     lemon = len(strikes) >= settings.strikes and node.eligibility is Eligibility.GOOD
     if lemon:
-        why = f"{why}; {len(strikes)} failures within {settings.strike_window_s:g} s: quarantined"
+        reason = f"{reason}; {len(strikes)} failures within {settings.strike_window_s:g} s: quarantined"
         changes["eligibility"] = Eligibility.QUARANTINED
-    note(state, node.name, why, kind=IncidentKind.LOST)
-    change(state, node, why=why, fault=IncidentKind.LOST, strikes=strikes[-settings.strikes :], **changes)
+    note(state, node.name, reason, kind=IncidentKind.LOST)
+    change(state, node, why=reason, fault=IncidentKind.LOST, strikes=strikes[-settings.strikes :], **changes)
 
 
-def last_heard_s(state: FleetState, name: str) -> float:
-    """Time of the last sign of life of a node."""
-    heard_s = state.heard.get(name, state.rolled_s)
-    return heard_s if name in state.silent else max(heard_s, state.rolled_s)
+def last_heartbeat_s(state: FleetState, name: str) -> float:
+    """Return the time of the last sign of life of a node."""
+    at_s = state.heard.get(name, state.rolled_s)
+    return at_s if name in state.silent else max(at_s, state.rolled_s)
 
 
 def check_leases(state: FleetState, orders: list[Order]) -> None:
-    """Fences the nodes whose lease has run out, or that have been without connection for too long."""
+    """Fence the nodes whose lease has run out, or that have been without connection for too long."""
     settings, now_s = state.settings, state.now_s
     _lose_late(state, orders, state.suspects, settings.confirm_s, "its connection broke")
     if now_s < state.next_lease_s:
         return
     rolled = now_s - state.rolled_s < settings.lease_s
     names = state.silent if rolled else [name for name, node in state.nodes.items() if node.alive]
-    heard = {name: last_heard_s(state, name) for name in names}
-    _lose_late(state, orders, heard, settings.lease_s, "it fell silent")
-    left = [heard_s for name, heard_s in heard.items() if state.nodes[name].alive]
+    last_seen = {name: last_heartbeat_s(state, name) for name in names}
+    _lose_late(state, orders, last_seen, settings.lease_s, "it fell silent")
+    remaining = [at_s for name, at_s in last_seen.items() if state.nodes[name].alive]
     if rolled:
-        left.append(state.rolled_s)
-    soonest_s = min(left, default=now_s) + settings.lease_s
+        remaining.append(state.rolled_s)
+    soonest_s = min(remaining, default=now_s) + settings.lease_s
     state.next_lease_s = soonest_s if soonest_s > now_s else now_s + settings.lease_s / 4
 
 
 def _lose_late(
-    state: FleetState, orders: list[Order], since: dict[str, float], limit_s: float, what: str
+    state: FleetState, orders: list[Order], since: dict[str, float], limit_s: float, fault: str
 ) -> None:
     late = sorted(name for name, at_s in since.items() if state.now_s - at_s >= limit_s)
     alive = len(state.seats) - len(state.vacant) + len(state.spares)
     if len(late) > 2 and 2 * len(late) > alive and not state.evidence:
         late = [name for name in late if state.now_s - since[name] >= MASS_PATIENCE * limit_s]
     for name in late:
-        lose(state, orders, state.nodes[name], f"{what} {state.now_s - since[name]:.1f} s ago")
+        lose(state, orders, state.nodes[name], f"{fault} {state.now_s - since[name]:.1f} s ago")
 
 
-# Roll calls: one event that stands for the same report of thousands of healthy nodes.
-#
-# A fleet of 12,500 nodes sends the same report 12,500 times at each transition. An aggregator above the agents folds them
-# into one roll call that lists only the nodes that differ, and the core handles it with a few set operations.
+# Roll calls: one event that stands for the same report of thousands of healthy nodes. A fleet of 12,500 nodes
+# sends the same report 12,500 times at each transition. An aggregator above the agents folds them into one
+# roll call that lists only the nodes that differ. The core handles it with a few set operations.
 
 
 def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
-    """Handles a roll call like the reports that it stands for."""
+    """Handle a roll call like the reports that it stands for."""
     if event.what == "heartbeat":
         for name in set(event.absent) - state.silent:
             if name in state.nodes:
-                state.heard[name] = last_heard_s(state, name)
+                state.heard[name] = last_heartbeat_s(state, name)
         state.silent = {name for name in event.absent if name in state.nodes and state.nodes[name].alive}
         state.rolled_s = state.now_s
         if state.silent:
-            soonest_s = min(last_heard_s(state, name) for name in state.silent)
+            soonest_s = min(last_heartbeat_s(state, name) for name in state.silent)
             state.next_lease_s = min(state.next_lease_s, soonest_s + state.settings.lease_s)
         state.suspects = {name: at_s for name, at_s in state.suspects.items() if name in state.silent}
         if event.epoch == state.epoch:
@@ -193,10 +197,10 @@ def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  
 
 def _parked_all(state: FleetState, event: Rollcall) -> None:
     if state.phase is not FleetPhase.PARKING:
-        # No member was told to park, so no aggregator can have an answer for all.
+        # No member was ordered to park, so no aggregator can have an answer for all.
         state.stale += 1
         return
-    # Who has spoken is all but a few: what is worked out are those few.
+    # Almost all have reported: compute the few that have not.
     awaited = state.awaiting
     state.awaiting = awaited.intersection(event.absent)
     steps = tuple(step for step in event.steps if step >= 0 and trusts(state, state.epoch, step))
@@ -211,74 +215,82 @@ def _parked_all(state: FleetState, event: Rollcall) -> None:
         state.census = Census(state.epoch, state.ranks, steps, tuple(state.seats), tuple(state.ring), absent)
 
 
-# Blame: a fault that a node reports of the run is the node's own until another node has found the same.
+# Blame: a fault of the run that one node reports is the node's own until another node reports the same.
 #
-# Two kinds of report would end a run, or change its bits, on the word of one machine.
+# Two kinds of report would otherwise end a run, or change its bits, because of one machine.
 #
-# - *The run cannot go on* (``Fatal``): data that cannot be read, another dataset, a model that cannot be built. The node is set aside
-#   and the others go on without it. The run ends when a second node says the same, or when it cannot be trained without the first.
-# - *A step is not finite* (``Suspect`` with "nonfinite"): a single faulty accelerator makes the loss of the whole step NaN. The step is
-#   computed again: without the nodes whose own losses were not finite, if they are not the majority and the others suffice; else with every
-#   rank on another node. If it is finite now, the first result was a fault, and the nodes that were blamed stay in quarantine. If not, it is
-#   the run's own, those nodes are let in again, and the next epoch is told so: only then does ``train.on_nonfinite`` apply.
+# - *The run cannot go on* (``Fatal``): data that cannot be read, another dataset, a model that cannot be
+#   built. The node is set aside and the others continue without it. The run ends when a second node reports
+#   the same, or when it cannot be trained without the first.
+# - *A step is not finite* (``Suspect`` with "nonfinite"): a single faulty accelerator makes the loss of the
+#   whole step NaN. The step is computed again without the nodes whose own losses were not finite. If they are
+#   the majority, or the others do not suffice, every rank moves to another node instead. If the step is
+#   finite now, the first result was a fault, and the blamed nodes stay in quarantine. If not, it is the run's
+#   own, and those nodes are admitted again. Only then does ``train.on_nonfinite`` apply, in the next epoch.
 #
-# The second rule recomputes rather than votes, so it needs neither slots that are computed twice nor a check of each gradient. Its limit: a
-# node that makes every gradient of its slots NaN, and never a loss, moves with the ranks and is taken for the run.
+# The second rule recomputes rather than votes, so it needs neither slots that are computed twice nor a check
+# of each gradient. Its limit: a node that makes every gradient of its slots NaN, and never a loss, moves with
+# the ranks, and the run is blamed.
 
 
 def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
-    """Handles the report that the run cannot go on."""
+    """Handle the report that the run cannot go on."""
     if event.epoch != state.epoch or state.phase not in (*IN_EPOCH, FleetPhase.PARKING):
         state.stale += 1
         return
-    others = [said.node for said in state.accusations if said.kind == event.kind and said.node != event.node]
+    others = [
+        accusation.node
+        for accusation in state.accusations
+        if accusation.kind == event.kind and accusation.node != event.node
+    ]
     alone = event.node not in state.nodes or not can_do_without(state, {event.node})
     if event.unanimous or others or alone:
-        also = f" (node {others[0]} said the same)" if others else ""
+        also = f" (node {others[0]} reported the same)" if others else ""
         end(state, orders, FleetPhase.FAILED, f"node {event.node}: {event.text}{also}")
         return
     state.accusations = (*state.accusations, Accusation(event.node, event.kind, state.step))
     set_aside(state, event.node, f"cannot train this run: {event.text[:200]}", IncidentKind.NOTE)
     regroup(
-        state, orders, f"node {event.node} cannot train this run, and is alone in that: {event.text[:200]}"
+        state, orders, f"node {event.node} cannot train this run, and is the only one: {event.text[:200]}"
     )
 
 
 def nonfinite(state: FleetState, event: m.Suspect, orders: list[Order]) -> None:
-    """Handles the report, by any member, that a step's loss or gradient is not finite."""
+    """Handle the report, by any member, that a step's loss or gradient is not finite."""
     doubt, step = state.doubt, event.step
-    known = doubt is not None and doubt.epoch == event.epoch  # every member says it
+    already_reported = doubt is not None and doubt.epoch == event.epoch  # Every member reports it.
     if (
         step is None
         or event.epoch != state.epoch
         or state.phase not in (*IN_EPOCH, FleetPhase.PARKING)
-        or known
+        or already_reported
     ):
         state.stale += 1
         return
-    what = f"step {step} is not finite: {event.evidence[:200]}"
+    text = f"step {step} is not finite: {event.evidence[:200]}"
     if doubt is not None and doubt.step == step:
         _let_in_again(state, doubt)
         state.doubt = NonFiniteDoubt(step, state.epoch, confirmed=True)
-        regroup(state, orders, f"{what}; computed by other nodes, it is the same: it is the run's own")
+        regroup(state, orders, f"{text}; computed by other nodes, it is the same: it is the run's own")
         return
     if doubt is not None and doubt.step > step:
-        # State of an earlier step was restored, and this step fails before that one could be computed without them: nothing is
-        # known of them now. Whoever is at fault is blamed again.
+        # State of an earlier step was restored, and this step fails before that one could be computed without
+        # them: they are neither cleared nor guilty. A guilty node is blamed again.
         _let_in_again(state, doubt)
     per_node = state.settings.formation.workers_per_node
     seats = {rank // per_node for rank in event.ranks if rank < state.ranks}
     blamed = {state.seats[seat] for seat in seats}
-    # The ranks of a replica compute a slot together: which of its nodes is at fault, the loss does not say.
+    # The ranks of a replica compute a slot together, so the loss does not show which of its nodes is at
+    # fault.
     formation = state.settings.formation
     together = formation.pipeline * formation.slot_ranks(state.ranks) > per_node
     if together or 2 * len(blamed) > len(state.seats) or not can_do_without(state, blamed):
         blamed = set()
     for name in sorted(blamed):
-        set_aside(state, name, f"{what}; the others compute it again", IncidentKind.NOT_FINITE, step)
+        set_aside(state, name, f"{text}; the others compute it again", IncidentKind.NOT_FINITE, step)
     state.doubt = NonFiniteDoubt(step, state.epoch, tuple(sorted(blamed)))
     how = f"without node {', '.join(sorted(blamed))}" if blamed else "with every rank on another node"
-    regroup(state, orders, f"{what}; it is computed again {how}")
+    regroup(state, orders, f"{text}; it is computed again {how}")
 
 
 def _let_in_again(state: FleetState, doubt: NonFiniteDoubt) -> None:
@@ -288,9 +300,9 @@ def _let_in_again(state: FleetState, doubt: NonFiniteDoubt) -> None:
             change(state, node, eligibility=Eligibility.GOOD, why="", fault=IncidentKind.NOTE)
 
 
-def set_aside(state: FleetState, name: str, why: str, kind: IncidentKind, step: int = m.NO_STEP) -> None:
-    """Notes why a node is unfit, and quarantines it if it may hold ranks."""
-    note(state, name, why, kind=kind, step=step)
+def set_aside(state: FleetState, name: str, reason: str, kind: IncidentKind, step: int = m.NO_STEP) -> None:
+    """Record why a node is unfit, and quarantine it if it may hold ranks."""
+    note(state, name, reason, kind=kind, step=step)
     node = state.nodes[name]
     if node.eligibility is Eligibility.GOOD:
-        change(state, node, eligibility=Eligibility.QUARANTINED, why=why, fault=kind)
+        change(state, node, eligibility=Eligibility.QUARANTINED, why=reason, fault=kind)

@@ -1,8 +1,9 @@
 """The life cycle of epochs: one is formed, runs, is left, and the next one is formed.
 
-FORMING -> BINDING -> RUNNING -> PARKING -> BINDING ..., with WAITING while too few nodes are usable. Any fault in any
-phase leads back to PARKING, and from there to a higher epoch; a broken epoch is never repaired. A new epoch begins only
-when each member of the last one has reported that its workers have left, or is fenced.
+FORMING -> BINDING -> RUNNING -> PARKING -> BINDING ..., with WAITING while too few nodes are usable. Any
+fault in any phase leads back to PARKING, and from there to a higher epoch; a broken epoch is never repaired.
+A new epoch begins only when each member of the last one has reported that its workers have left, or is
+fenced.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ QUICK_TRIES, FIRST_PAUSE_S, LONGEST_PAUSE_S = 4, 0.1, 10.0
 
 
 def advance(state: FleetState, orders: list[Order]) -> None:
-    """Makes every phase transition that is due. Called after each event."""
+    """Make every phase transition that is due. Called after each event."""
     moved = True
     while moved and state.phase not in OVER:
         moved = _TRANSITIONS[state.phase](state, orders)
@@ -59,8 +60,8 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
     if state.stopping and memory_may_come(state):
         return False
     if state.epoch != NO_EPOCH:
-        # After a resynchronization: every member parks first, so that no two epochs train at once and the newest state
-        # in memory counts. Nodes that stay silent are waited for no longer than nodes of a new run.
+        # After a resynchronization: every member parks first, so that no two epochs train at once and the
+        # newest state in memory counts. The wait for silent nodes is no longer than in a new run.
         engaged = any(node.alive and node.engaged for node in state.nodes.values())
         return not (engaged and state.now_s - state.since_s < settings.form_s) and _form(state, orders)
     if state.stopping:
@@ -68,15 +69,17 @@ def _from_forming(state: FleetState, orders: list[Order]) -> bool:
     if not ranks:
         return False
     if state.now_s - state.since_s < settings.form_s:
-        whole = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
-        # While nodes join one by one, the first comparison decides, without a look at all of them.
-        if ranks < whole or _without_spares(state, ranks) < whole or _choice_is_coming(state):
+        full_ranks = settings.formation.largest(settings.wanted_nodes * settings.formation.workers_per_node)
+        # While nodes join one by one, the first comparison decides in O(1).
+        if ranks < full_ranks or _without_spares(state, ranks) < full_ranks or _choice_is_coming(state):
             return False
     return _form(state, orders)
 
 
 def _choice_is_coming(state: FleetState) -> bool:
-    """True if more nodes are about to join, and where in the network they are decides which of all are taken."""
+    """Return True if more nodes are about to join, and their places in the network decide which of all are
+    taken.
+    """
     settings = state.settings
     if state.now_s - state.since_s >= settings.gather_s or len(state.spares) >= settings.expected_nodes:
         return False
@@ -84,8 +87,11 @@ def _choice_is_coming(state: FleetState) -> bool:
 
 
 def _without_spares(state: FleetState, ranks: int) -> int:
-    """Number of ranks to begin with, at most ``ranks``: nodes started as spares count where one of the others is not to be had."""
-    # A node known to be unfit or lost is not waited for: one that was started as a spare takes its place.
+    """Return the number of ranks to begin with, at most ``ranks``.
+
+    Nodes started as spares count only in place of missing ones.
+    """
+    # An unfit or lost node is not awaited: a node that was started as a spare takes its place.
     missing = any(
         not node.alive or node.eligibility is not Eligibility.GOOD
         for node in state.nodes.values()
@@ -125,9 +131,11 @@ def _from_parking(state: FleetState, orders: list[Order]) -> bool:
 
 
 def pause_s(tries: int) -> float:
-    """Seconds to wait before the next epoch is tried: 0 for the first ``QUICK_TRIES``, then exponential back-off.
+    """Return seconds to wait before the next epoch is tried: 0 for the first ``QUICK_TRIES``, then
+    exponential back-off.
 
-    A fault that lasts some seconds (a flapping link, a switch that restarts) must not use up all tries in that time.
+    A fault that lasts some seconds (a flapping link, a switch that restarts) must not use up all tries in
+    that time.
     """
     if tries <= QUICK_TRIES:
         return 0.0
@@ -151,15 +159,17 @@ _TRANSITIONS = {
 
 
 def can_grow(state: FleetState) -> bool:
-    """True if the usable nodes allow more ranks than the present epoch has."""
+    """Return True if the usable nodes allow more ranks than the present epoch has."""
     return len(state.seats) < state.settings.wanted_nodes and possible_ranks(state) > state.ranks
 
 
 def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
     nodes = [state.nodes[state.seats[seat]] for seat in sorted(state.vacant)]
-    whole = all(node.alive and node.warm and not node.engaged for node in nodes)
-    why = "; ".join(f"{node_called(node.name)}: {node.why or 'its workers are gone'}" for node in nodes[:4])
-    regroup(state, orders, why, planned=whole, kind=nodes[0].fault)
+    planned = all(node.alive and node.warm and not node.engaged for node in nodes)
+    reason = "; ".join(
+        f"{node_called(node.name)}: {node.why or 'its workers are gone'}" for node in nodes[:4]
+    )
+    regroup(state, orders, reason, planned=planned, kind=nodes[0].fault)
     return True
 
 
@@ -171,7 +181,7 @@ def regroup(
     planned: bool = False,
     kind: IncidentKind = IncidentKind.NOTE,
 ) -> None:
-    """Ends the present epoch. A planned end loses no step; a fault while it is under way makes it unplanned."""
+    """End the present epoch. A planned end loses no step; a fault during it makes it unplanned."""
     if state.phase is FleetPhase.PARKING and state.planned and not planned:
         state.planned, state.left_planned, state.reason = False, False, reason
         enter(state, FleetPhase.PARKING)
@@ -189,16 +199,16 @@ def regroup(
             state.left_s, state.left_planned = state.now_s, planned
         enter(state, FleetPhase.PARKING)
         note(state, "", reason, ended_epoch=True, kind=kind)
-        gone = {state.seats[seat] for seat in state.vacant if not state.nodes[state.seats[seat]].alive}
+        lost = {state.seats[seat] for seat in state.vacant if not state.nodes[state.seats[seat]].alive}
         state.awaiting = set(state.seats)
-        state.awaiting.difference_update(gone, state.early)
+        state.awaiting.difference_update(lost, state.early)
         orders.append(Order(SEATED, Park(state.epoch, reason, planned)))
 
 
 def _form(state: FleetState, orders: list[Order]) -> bool:
-    """Begins the next epoch if there are enough nodes; otherwise the fleet waits."""
+    """Begin the next epoch if there are enough nodes; otherwise the fleet waits."""
     if state.tries > state.settings.max_tries:
-        text = f"{state.tries} faults in a row without a step between them; the last one: {state.reason}"
+        text = f"{state.tries} faults in a row without progress; the last one: {state.reason}"
         conclude(state, orders, FleetPhase.FAILED, text)
         return True
     if state.stopping:
@@ -225,7 +235,7 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     state.epoch = max(state.epoch, state.seen_epoch) + 1
     before = step_of(state.source)
     state.ring, state.ring_level = list(plan.ring), plan.ring_level
-    left = _reseat(state, plan.seats)
+    unseated = _reseat(state, plan.seats)
     state.awaiting, state.early, state.evidence, state.planned = set(plan.seats), set(), False, False
     state.ranks, state.source = plan.ranks, plan.source
     state.epoch_key = state.key
@@ -236,14 +246,14 @@ def _begin(state: FleetState, orders: list[Order], plan: EpochPlan) -> None:
     progressed(state, state.step)
     withdraw_doubt(state)
     enter(state, FleetPhase.BINDING)
-    orders += [Order(SEATED), *(Order(name) for name in left)]
+    orders += [Order(SEATED), *(Order(name) for name in unseated)]
 
 
 def _reseat(state: FleetState, seats: tuple[str, ...]) -> list[str]:
-    """Seats the nodes of an epoch, and returns those that lose their seat by it, sorted.
+    """Seat the nodes of an epoch. Return those that lose their seat by it, sorted.
 
-    What is worked out for a seat is worked out for those that change: the others are passed over by a comparison of lists. It is of
-    identity, which at worst calls a seat changed that is not.
+    Work is done only for seats that change. The others are skipped by a comparison of identities, which at
+    worst treats an unchanged seat as changed.
     """
     old, state.seats = state.seats, list(seats)
     both = min(len(old), len(seats))
@@ -252,11 +262,11 @@ def _reseat(state: FleetState, seats: tuple[str, ...]) -> list[str]:
     state.vacant = set()
     stand = [old[seat] for seat in changed if seat < len(old)]
     sit = {seats[seat]: seat for seat in changed if seat < len(seats)}
-    left = sorted(name for name in stand if name not in sit)
-    for name in left:
+    unseated = sorted(name for name in stand if name not in sit)
+    for name in unseated:
         change(state, state.nodes[name], seat=NO_SEAT)
     for name, seat in sit.items():
         if state.nodes[name].seat != seat:
             change(state, state.nodes[name], seat=seat)
     state.vacant.clear()
-    return left
+    return unseated

@@ -1,11 +1,12 @@
 """Progress of an epoch's members, step by step, up to the end of the run.
 
-While a fleet waits for nodes, or parks after a fault, its newest state is often a snapshot in memory alone. Memory ends with the agents. So
-a run that is to end in such a moment enters SAVING: of each different state one living node writes the snapshot that it holds into one
-checkpoint, and one of them commits it. No worker takes part, and nothing is computed: the bytes are those of the snapshot, under the
-checksums that were taken with it. Hence drained nodes can do it, and quarantined ones too. Where a copy cannot be written, that node's
-memory counts as gone, and the newest state that is still whole is tried, under the next epoch number. What cannot be saved is reported, in
-steps.
+While a fleet waits for nodes, or parks after a fault, its newest state is often a snapshot in memory alone,
+which is lost when the agents end. So a run that is to end in such a moment enters SAVING. For each different
+state, one living node writes its snapshot into one checkpoint, and one of them commits it. No worker takes
+part, and nothing is computed: the bytes and checksums are those of the snapshot. Hence drained and
+quarantined nodes can do it too. If a copy cannot be written, that node's memory counts as lost. The newest
+state that is still complete is then tried, under the next epoch number. Steps that cannot be saved are
+reported.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from phalanx.fleet.core.state import (
 )
 from phalanx.observe.events import IncidentKind
 
-# Progress: steps, the pace, and which doubts a completed step settles.
+# Progress: steps, the pace, and the doubts that a completed step settles.
 
 TOLD_OF_WAITING_S = 30.0
 
 
 def restored_step(state: FleetState) -> int:
-    """The step whose state the present epoch restores; ``NO_STEP`` if it begins the run."""
+    """Return the step whose state the present epoch restores; ``NO_STEP`` if it begins the run."""
     return step_of(state.source)
 
 
 def step_of(source: StateSource) -> int:
-    """The step whose state an epoch with this source begins with; ``NO_STEP`` at the begin of the run."""
+    """Return the step whose state an epoch with this source begins with; ``NO_STEP`` at the begin of the run."""
     return NO_STEP if isinstance(source, Fresh) else source.step
 
 
 def progressed(state: FleetState, step: int) -> None:
-    """Resets the count of tries if ``step`` is beyond the furthest one so far."""
+    """Reset the count of tries if ``step`` is beyond the furthest one so far."""
     if step > state.best_step:
         state.best_step, state.tries = step, 0
 
 
 def stepped(state: FleetState, step: int) -> None:
-    """Notes that the members have completed ``step``, and updates the pace."""
+    """Record that the members have completed ``step``, and update the pace."""
     if state.phase is not FleetPhase.RUNNING or step <= state.step:
         return
     pace_s = (state.now_s - state.step_s) / (step - state.step)
@@ -64,7 +65,8 @@ def stepped(state: FleetState, step: int) -> None:
 
 
 def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
-    """Puts off the deadline of the present step: an object store has not given ``node`` its samples, and a fleet that waits does not hang.
+    """Extend the deadline of the present step: an object store has not delivered ``node``'s samples, and a
+    waiting fleet is not hung.
 
     The node ends its waiting by itself (``data.timeout_s``).
     """
@@ -78,8 +80,10 @@ def waits_for_samples(state: FleetState, node: Node, waiting_s: float) -> None:
 
 
 def _settle(state: FleetState, step: int) -> None:
-    """Drops what nodes have said of the run (``phalanx.fleet.core.epochs.faults``) and ``step``, which is completed, has decided."""
-    state.accusations = tuple(said for said in state.accusations if said.step >= step)
+    """Drop the accusations (``phalanx.fleet.core.epochs.faults``) and the doubt that the completion of
+    ``step`` has settled.
+    """
+    state.accusations = tuple(accusation for accusation in state.accusations if accusation.step >= step)
     doubt = state.doubt
     if doubt is not None and step >= doubt.step:
         state.doubt = None
@@ -92,50 +96,53 @@ def _settle(state: FleetState, step: int) -> None:
 
 
 def withdraw_doubt(state: FleetState) -> None:
-    """Lets the nodes in again that are blamed for a step which the new epoch will not compute: it restores a state from beyond it.
+    """Admit again the nodes blamed for a step that the new epoch will not compute, since it restores a later
+    state.
 
-    Such a state was kept by a node that was away, from an epoch that got further. Whether the step is the run's own is then not found out.
+    A node that was away had kept such a state, of an epoch that got further. Whether the step is the run's
+    own then stays unknown.
     """
     doubt = state.doubt
     if doubt is None or doubt.confirmed or not doubt.nodes or step_of(state.source) < doubt.step:
         return
     state.doubt = replace(doubt, nodes=())
     for name in doubt.nodes:
-        note(state, name, f"step {doubt.step} is not computed again: nothing is known against this node")
+        note(state, name, f"step {doubt.step} is not computed again: there is no evidence against this node")
         node = state.nodes.get(name)
         if node is not None and node.eligibility is Eligibility.QUARANTINED:
             change(state, node, eligibility=Eligibility.GOOD, why="", fault=IncidentKind.NOTE)
 
 
-# Retention of snapshots in memory: pure rules over step numbers, shared by the workers of a run and the simulator.
-#
-# A snapshot may be dropped once a newer one is safe, that is, once every rank's own copy and its buddy's copy of the newer
-# one are complete. Then all ranks hold some common step at any moment, and a fault loses at most the steps since then.
-# (``phalanx.checkpoint.save.interval`` has the rule for checkpoints on disk.)
+# Retention of snapshots in memory: pure rules over step numbers, shared by the workers of a run and the
+# simulator. A snapshot may be dropped once a newer one is safe: every rank's own copy and its buddy's copy of
+# it are complete. Then all ranks hold some common step at any moment, and a fault loses at most the steps
+# since then. (``phalanx.checkpoint.save.interval`` has the rule for checkpoints on disk.)
 
 
-def droppable(held: Iterable[RankSnapshot], safe_step: int) -> tuple[RankSnapshot, ...]:
-    """The snapshots that a node may overwrite, once all ranks' copies of ``safe_step`` are known to be complete."""
-    return tuple(holding for holding in held if holding.step < safe_step)
+def droppable(snapshots: Iterable[RankSnapshot], safe_step: int) -> tuple[RankSnapshot, ...]:
+    """Return the snapshots that a node may overwrite once all copies of ``safe_step`` are complete."""
+    return tuple(snapshot for snapshot in snapshots if snapshot.step < safe_step)
 
 
 def may_begin(newest_step: int, safe_step: int) -> bool:
-    """True if a rank with two buffers may begin a snapshot: only when its newest one is safe on all ranks."""
+    """Return True if a rank with two buffers may begin a snapshot: only when its newest one is safe on all
+    ranks.
+    """
     return newest_step <= safe_step
 
 
-# The end of a run: what only the memory of nodes holds is written to disk before the agents end.
+# The end of a run: state that is only in the memory of nodes is written to disk before the agents end.
 
 OVER = (FleetPhase.FINISHED, FleetPhase.FAILED)
 
 
 def enter(state: FleetState, phase: FleetPhase) -> None:
-    """Begins a phase."""
+    """Begin a phase."""
     state.phase, state.since_s = phase, state.now_s
 
 
 def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:
-    """Ends the run, FINISHED or FAILED, and says which steps are lost."""
+    """End the run, FINISHED or FAILED, and record which steps are lost."""
     enter(state, phase)
     lost = unsaved_steps(state)
     if lost:
@@ -148,32 +155,39 @@ def end(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) 
 
 
 def newest_saved(state: FleetState) -> int:
-    """The step from which the run would go on if all memory were lost now."""
+    """Return the step from which the run would resume if all memory were lost now."""
     return max(state.durable, default=state.settings.first_step)
 
 
 def unsaved_steps(state: FleetState) -> int:
-    """The number of completed steps, as far as reported, that are on no disk."""
+    """Return the number of completed steps, as far as reported, that are on no disk."""
     return 0 if state.result_json else max(0, state.best_step - newest_saved(state))
 
 
 def dialing_until_s(state: FleetState) -> float:
-    """The time until which agents that still dial may hold the newest steps: ``form_s`` from the begin of forming, or from the moment
-    at which every node was asked anew, if the fleet waits since then."""
-    begun_s = state.since_s if state.phase is FleetPhase.FORMING else state.asked_s
-    return -math.inf if begun_s is None else begun_s + state.settings.form_s
+    """Return the time until which dialing agents may hold the newest steps.
+
+    It is ``form_s`` from the begin of forming, or from the last request for every node's description if the
+    fleet waits since then.
+    """
+    start_s = state.since_s if state.phase is FleetPhase.FORMING else state.asked_s
+    return -math.inf if start_s is None else start_s + state.settings.form_s
 
 
 def memory_may_come(state: FleetState) -> bool:
-    """True if agents that still dial may hold the newest steps: a fleet that is stopped while it forms or waits gives them some time.
+    """Return True if agents that still dial may hold the newest steps. A stop during forming or waiting gives
+    them some time.
 
-    Nobody is waited for in a run that has computed nothing yet, nor once as many nodes as the run wants have described themselves and hold
-    the newest state that any of them names.
+    There is no wait in a run that has computed nothing yet. It ends once as many nodes as the run wants have
+    described themselves and hold the newest state that any of them names.
     """
-    begun = state.fencing.attempt > 0 or state.durable or max(state.epoch, state.seen_epoch) != NO_EPOCH
-    if not (begun or state.asked_s is not None) or state.now_s >= dialing_until_s(state):
+    has_computed = (
+        state.fencing.attempt > 0 or state.durable or max(state.epoch, state.seen_epoch) != NO_EPOCH
+    )
+    if not (has_computed or state.asked_s is not None) or state.now_s >= dialing_until_s(state):
         return False
-    # After a resynchronization a heartbeat may come before the description; a node that was started as a spare counts if it holds a state.
+    # After a resynchronization a heartbeat may come before the description. A node started as a spare counts
+    # if it holds a state.
     described = sum(
         node.alive
         and not node.engaged
@@ -182,20 +196,21 @@ def memory_may_come(state: FleetState) -> bool:
         for node in state.nodes.values()
     )
     newest = newest_in_memory(state)
-    whole = NO_STEP if newest is None else newest.step
-    named = max(
-        (held.step for node in state.nodes.values() if node.alive for held in node.held), default=NO_STEP
+    newest_step = NO_STEP if newest is None else newest.step
+    newest_reported = max(
+        (snapshot.step for node in state.nodes.values() if node.alive for snapshot in node.held),
+        default=NO_STEP,
     )
-    return described < state.settings.wanted_nodes or max(whole, newest_saved(state)) < named
+    return described < state.settings.wanted_nodes or max(newest_step, newest_saved(state)) < newest_reported
 
 
 def conclude(state: FleetState, orders: list[Order], phase: FleetPhase, reason: str) -> None:
-    """Ends the run while no worker is in an epoch, once the newest state of memory is on disk if it is not yet."""
+    """End the run while no worker is in an epoch, once memory's newest state is on disk."""
     source = restore_source(state)
     if not isinstance(source, RestorePoint) or source.step <= newest_saved(state):
         end(state, orders, phase, reason)
         return
-    # A number of its own: what an earlier try has left in its draft is never mixed with this one's.
+    # A new number, so that an earlier try's draft is never mixed with this one's.
     state.epoch = max(state.epoch, state.seen_epoch) + 1
     state.source, state.ends_as, state.reason = source, phase, reason
     state.writing = _shares(state, source)
@@ -204,17 +219,22 @@ def conclude(state: FleetState, orders: list[Order], phase: FleetPhase, reason: 
 
 
 def _shares(state: FleetState, point: RestorePoint) -> dict[str, list[tuple[int, int]]]:
-    """Node -> (rank, state) of the snapshots that it is to write: each different state once, the work spread over its holders."""
+    """Return node -> (rank, state) of the snapshots that it is to write: each different state once, spread
+    over the holders.
+    """
     shares: dict[str, list[tuple[int, int]]] = {}
     for key in range(state.settings.formation.keys(point.ranks)):
-        held = copies_of(state, point, key)
-        name = min(held, key=lambda holder: (len(shares.get(holder, ())), holder))
-        shares.setdefault(name, []).append((held[name], key))
+        copies = copies_of(state, point, key)
+        name = min(copies, key=lambda holder: (len(shares.get(holder, ())), holder))
+        shares.setdefault(name, []).append((copies[name], key))
     return shares
 
 
 def from_saving(state: FleetState, orders: list[Order]) -> bool:
-    """Ends the run once its newest state is on disk; a node that was lost meanwhile is replaced by another holder."""
+    """End the run once its newest state is on disk.
+
+    A node that was lost meanwhile is replaced by another holder.
+    """
     assert isinstance(state.source, RestorePoint)
     if state.source.step in state.durable:
         reason = f"{state.reason}; step {state.source.step} was saved from the memory of the nodes"
@@ -227,7 +247,7 @@ def from_saving(state: FleetState, orders: list[Order]) -> bool:
 
 
 def not_saved(state: FleetState, event: NotSaved, orders: list[Order]) -> None:
-    """Handles the report that a node cannot write its share: what it holds counts as gone."""
+    """Handle the report that a node cannot write its share: its copies count as lost."""
     node = state.nodes.get(event.node)
     stale = event.epoch != state.epoch or state.phase is not FleetPhase.SAVING
     if node is None or stale or node.incarnation != event.incarnation:

@@ -1,10 +1,12 @@
 """Seating: which node gets which seat in the next epoch. Pure functions.
 
-As long as the number of seats stays, survivors keep theirs, so that nobody reads a state which it has, and the nearest spares fill the vacant ones.
-When the number changes, most ranks get another part of the state anyway, and a seat stands for another stage and replica than before: a
-fleet that kept its seats would have its pipelines all over the network. So it is laid anew, as at its first formation: units below one
-switch where that can be, neighbors near each other along the tree (``phalanx.launch.placing``). Below the lowest switch the order of the nodes
-costs nothing; there each takes the seat whose state it has, or one of its own stage, if there is one.
+As long as the number of seats stays, survivors keep theirs, so that no node reads a state that it already
+has. The nearest spares fill the vacant ones. When the number changes, most ranks get another part of the
+state anyway, and a seat stands for another stage and replica than before. A fleet that kept its seats would
+spread its pipelines over the network. So seats are dealt as at the first formation: units below one switch if
+possible, neighbors near each other along the tree (``phalanx.launch.placing``). Below the lowest switch the
+order of the nodes costs nothing. There each node takes the seat whose state it has, or one of its own stage,
+if there is one.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from phalanx.launch.placing import PlacedUnits, from_domains, place_units, seque
 Domain = tuple[str, ...]
 
 
-def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
-    """Number of levels, from the widest, in which two failure domains agree."""
+def common_levels(first: Sequence[str], other: Sequence[str]) -> int:
+    """Return the number of levels, from the widest, in which two failure domains agree."""
     levels = 0
-    for mine, theirs in zip(one, other, strict=False):
+    for mine, theirs in zip(first, other, strict=False):
         if mine != theirs:
             break
         levels += 1
@@ -31,7 +33,7 @@ def common_levels(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def deal(state: FleetState, ranks: int, *, keep: bool = False) -> tuple[str, ...]:
-    """Seat -> node of an epoch of ``ranks`` ranks, with the nodes usable now; there must be enough.
+    """Return seat -> node of an epoch of ``ranks`` ranks, with the nodes usable now; there must be enough.
 
     Args:
         state: The fleet, of which no worker is in an epoch any more.
@@ -45,9 +47,9 @@ def deal(state: FleetState, ranks: int, *, keep: bool = False) -> tuple[str, ...
     # Where several nodes of a rack have failed at once the rack is at fault, and its other nodes may follow.
     failing = {domain for domain, seats in lost.items() if domain and seats > 1}
     if count != len(state.seats) and not keep:
-        anew = _choice(state, count, failing)
-        if all(state.nodes[name].domain for name in anew):
-            return tuple(_stay(state, _along_the_tree(state, anew, count), ranks))
+        chosen = _choice(state, count, failing)
+        if all(state.nodes[name].domain for name in chosen):
+            return tuple(_stay(state, _along_the_tree(state, chosen, count), ranks))
     return tuple(_fill(state, count, failing))
 
 
@@ -55,22 +57,24 @@ def deal(state: FleetState, ranks: int, *, keep: bool = False) -> tuple[str, ...
 
 
 def _fill(state: FleetState, count: int, failing: Collection[Domain]) -> list[str]:
-    """Survivors keep their seats; vacant ones go to spares and to nodes whose seats no longer exist."""
-    kept = [*state.seats[:count], *[""] * (count - len(state.seats))]
+    """Keep the seats of survivors. Give vacant ones to spares and to nodes whose seats no longer exist."""
+    seats_kept = [*state.seats[:count], *[""] * (count - len(state.seats))]
     candidates = set(state.spares)
     candidates.update(
         state.seats[seat] for seat in range(count, len(state.seats)) if seat not in state.vacant
     )
     for seat in (*sorted(seat for seat in state.vacant if seat < count), *range(len(state.seats), count)):
-        near = _home(state, kept, seat)
+        near = _home(state, seats_kept, seat)
         chosen = min(candidates, key=lambda name: _distance(state.nodes[name], near, failing))
         candidates.remove(chosen)
-        kept[seat] = chosen
-    return kept
+        seats_kept[seat] = chosen
+    return seats_kept
 
 
 def _home(state: FleetState, kept: Sequence[str], seat: int) -> Domain:
-    """The domain that the node of a vacant seat should be near to: where most others of its block are, else its last node's."""
+    """Return the preferred domain for a vacant seat: that of most others of its block, else that of its last
+    node.
+    """
     block = state.settings.block
     first = seat - seat % block
     others = Counter(
@@ -91,7 +95,10 @@ def _distance(node: Node, near: Domain, failing: Collection[Domain]) -> tuple[bo
 
 
 def _first_deal(state: FleetState, count: int) -> list[str]:
-    """The seats of a fleet that has none yet. Nodes that were started as spares are taken only where others are missing."""
+    """Deal the seats of a fleet that has none yet.
+
+    Nodes started as spares are taken only in place of missing ones.
+    """
     nodes = state.nodes
     first = sum(not nodes[name].started_as_spare for name in state.spares)
     chosen = sorted(state.spares, key=lambda name: (nodes[name].started_as_spare, name))
@@ -99,9 +106,9 @@ def _first_deal(state: FleetState, count: int) -> list[str]:
 
 
 def _choice(state: FleetState, count: int, failing: Collection[Domain]) -> list[str]:
-    """The nodes among which a fleet of another size chooses: its members; where they are too few, spares too, of failing domains last.
+    """Choose the nodes for a fleet of another size: its members, then spares, those of failing domains last.
 
-    Members stay, with the spares that are nearest to them, unless some of them would have to go so that fewer units are torn.
+    Members stay, with the spares that are nearest to them, unless replacing some of them tears fewer units.
     """
     members = [name for seat, name in enumerate(state.seats) if seat not in state.vacant]
     missing = count - len(members)
@@ -121,7 +128,9 @@ def _choice(state: FleetState, count: int, failing: Collection[Domain]) -> list[
 
 
 def _of_the_same_domains(state: FleetState, names: Sequence[str], placed: PlacedUnits) -> list[str]:
-    """As many of ``names`` in each lowest domain as were placed there, the first of them: members before spares."""
+    """Return as many of ``names`` in each lowest domain as were placed there, the first of them: members
+    before spares.
+    """
     room = Counter(state.nodes[name].domain for name in placed.nodes)
     chosen = []
     for name in names:
@@ -133,7 +142,7 @@ def _of_the_same_domains(state: FleetState, names: Sequence[str], placed: Placed
 
 
 def _nearest(state: FleetState, members: Sequence[str], spares: Sequence[str]) -> list[str]:
-    """Spares by the number of levels, from the widest, at which they are in a domain of some member, most first."""
+    """Sort spares by the number of levels, from the widest, that they share with some member, most first."""
     nodes = state.nodes
     domains = {nodes[name].domain for name in members}
     inhabited = {domain[:levels] for domain in domains for levels in range(1, len(domain) + 1)}
@@ -148,9 +157,10 @@ def _nearest(state: FleetState, members: Sequence[str], spares: Sequence[str]) -
 def _completing(
     state: FleetState, members: Sequence[str], spares: Sequence[str], unit: int, missing: int
 ) -> list[str]:
-    """``missing`` spares, first those that make units whole: in the lowest domains first, and where fewest of them do so.
+    """Return ``missing`` spares, first those that complete units: in the lowest domains first, and where the
+    fewest spares suffice.
 
-    With the members they must make units and leave nobody over.
+    With the members they must make complete units, with no node left over.
     """
     nodes, chosen = state.nodes, list[str]()
     # Domain -> its nodes that are in no unit of a domain below, and its spares that are not chosen yet.
@@ -184,18 +194,22 @@ def _placed(state: FleetState, names: Sequence[str], unit: int, count: int) -> P
 
 
 def _torn(placed: PlacedUnits) -> list[int]:
-    """The number of units that are in more than one domain, of each level from the lowest."""
-    return [sum(one.depth < level for one in placed.units) for level in range(placed.levels, 0, -1)]
+    """Return the number of units that span more than one domain, for each level from the lowest."""
+    return [sum(unit.depth < level for unit in placed.units) for level in range(placed.levels, 0, -1)]
 
 
 def shape_of(settings: CoreSettings, count: int) -> tuple[int, int]:
-    """Seats that are placed together, and those of a block, in an epoch of ``count`` seats: 1 where they do not divide these."""
+    """Return the seats that are placed together and those of a block, in an epoch of ``count`` seats; 1 if
+    they do not divide it.
+    """
     block = settings.block if count % (settings.formation.pipeline * settings.block) == 0 else 1
     return next(seats for seats in (settings.unit, block, 1) if count % seats == 0), block
 
 
 def _along_the_tree(state: FleetState, names: Sequence[str], count: int) -> list[str]:
-    """``count`` seats for some of ``names``: units below one switch where that can be, neighbors near each other (``launch.placing``)."""
+    """Choose ``count`` seats for some of ``names``: units below one switch if possible, neighbors near each
+    other (``launch.placing``).
+    """
     settings = state.settings
     unit, block = shape_of(settings, count)
     placed = _placed(state, names, unit, count).nodes
@@ -207,7 +221,9 @@ def _along_the_tree(state: FleetState, names: Sequence[str], count: int) -> list
 
 
 def _stay(state: FleetState, seats: Sequence[str], ranks: int) -> list[str]:
-    """The same seats, but in each lowest domain nodes change places so that as many as can be keep their state, and then their stage."""
+    """Permute nodes within each lowest domain so that as many as possible keep their state, and then their
+    stage.
+    """
     formation = state.settings.formation
     places: dict[Domain, list[int]] = defaultdict(list)
     for seat, name in enumerate(seats):
@@ -216,18 +232,18 @@ def _stay(state: FleetState, seats: Sequence[str], ranks: int) -> list[str]:
     for free in places.values():
         names = sorted((seats[seat] for seat in free), key=lambda name: _before(state.nodes[name]))
         for exactly in (True, False):
-            wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)
+            seats_by_part: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for seat in reversed(free):
-                wanted[_part(formation, ranks, seat, exactly=exactly)].append(seat)
+                seats_by_part[_part(formation, ranks, seat, exactly=exactly)].append(seat)
             for name in list(names):
                 node = state.nodes[name]
-                had = (
+                part = (
                     () if node.seat == NO_SEAT else _part(formation, state.ranks, node.seat, exactly=exactly)
                 )
-                if wanted[had]:
-                    settled[wanted[had].pop()] = name
+                if seats_by_part[part]:
+                    settled[seats_by_part[part].pop()] = name
                     names.remove(name)
-            free = sorted(seat for left in wanted.values() for seat in left)
+            free = sorted(seat for group in seats_by_part.values() for seat in group)
         for seat, name in zip(free, names, strict=True):
             settled[seat] = name
     return settled
@@ -238,7 +254,9 @@ def _before(node: Node) -> tuple[bool, int, str]:
 
 
 def _part(formation: Formation, ranks: int, seat: int, *, exactly: bool) -> tuple[int, ...]:
-    """What tells the state of a seat's first rank from others: its stage, and the part of it; or the stage alone."""
+    """Return the key of the state of a seat's first rank: its stage and its part of the stage, or the stage
+    alone.
+    """
     share = formation.stage_ranks(ranks)
     stage, part = divmod(formation.key(ranks, seat * formation.workers_per_node), share)
     return (stage, share, part) if exactly else (stage,)

@@ -1,1 +1,1 @@
-"""A worker: the process that holds one rank, or none, and takes its agent's orders."""
+"""A worker: the process that holds one rank, or none, and follows its agent's orders."""

@@ -1,8 +1,10 @@
-"""The guardian of one rank of a fleet: reports progress to the agent, takes snapshots, and ends the epoch on its order.
+"""The guardian of one rank of a fleet: reports progress to the agent, takes snapshots, and ends the epoch on
+its order.
 
-The rule for snapshots: each rank has two, and overwrites the older one only after all ranks have agreed (by a flag in the step's
-loss all-reduce) that a buddy holds their newest. All ranks see the same flags in the same step, so all decide alike, and the
-newest step that every rank can roll back to is never the one that is overwritten.
+The rule for snapshots: each rank has two, and overwrites the older one only after all ranks have agreed (by a
+flag in the step's loss all-reduce) that a buddy holds their newest. All ranks get the same flags in the same
+step, so all decide the same. The newest step that every rank can roll back to is never the one that is
+overwritten.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from phalanx.train.lifecycle.guardian import EpochSupersededError, Guardian, Sam
 from phalanx.train.step.state import Built, RestoredState, restore_newest
 from phalanx.train.step.step import Audit, Stepper, StepReport
 
-# Hooks at the moments of a rank's life at which faults are injected; a worker without faults has ``NoHooks``.
+# Hooks at which faults are injected during a rank's life; a worker without faults has ``NoHooks``.
 
 GuardedPhase = Literal["optimizer", "snapshot", "recovery"]
 """The phases of a step, or of an epoch, that the rank's guardian announces."""
@@ -56,27 +58,27 @@ class Hooks(Protocol):
 
     @abstractmethod
     def enters(self, rank: int) -> None:
-        """The worker becomes ``rank`` of an epoch."""
+        """Called when the worker becomes ``rank`` of an epoch."""
 
     @abstractmethod
     def assembled(self, built: Built, saver: AsyncSaver) -> None:
-        """The model is built and its state restored."""
+        """Called when the model is built and its state restored."""
 
     @abstractmethod
     def audited(self, witness: Witness) -> None:
-        """Audits are on: gradients pass through ``witness``."""
+        """Called if audits are on: gradients pass through ``witness``."""
 
     @abstractmethod
     def step_begins(self, step: int) -> None:
-        """Step ``step`` begins."""
+        """Called when ``step`` begins."""
 
     @abstractmethod
     def at(self, phase: GuardedPhase) -> None:
-        """The rank has come to ``phase``."""
+        """Called when the rank reaches ``phase``."""
 
     @abstractmethod
     def leaves(self) -> None:
-        """The epoch has ended; its model must not be kept alive."""
+        """Called when the epoch has ended; its model must not be kept alive."""
 
 
 class NoHooks(Hooks):
@@ -104,44 +106,55 @@ class NoHooks(Hooks):
 _GROUP_TIMEOUT_S = 3600.0
 """So long that collectives are aborted by the agent's order, never by their own timeout."""
 _TOLD_BYTES, _TOLD_BY_ALL_BYTES = 32 << 20, 512 << 20
-"""Limits of what one rank tells the others of snapshots, and of what all tell: each rank holds all of it for a moment."""
+"""Limits of the snapshot descriptions that one rank sends to the others, and of all of them: each rank holds
+all for a moment.
+"""
 OVERTIME_S = 60.0
-"""Time that a request to an object store may take to end after its time was over."""
+"""Extra time for a request to an object store after its time limit."""
 _MOST_FAILURES = 3
-"""The number of attempts to restore a step from memory before all ranks turn to the disk."""
+"""Number of attempts to restore a step from memory before all ranks use the disk."""
 
 
 class SnapshotsUnreadableError(RuntimeError):
-    """Some rank found no readable snapshot of its shard; raised on every rank alike."""
+    """Some rank has no readable snapshot of its shard. Raised on every rank."""
 
 
 class NonFiniteStepError(RuntimeError):
-    """A step's loss or gradient is not finite, on this fleet of nodes; raised on every rank alike, before anything is applied."""
+    """A step's loss or gradient is not finite, on this fleet of nodes.
+
+    Raised on every rank, before the update is applied.
+    """
 
     def __init__(self, step: int, report: StepReport) -> None:
-        found = ", ".join(report.nonfinite[:3]) or "its gradient norm"
-        super().__init__(f"not finite are {found} (loss {report.loss:g}, gradient norm {report.grad_norm:g})")
+        values = ", ".join(report.nonfinite[:3]) or "its gradient norm"
+        super().__init__(
+            f"not finite are {values} (loss {report.loss:g}, gradient norm {report.grad_norm:g})"
+        )
         self.step, self.ranks = step, report.nonfinite_ranks
 
 
 def last_audit(step: int, every: int) -> int:
-    """The last audited step before ``step``; a state that is restored has passed it, or an older one would have been chosen.
+    """Return the last audited step before ``step``. A restored state has passed it, or an older one would
+    have been chosen.
 
-    Steps since then are not known to be good, in whichever epoch they were computed; nor is ``step`` itself, whose update is
-    checked when the next one begins.
+    Later steps are not proven good, in whichever epoch they were computed. Nor is ``step`` itself, whose
+    update is checked when the next one begins.
     """
     return (step - 1) - (step - 1) % every if step > 0 else 0
 
 
 def _not_too_long(records: dict[int, bytes], ranks: int) -> dict[int, bytes]:
-    """As many of the records as one message to all of ``ranks`` may hold; the others are asked for by whoever needs them."""
-    kept, left_bytes = dict[int, bytes](), min(_TOLD_BYTES, _TOLD_BY_ALL_BYTES // ranks)
+    """Return as many records as one message to all of ``ranks`` may hold.
+
+    Ranks request the others when they need them.
+    """
+    sent, remaining_bytes = dict[int, bytes](), min(_TOLD_BYTES, _TOLD_BY_ALL_BYTES // ranks)
     for rank, record in records.items():
-        left_bytes -= len(record)
-        if left_bytes < 0:
+        remaining_bytes -= len(record)
+        if remaining_bytes < 0:
             break
-        kept[rank] = record
-    return kept
+        sent[rank] = record
+    return sent
 
 
 class RankGuardian(Guardian):
@@ -158,7 +171,8 @@ class RankGuardian(Guardian):
         device: torch.device,
         claims: ClaimRegister,
     ) -> None:
-        """``segments`` are this worker's own two, ``token`` (and ``tls``) open the data ports of other nodes.
+        """Set up the guardian. ``segments`` are this worker's own two, ``token`` (and ``tls``) open the data
+        ports of other nodes.
 
         ``claims`` names the newest epoch.
         """
@@ -180,7 +194,10 @@ class RankGuardian(Guardian):
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
     def enters(self, bind: link.JoinEpoch, hooks: Hooks, connections: Connections) -> None:
-        """This worker becomes a rank; ``hooks`` are called at its epoch's moments, ``connections`` are made before it joins."""
+        """Become a rank.
+
+        ``hooks`` are called at its epoch's moments, ``connections`` are made before it joins.
+        """
         self._connections = connections
         self._token = bind.token or self._token
         self._bind, self.epoch, self.step = bind, bind.epoch, NO_STEP
@@ -190,9 +207,9 @@ class RankGuardian(Guardian):
         self._at("meeting")
 
     def leaves(self) -> None:
-        """The epoch has ended for this worker."""
+        """End the epoch for this worker."""
         self.epoch, self.step = -1, NO_STEP
-        # Both hold references to the model and its optimizer; there may be no room for the next epoch's beside them.
+        # Both reference the model and its optimizer; there may be no room for the next epoch's beside them.
         self._watch, self._data = None, None
         self._hooks.leaves()
         self._at("warm")
@@ -200,7 +217,9 @@ class RankGuardian(Guardian):
     def restore(
         self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
     ) -> RestoredState | None:
-        """Fills ``shards`` from the source that the agent named: snapshots in memory, or the newest checkpoint on disk."""
+        """Fill ``shards`` from the source in the agent's order: snapshots in memory, or the newest checkpoint
+        on disk.
+        """
         restored = self._restored(tiers, shards, mesh)
         self._began_at = 0 if restored is None else restored.step
         return restored
@@ -208,7 +227,7 @@ class RankGuardian(Guardian):
     def _restored(
         self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
     ) -> RestoredState | None:
-        set_group_timeouts(_GROUP_TIMEOUT_S)  # only now: a shorter one applied to connecting
+        set_group_timeouts(_GROUP_TIMEOUT_S)  # Only now: a shorter timeout applied to connecting.
         self._at("restoring")
         bind = self._bound()
         resume, began_s = bind.resume, time.monotonic()
@@ -217,29 +236,31 @@ class RankGuardian(Guardian):
         self._writer.bind(bind.epoch, bind.ranks, bind.rank, resume.step)
         if resume.step >= 0:
             error, extra, moved_bytes = self._from_memory(bind, shards)
-            mine = error, moved_bytes, self._failed.get(resume.step, 0)
-            told = gather_typed(mine, tuple[str, int, int])
-            errors = sorted({error for error, _, _ in told if error})
+            outcome = error, moved_bytes, self._failed.get(resume.step, 0)
+            outcomes = gather_typed(outcome, tuple[str, int, int])
+            errors = sorted({error for error, _, _ in outcomes if error})
             if not errors:
-                seconds, moved = time.monotonic() - began_s, sum(moved for _, moved, _ in told)
+                seconds, moved = time.monotonic() - began_s, sum(moved for _, moved, _ in outcomes)
                 return RestoredState(resume.step, extra, (), "snapshots in memory", seconds, moved)
             text = f"snapshots of step {resume.step} cannot be restored: {errors}"
-            failed = 1 + max(before for _, _, before in told)
+            failed = 1 + max(before for _, _, before in outcomes)
             self._failed = {resume.step: failed}
             if failed < _MOST_FAILURES:
-                # Worth another epoch: a broken link may work again, and without a lost node other copies are chosen.
+                # Worth another epoch: a broken link may work again, and without a lost node other copies are
+                # chosen.
                 raise SnapshotsUnreadableError(text)
             print(text, flush=True)
-        # Also after too many failures to read from memory: all ranks turn to the disk together.
+        # Also after too many failures to read from memory: all ranks use the disk together.
         limit = resume.step if resume.step >= 0 else resume.disk_step
         return restore_newest(tiers, shards, mesh, up_to=None if limit < 0 else limit)
 
     def _from_memory(
         self, bind: link.JoinEpoch, shards: Sequence[Shard]
     ) -> tuple[str, dict[str, object], int]:
-        """Fills ``shards`` from snapshots in memory.
+        """Fill ``shards`` from snapshots in memory.
 
-        Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other processes.
+        Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other
+        processes.
         """
         resume, records = bind.resume, dict[int, bytes]()
         holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
@@ -248,15 +269,16 @@ class RankGuardian(Guardian):
             self._orders.pause(bind.epoch, seconds)
 
         if resume.shared:
-            # Each rank asks the holders of its share and tells the others: were all asked by all, a fleet of N nodes would ask N x N times.
+            # Each rank queries the holders of its share and sends the result to the others. If all queried
+            # all, a fleet of N nodes would make N x N requests.
             records = describe(
                 resume.ranks, resume.step, holders, token=self._token, tls=self._tls, pause=pause
             )
-            told = gather_typed(
+            shares = gather_typed(
                 (holders, _not_too_long(records, bind.ranks)), tuple[list[SnapshotHolder], dict[int, bytes]]
             )
-            holders = [holder for share, _ in told for holder in share]
-            records = {rank: record for _, share in told for rank, record in share.items()}
+            holders = [holder for share, _ in shares for holder in share]
+            records = {rank: record for _, share in shares for rank, record in share.items()}
         memory = SnapshotTier(
             resume.ranks,
             resume.step,
@@ -291,15 +313,17 @@ class RankGuardian(Guardian):
         self._data = data
 
     def give_up(self) -> None:
-        """Ends the waiting of the main thread, if it waits for its data. For the thread that breaks off epochs."""
+        """End the main thread's wait for data, if it waits. Called by the thread that aborts epochs."""
         data = self._data
         if data is not None:
             data.give_up()
 
     def waiting_s(self) -> float:
-        """Seconds for which this rank has waited for an object store, which has ``data.timeout_s`` to answer; 0 if it does not wait.
+        """Return seconds for which this rank has waited for an object store, which has ``data.timeout_s`` to
+        answer; 0 if it does not wait.
 
-        Longer than that, it does not wait for the store any more but hangs, and 0 is returned too. For the thread of heartbeats.
+        After that time it counts as hanging rather than waiting, and 0 is returned too. Called by the
+        heartbeat thread.
         """
         data = self._data
         waited_s = 0.0 if data is None else data.waiting_s()
@@ -339,7 +363,8 @@ class RankGuardian(Guardian):
         self._progress(step)
 
     def computed(self) -> None:
-        # On gloo a collective that is broken off raises an error. On a GPU its kernel just ends, and what it leaves in memory looks like a result.
+        # On gloo an aborted collective raises an error. On a GPU its kernel just ends, and the memory it
+        # leaves looks like a result.
         if on_gpu(self._device):
             self._orders.check(self.epoch)
 
@@ -377,7 +402,9 @@ class RankGuardian(Guardian):
                 raise EpochSupersededError("the run was started again")
             claim = self._claims.read(term) if term else None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"cannot tell whether epoch {self.epoch} is the newest: {error}") from error
+            raise CheckpointError(
+                f"cannot determine whether epoch {self.epoch} is the newest: {error}"
+            ) from error
         if claim is not None and is_superseded(claim, self.epoch):
             reason = f"epoch {claim.epoch} has begun" if claim.epoch > self.epoch else "the run is over"
             raise EpochSupersededError(f"epoch {self.epoch} was left without this node: {reason}")

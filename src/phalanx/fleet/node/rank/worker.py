@@ -1,10 +1,11 @@
 """A worker of a fleet: the process that holds a rank, for as many epochs of membership as it lives.
 
-An agent starts it (``phalanx.fleet.node.rank.worker_main``). The worker loads what takes long (PyTorch, the accelerator's context, the data),
-reports that it is warm, and waits. For each epoch that it is to join it meets the other ranks, builds the model for the layout of that
-epoch, restores the state that all agreed on, and trains. When the epoch ends, by a fault or because the fleet changes, everything of it
-is dropped (model, optimizer, process groups); the process stays, with what it has loaded. So nothing that a broken step has left half
-done can reach the next epoch, and recovery does not pay for the start of a process.
+An agent starts it (``phalanx.fleet.node.rank.worker_main``). The worker loads everything slow (PyTorch, the
+accelerator's context, the data), reports that it is warm, and waits. For each epoch that it joins it meets
+the other ranks, builds the model for the layout of that epoch, restores the agreed state, and trains. When
+the epoch ends, by a fault or because the fleet changes, everything of it is dropped (model, optimizer,
+process groups). The process stays, with its loaded libraries and data. So no half-finished result of a broken
+step can reach the next epoch, and recovery does not pay for the start of a process.
 """
 
 from __future__ import annotations
@@ -94,11 +95,15 @@ if TYPE_CHECKING:
     from phalanx.fleet.saboteur import Saboteur
 
 _MEET_TIMEOUT_S = 60.0
-"""Time limit for the ranks of an epoch to connect: a gloo connect cannot be aborted, nor does it notice that a peer has gone."""
+"""Time limit for the ranks of an epoch to connect: a gloo connect cannot be aborted, nor does it notice a
+lost peer.
+"""
 _PULSES_IN_A_LEASE = 5
 _RECORD_MENDED_S = 30.0
 _RECOVERABLE = (RendezvousError, CheckpointError)
-"""Known errors that end the epoch but not the run: a peer went away during rendezvous, or while its snapshot was read."""
+"""Known errors that end the epoch but not the run: a peer was lost during rendezvous, or while its snapshot
+was read.
+"""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class WorkerArgs:
     """For the data ports of other nodes."""
 
 
-class Worker:
+class RankWorker:
     """One worker process."""
 
     def __init__(self, link: WorkerEnd, args: WorkerArgs, stop: StopRequest) -> None:
@@ -161,7 +166,7 @@ class Worker:
         with self._waiting_for_data():
             data = RunData.of_run(self._spec)
         self._warm = warm_up(self._spec, self._device, data)
-        # What would end an epoch of which this worker is a rank shows now, while nobody counts on it.
+        # An error that would end this worker's epoch shows now, before any rank depends on it.
         _check_machine(self._spec, self._directory, self._warm, args.node)
         if args.local_rank == 0:
             leave_own_machine(self._directory, args.node)
@@ -170,13 +175,13 @@ class Worker:
             load_factory(self._spec.model.factory, self._spec.model.factory_sha256)
 
     def serve(self) -> None:
-        """Joins the epochs that the agent orders, one after another, until it is told to end."""
+        """Join the epochs that the agent orders, one after another, until it is ordered to end."""
         _in_thread("orders", self._listen)
         _in_thread("break-off", self._orders.break_off)
         _in_thread("pulse", self._pulse)
         _warm_up(self._device)
-        if self._spec.fleet.health_checks and (found := complaints(of_device(str(self._device)))):
-            self._link.send(Unfit(found))
+        if self._spec.fleet.health_checks and (failures := complaints(of_device(str(self._device)))):
+            self._link.send(Unfit(failures))
             return
         self._link.send(Warm(os.getpid(), self._meeting.address))
         while (bind := self._orders.next_bind()) is not None:
@@ -186,24 +191,26 @@ class Worker:
         try:
             self._orders.listen(self._received)
         except WireError:
-            os._exit(EXIT_FAILED)  # the agent is gone
+            os._exit(EXIT_FAILED)  # The agent has ended.
 
     def _received(self) -> ToWorker:
-        """Receives the next order for the main thread; requests that must be served while it hangs are served here."""
-        while isinstance(said := self._link.receive(), SendFlightRecord):
-            # A thread of its own: if the recorder hangs too, LeaveEpoch must still be received.
-            _in_thread("flight record", partial(self._send_flight_record, said.epoch))
-        return said
+        """Receive the next order for the main thread. Requests that must work while it hangs are served here."""
+        while isinstance(message := self._link.receive(), SendFlightRecord):
+            # In its own thread: if the recorder hangs too, LeaveEpoch must still be received.
+            _in_thread("flight record", partial(self._send_flight_record, message.epoch))
+        return message
 
     def _send_flight_record(self, epoch: int) -> None:
-        """Sends this rank's record of collectives, if the worker is a rank of ``epoch``."""
+        """Send this rank's record of collectives, if the worker is a rank of ``epoch``."""
         with suppress(WireError, ValueError):
             if epoch == self._guardian.epoch:
                 self._link.send(FlightRecordSent(epoch, shortened(flight_record(self._began_ns))))
 
     @contextmanager
     def _waiting_for_data(self) -> Iterator[None]:
-        """Sends heartbeats, for as long as datasets in object stores may keep this worker from becoming warm: it does not hang."""
+        """Send heartbeats while datasets in object stores keep this worker from becoming warm: it does not
+        hang.
+        """
         began_s, over = time.monotonic(), threading.Event()
 
         def pulse() -> None:
@@ -222,7 +229,7 @@ class Worker:
             over.set()
 
     def _pulse(self) -> None:
-        """Sends heartbeats with the main thread's step and phase, for ever."""
+        """Send heartbeats with the main thread's step and phase, for ever."""
         while True:
             guardian = self._guardian
             since_s = time.monotonic() - guardian.since_s
@@ -233,7 +240,7 @@ class Worker:
             time.sleep(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE)
 
     def _epoch(self, bind: JoinEpoch) -> None:
-        """Runs one epoch, from rendezvous to leaving, and reports how it ended."""
+        """Run one epoch, from rendezvous to leaving, and report how it ended."""
         self._connections = connections = Connections()
 
         def break_off() -> None:
@@ -249,15 +256,16 @@ class Worker:
                 self._orders.wait_for_park(bind.epoch)
             self._guardian.leaves()
             if not on_gpu(self._device):
-                connections.hold()  # a peer that has not left yet must not be disturbed by what is closed here
-            with suppress(Exception):  # a broken process group may fail to close
+                connections.hold()  # Closing these connections must not disturb a peer that has not left yet.
+            with suppress(Exception):  # A broken process group may fail to close.
                 leave()
             self._store = None
-        # The exception, and with it every frame of the epoch, is gone by now; so are the groups' threads after this.
+        # The exception, and with it every frame of the epoch, is released by now; so are the groups' threads
+        # after this.
         gc.collect()
         connections.release()
         if not answers(self._device):
-            # Every later epoch would end with the same error. The agent starts another process in this one's place.
+            # Every later epoch would end with the same error. The agent replaces this process.
             print(f"{self._device} does not answer any more; this worker ends", file=sys.stderr, flush=True)
             os._exit(EXIT_FAILED)
         give_back_memory(self._device)
@@ -265,14 +273,14 @@ class Worker:
             self._link.send(LeftEpoch(bind.epoch, self._fresh_meeting_point()))
 
     def _outcome(self, bind: JoinEpoch) -> ToAgent | None:
-        """Trains, and returns the message that says how the epoch ended; ``None`` if it ended by order."""
+        """Train, and return the message about the end of the epoch; ``None`` if it ended by order."""
         try:
             result = self._train(bind)
             return TrainingFinished(bind.epoch, "" if result is None else json.dumps(result.to_json()))
         except Exception as error:
             outcome = outcome_of(error, bind.epoch, over=self._orders.over(bind.epoch), device=self._device)
             if isinstance(outcome, EpochBroken) and not isinstance(error, ParkedError):
-                traceback.print_exc()  # into this worker's log
+                traceback.print_exc()  # Into this worker's log.
                 sys.stderr.flush()
             return outcome
 
@@ -307,7 +315,9 @@ class Worker:
         )
 
     def _hooks(self) -> Hooks:
-        """The saboteur, once this worker has been given faults: without any it is not even imported."""
+        """Return the saboteur, once this worker has been given faults; without faults it is not even
+        imported.
+        """
         faults = self._orders.faults()
         if faults and self._saboteur is None:
             from phalanx.fleet.saboteur import Saboteur, Whereabouts
@@ -326,26 +336,32 @@ class Worker:
         return self._saboteur
 
     def _cut(self) -> None:
-        """Closes this worker's connections to the other ranks."""
+        """Close this worker's connections to the other ranks."""
         self._connections.shut()
 
     def _fresh_meeting_point(self) -> str:
-        """Opens a rendezvous for the next epoch and returns its address: each is used once, by the worker that is rank 0."""
+        """Open a rendezvous for the next epoch and return its address: each is used once, by the worker that
+        is rank 0.
+        """
         self._meeting.close()
         self._meeting = MeetingPoint(self._args.host)
         return self._meeting.address
 
 
 def outcome_of(error: Exception, epoch: int, *, over: bool, device: torch.device) -> ToAgent | None:
-    """The message about an error that ended ``epoch``, which this worker was ordered out of already if it is ``over``; ``None`` if it needs none."""
+    """Return the message about an error that ended ``epoch``, or ``None`` if it needs none.
+
+    ``over`` means that this worker was already ordered out of the epoch.
+    """
     if over and on_gpu(device):
-        # A collective that was broken off leaves anything in a GPU's memory for its result, and nobody is to be accused by that.
+        # An aborted collective leaves arbitrary values in a GPU's memory, which must accuse nobody.
         return None
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, CorruptionFoundError):
-        # Sent even if the epoch is over: another rank may have reported first that it broke, but not why.
-        found = error.verdict
-        return Doubted(epoch, "corruption", text, found.ranks, found.roll_back_to)
+        # Sent even if the epoch is over: another rank may have reported first that it broke, but without the
+        # cause.
+        verdict = error.verdict
+        return Doubted(epoch, "corruption", text, verdict.ranks, verdict.roll_back_to)
     if isinstance(error, NonFiniteStepError):
         return Doubted(epoch, "nonfinite", str(error), error.ranks, step=error.step)
     if over:
@@ -353,15 +369,15 @@ def outcome_of(error: Exception, epoch: int, *, over: bool, device: torch.device
     if isinstance(error, known_errors()) and not isinstance(error, _RECOVERABLE):
         return RunFailed(epoch, str(error), type(error).__name__, isinstance(error, RunFailedError))
     if isinstance(error, ParkedError):
-        # Where the order to leave by plan is lost with its coordinator, this is what ends the epoch.
+        # If the order to leave by plan is lost with its coordinator, this ends the epoch.
         return EpochBroken(epoch, LEFT_AS_ASKED)
     return EpochBroken(epoch, text)
 
 
 def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node: str) -> None:
-    """Makes sure that this machine has the run's data, and kernels that round as those of the other nodes.
+    """Check that this machine has the run's data, and kernels that round like those of the other nodes.
 
-    A record that was damaged while the fleet runs is mended by the coordinator in a moment.
+    The coordinator repairs a record that was damaged while the fleet runs within a moment.
     """
     until_s = time.monotonic() + _RECORD_MENDED_S
     while True:
@@ -378,10 +394,10 @@ def _check_machine(spec: RunSpec, directory: RunDirectory, warm: WarmState, node
 
 
 def _account(directory: RunDirectory, bind: JoinEpoch) -> Ledger:
-    """Opens the ledger of this epoch.
+    """Open the ledger of this epoch.
 
-    On rank 0, whose ledger goes into the events, it begins where the last epoch's ledger ended. The time in between is booked as
-    fault undetected until the fault was known, and as drain from then on.
+    On rank 0, whose ledger becomes events, it begins where the last epoch's ledger ended. The time in between
+    is booked as fault undetected until the fault was detected, and as drain from then on.
     """
     now_ns = time.monotonic_ns()
     if bind.rank != 0 or bind.detected_unix_s == 0 or not directory.events.exists():
@@ -399,11 +415,13 @@ def _account(directory: RunDirectory, bind: JoinEpoch) -> Ledger:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Runs a first forward and backward pass, so that PyTorch's lazy initialization is done before the first epoch."""
+    """Run a first forward and backward pass, so that PyTorch's lazy initialization is done before the first
+    epoch.
+    """
     with torch.device(device):
         weights = torch.ones(8, 8, requires_grad=True)
         torch.autograd.backward((weights @ weights).sum())
-    freeze_gc()  # the collection after each epoch then looks at that epoch's objects only
+    freeze_gc()  # The collection after each epoch then visits that epoch's objects only.
 
 
 def _in_thread(name: str, run: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
-"""The program of a fleet's worker: ``python -m phalanx.fleet.node.rank.worker_main --link FD --segments FD FD --run-dir DIR --worker I``.
+"""The program of a fleet's worker: ``python -m phalanx.fleet.node.rank.worker_main --link FD --segments FD FD
+--run-dir DIR --worker I``.
 
-It is apart from the worker itself because importing that takes seconds, and the settings here come before.
+It is separate from the worker because importing that takes seconds, and these settings must come first.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from phalanx.wire.messages import WireError
 
 
 def main() -> None:
-    """The process that an agent starts."""
+    """Entry point of the process that an agent starts."""
     die_with_parent()
     capture_output(os.environ)
-    # Its agent tells it what to do. Slurm sends SIGTERM to every process of a job that it is about to end, and then the fleet still saves.
+    # Its agent orders its end. Slurm sends SIGTERM to every process of a job that it is about to end, and the
+    # fleet must still save then.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     set_for_rank(survives=True)
@@ -50,7 +52,7 @@ def main() -> None:
     link = WorkerEnd(arguments.link)
     try:
         with without_gc():
-            from phalanx.fleet.node.rank.worker import Worker, WorkerArgs
+            from phalanx.fleet.node.rank.worker import RankWorker, WorkerArgs
         args = WorkerArgs(
             arguments.run_dir,
             tuple(arguments.segments),
@@ -61,15 +63,17 @@ def main() -> None:
             arguments.attempt,
             arguments.certificates,
         )
-        Worker(link, args, StopRequest()).serve()
+        RankWorker(link, args, StopRequest()).serve()
     except Exception as error:
         traceback.print_exc()
         with suppress(WireError):
-            mine = isinstance(error, known_errors())  # not a defect: this node lacks what the run needs
-            link.send(Unfit(str(error)) if mine else RunFailed(-1, str(error)))
+            is_known = isinstance(
+                error, known_errors()
+            )  # Not a defect: this node lacks something that the run needs.
+            link.send(Unfit(str(error)) if is_known else RunFailed(-1, str(error)))
         os._exit(EXIT_FAILED)
     sys.stdout.flush()
-    os._exit(0)  # daemon threads are in the middle of reading
+    os._exit(0)  # Daemon threads are in the middle of reading.
 
 
 if __name__ == "__main__":
