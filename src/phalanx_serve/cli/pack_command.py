@@ -64,11 +64,11 @@ def _verify(path: Path) -> None:
 
     with explained(CheckpointError):
         pack = open_pack(path)
-        found = list(damage(pack, _shown))
-    for line in found:
+        damaged = list(damage(pack, _shown))
+    for line in damaged:
         click.echo(line, err=True)
-    if found:
-        raise click.ClickException(f"{path}: {len(found)} chunks are damaged")
+    if damaged:
+        raise click.ClickException(f"{path}: {len(damaged)} chunks are damaged")
     index = pack.index
     click.echo(f"{path}: whole; {index.format}, step {index.step} of {index.run}, weights {index.weights_id}")
 

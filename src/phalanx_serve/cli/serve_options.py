@@ -32,11 +32,11 @@ class WorkerRoles(click.ParamType[tuple[Role, ...]]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Role, ...]:
-        """The roles, in their order; refuses what names none, or another role."""
+        """Return the role of each worker, in order. Fails for a missing count or an unknown role."""
         roles: list[Role] = []
         for part in str(value).split(","):
             name, _, count = part.strip().rpartition(":")
-            role = next((one for one in get_args(Role) if one == (name or "both")), None)
+            role = next((known_role for known_role in get_args(Role) if known_role == (name or "both")), None)
             if role is None or not count.isdecimal() or int(count) < 1:
                 self.fail(
                     f"{part.strip()!r}: write how many workers there are, 2, or how many of each role, prefill:1,decode:2 "
@@ -52,12 +52,12 @@ class WorkerRoles(click.ParamType[tuple[Role, ...]]):
 
 @dataclass(frozen=True)
 class Degrees:
-    """Into how many processes a model is divided."""
+    """Number of processes that a model is divided into."""
 
     every: int = 1
-    """By a worker of any role, and where there are no workers."""
+    """Degree of a worker of any role, and of a service without workers."""
     by_role: Mapping[Role, int] = field(default_factory=dict)
-    """By workers of a role, if roles are named; those of others divide nothing."""
+    """Degrees by role, if roles are named. Workers of other roles are not divided."""
 
     def of(self, role: Role) -> int:
         """The degree of a worker that starts in this role."""
@@ -65,7 +65,7 @@ class Degrees:
 
     @property
     def most(self) -> int:
-        """The largest of all."""
+        """The largest degree."""
         return max((self.every, *self.by_role.values()))
 
 
@@ -79,7 +79,7 @@ class RoleDegrees(click.ParamType[Degrees]):
     name = "processes"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Degrees:
-        """The degrees; refuses what is no number, another role, or a role twice."""
+        """Return the degrees. Fails for a value that is no number, an unknown role, or a role that is named twice."""
         if isinstance(value, Degrees):
             return value
         text = str(value).strip()
@@ -88,7 +88,7 @@ class RoleDegrees(click.ParamType[Degrees]):
         degrees: dict[Role, int] = {}
         for part in text.split(","):
             name, _, count = part.strip().partition(":")
-            role = next((one for one in get_args(Role) if one == name), None)
+            role = next((known_role for known_role in get_args(Role) if known_role == name), None)
             if role is None or role in degrees or not count.isdecimal() or int(count) < 1:
                 self.fail(
                     f"{part.strip()!r}: write how many processes there are, 2, or how many a worker of each role has, prefill:2,decode:1 "
@@ -211,7 +211,7 @@ def served_run(options: ServeOptions, run_dir: Path) -> ServedRun:
 
 
 def require_consistent(options: ServeOptions, path: Path) -> None:
-    """Raises UsageError for options that are for another kind of service than the one asked for."""
+    """Raise UsageError for options that do not apply to the requested kind of service."""
     _require_workers(options)
     divided, workers = options.divided, options.workers or ()
     for option, degrees in (("--pipeline", options.pipeline), ("--tensor", options.tensor)):
@@ -230,7 +230,7 @@ def require_consistent(options: ServeOptions, path: Path) -> None:
 
 
 def _require_for_published(options: ServeOptions, path: Path) -> None:
-    """Raises UsageError for what needs a run's own directory, and a folder of Hugging Face has not."""
+    """Raise UsageError for options that need a run directory, if ``path`` is a Hugging Face folder."""
     if options.follow:
         raise click.UsageError(f"{path} is a published model, which saves no newer steps: leave out --follow")
     if options.stream:
@@ -242,7 +242,7 @@ def _require_for_published(options: ServeOptions, path: Path) -> None:
 
 
 def another_machine(path: Path) -> str:
-    """Why a folder of Hugging Face is not divided over several machines, and what is."""
+    """Return why a Hugging Face folder cannot be divided over several machines, and the alternative."""
     return (
         f"that two machines have the same files of {path} is not looked at: make it a run directory on each (phalanx import "
         f"{shlex.quote(str(path))} --out RUN_DIR), whose checkpoints are compared"
@@ -256,14 +256,14 @@ def _require_workers(options: ServeOptions) -> None:
         raise click.UsageError("--threads and --audit are for --workers")
     if len(options.workers or ()) < 2 and "pages" in given_options():
         raise click.UsageError(
-            "--pages says how workers take keys and values from one another: it needs --workers 2 or more"
+            "--pages sets how workers take keys and values from one another: it needs --workers 2 or more"
         )
     if options.audit and len(options.workers or ()) < 2:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
 
 
 def _require_roles(option: str, degrees: Degrees, workers: Sequence[Role]) -> None:
-    """Raises UsageError for degrees of roles that no worker has."""
+    """Raise UsageError for a role in ``degrees`` that no worker has."""
     if degrees.by_role and not workers:
         raise click.UsageError(
             f"{option} names roles, which are those of --workers: give that, or {option} one number"
@@ -271,7 +271,7 @@ def _require_roles(option: str, degrees: Degrees, workers: Sequence[Role]) -> No
     if unknown := sorted(set(degrees.by_role) - set(workers)):
         there = ", ".join(dict.fromkeys(workers))
         raise click.UsageError(
-            f"{option} says how many processes a worker has whose role is {' or '.join(unknown)}, and --workers has none: its roles are {there}"
+            f"{option} names the role {' or '.join(unknown)}, which no worker of --workers has: its roles are {there}"
         )
 
 
@@ -286,14 +286,14 @@ def _require_followed(options: ServeOptions, path: Path) -> None:
 
 
 def require_stage_options(options: ServeOptions) -> None:
-    """Raises UsageError for options that do not go together."""
+    """Raise UsageError for options that cannot be combined."""
     if options.token_file is None:
         raise click.UsageError("--stages-at and --join need --token-file, a file that both sides have")
     if options.join:
         beside = ("run_dir", "join", "token_file")
         if others := [name for field, name in given_options().items() if field not in beside]:
             raise click.UsageError(
-                f"--join takes part in another server, which says what to compute: leave out {', '.join(others)}"
+                f"--join takes part in another server, which decides what to compute: leave out {', '.join(others)}"
             )
         return
     if not options.stages_at:
@@ -309,7 +309,9 @@ def require_stage_options(options: ServeOptions) -> None:
 
 
 def _require_stage_timeout(seconds: float, divided: str) -> None:
-    """Raises UsageError for a ``--stage-timeout`` that is no time, or that is given where ``divided`` is empty: one process has no others."""
+    """Raise UsageError for a ``--stage-timeout`` that is no duration, or that is set while ``divided`` is empty
+    (one process).
+    """
     if math.isnan(seconds):
         raise click.UsageError("--stage-timeout nan is no time: give seconds, from 1 to 86400")
     if not divided and "stage_timeout" in given_options():

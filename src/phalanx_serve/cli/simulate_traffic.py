@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx_serve.traffic.simulated_world import BrokenInvariant, Load, run_seed
+from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
 
 
 @click.command("traffic")
@@ -43,7 +43,7 @@ def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | 
     for seed in _range(seeds):
         try:
             outcome = run_seed(seed, load)
-        except BrokenInvariant as error:
+        except RouterInvariantError as error:
             raise click.ClickException(str(error)) from error
         counts.update(outcome.counts)
         struck.update(outcome.faults)

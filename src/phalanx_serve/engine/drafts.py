@@ -24,7 +24,7 @@ from phalanx.model.layers.attention.attend import soft_capped
 from phalanx.model.transformer import PredictionAhead, Transformer
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx_serve.engine.sampler import LogitsError, draw_rows
-from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, RowSpan, Rule
 from phalanx_serve.kv_cache.memory import TextKV
 from phalanx_serve.traffic.events import Sampling
 
@@ -116,7 +116,7 @@ class Drafter:
         length: int,
     ) -> list[Tensor]:
         """Return a depth's hidden states ``(n, dim)`` for each text, of all rows that it can compute now."""
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         positions: list[int] = []
         tokens: list[int] = []
         hidden: list[Tensor] = []
@@ -130,7 +130,7 @@ class Drafter:
             tokens += sequence[begin + depth : end + depth]
             if end > begin:
                 ahead.kv.grow(end - ahead.begin)
-                spans.append(Span(ahead.kv, begin - ahead.begin, end - ahead.begin))
+                spans.append(RowSpan(ahead.kv, begin - ahead.begin, end - ahead.begin))
             # Rows that have read a guess are computed again, from the same states where those have read none.
             done = max(begin, min(end, len(text.tokens) - depth))
             known_before = ahead.done[depth - 2] if depth > 1 else text.computed

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.run.peers import host_name
-from phalanx_serve.http.admission import Demand, LengthLimit, Limits, Workload, retry_after
+from phalanx_serve.http.admission import AdmittedLoad, Demand, LengthLimit, Limits, retry_after
 from phalanx_serve.http.counts import CONTENT_TYPE, Counts
 from phalanx_serve.http.keys import Keys, KeyUse
 from phalanx_serve.http.protocol import Chat, Completion, RefusedError, read_body
@@ -99,7 +99,7 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.model.name)
-        self.workload = Workload()
+        self.workload = AdmittedLoad()
         self.framing = asyncio.Semaphore(1)
         """Held while a conversation is framed: templates that take long keep no thread from other requests."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx_serve.http.admission import Workload
+from phalanx_serve.http.admission import AdmittedLoad
 from phalanx_serve.http.counts import Counts
 from phalanx_serve.http.detokenizer import TextDelta, text_deltas
 from phalanx_serve.http.protocol import RefusedError
@@ -270,7 +270,7 @@ class GenerationResponse:
         model: ModelText,
         port: WorkerPort,
         counts: Counts,
-        workload: Workload,
+        workload: AdmittedLoad,
     ) -> None:
         self.request, self._model, self._port = request, model, port
         self._counts, self._workload = counts, workload

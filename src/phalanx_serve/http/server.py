@@ -256,7 +256,7 @@ class DrainingServer(uvicorn.Server):
         self._gateway, self._drain_s, self._tell = gateway, drain_s, tell
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to take connections; asyncio gives the kernel the number that it accepts at once, which are too few to keep."""
+        """Start to take connections; asyncio gives the kernel the number that it accepts at once, which are too few to keep."""
         await super().startup(sockets)
         for sock in sockets or ():
             sock.listen(_WAITING)
@@ -288,7 +288,7 @@ def serve(
     tell: Callable[[str], None],
     note: ServingNote | None = None,
 ) -> None:
-    """Serves until a signal, and ends the worker; ``note`` records its state meanwhile."""
+    """Serve until a signal, and ends the worker; ``note`` records its state meanwhile."""
     try:
         if note is not None:
             note.start()
