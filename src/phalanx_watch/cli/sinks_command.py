@@ -1,4 +1,4 @@
-"""``phalanx sinks``: what trackers have missed of a run."""
+"""``phalanx sinks``: send a run's missing events to its trackers."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:
         described = read_resolved(
             directory
         ).observe.sinks  # a folder that is no run is refused, and keeps what it has
-        wanted = names or described
-        if not wanted:
+        sink_names = names or described
+        if not sink_names:
             raise click.UsageError(
                 f"the run file of {run_dir} names no sink (observe.sinks); give one: --sink NAME"
             )
         lock = take_lock(directory.lock)  # a run that goes on sends its events itself
         try:
-            for name in wanted:
+            for name in sink_names:
                 sent = fill_sink(name, run_dir, run_dir.name, read_events(directory.events))
                 click.echo(f"{name}: {sent:,} events sent")
         finally:
