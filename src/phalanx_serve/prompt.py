@@ -155,7 +155,7 @@ def frame_messages(
         )
     if framing.continued:
         if plain[-1]["content"] is None:
-            raise FramingError("the last message has no content to go on with", "continue_final_message")
+            raise FramingError("the last message has no content to continue", "continue_final_message")
         plain[-1] = plain[-1] | {"content": f"{plain[-1]['content']}{_CONTINUED} "}
     try:
         text = template.render(

@@ -39,9 +39,9 @@ class ScoreOptions:
     dtype: Annotated[str | None, DtypeName()] = None
     """Format to compute in; by default the run's own."""
     stream: bool = False
-    """Read the weights as they are computed with; for models larger than memory."""
+    """Read the weights during computation; for models larger than memory."""
     memory: Annotated[int | None, Bytes()] = None
-    """With --stream: what the process may take, 2GiB, 500MiB (four fifths of what is free)."""
+    """With --stream: memory limit of the process, 2GiB, 500MiB (four fifths of the free memory)."""
     device: Annotated[str, DeviceName()] = "cpu"
     """Device: cpu, whose numbers exact serving is held to, cuda, or one GPU, cuda:1. auto: a GPU if there is one and the run was trained on one."""
     trust_code: TrustCode = False
@@ -54,9 +54,9 @@ class ScoreOptions:
 def command(options: ScoreOptions) -> None:
     """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
 
-    FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. Of each
-    text the tokens behind the first are scored, in nats, on a CPU with the bits of exact serving: those that the trainer computes for them, if the run
-    was trained with portable numerics.
+    FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. All tokens of a
+    text but the first are scored, in nats, on a CPU with the bits of exact serving. These are the trainer's bits, if the run was trained with
+    portable numerics.
 
     \b
       phalanx score runs/quickstart-1f3a9c04 README.md

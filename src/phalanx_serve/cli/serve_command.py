@@ -37,7 +37,7 @@ def command(options: ServeOptions) -> None:
     """Serve the model of PLACE, a run directory, a pack or a folder of Hugging Face: /v1/completions, /v1/chat/completions, /v1/models, /health,
     /ready, /metrics.
 
-    Ctrl-C or SIGTERM takes nothing new and finishes what goes on; a second one ends. Prompts are not logged.
+    Ctrl-C or SIGTERM refuses new requests and finishes the running ones; a second one ends the server. Prompts are not logged.
 
     \b
       phalanx serve runs/quickstart-1f3a9c04
@@ -84,7 +84,7 @@ class ServePrinter:
         if self._as_json:
             self._line({"event": "listening", "model": model, "url": url})
         else:
-            click.echo(f"{model} at {url} (Ctrl-C finishes what goes on, then ends)")
+            click.echo(f"{model} at {url} (Ctrl-C finishes running requests, then ends)")
 
     def notice(self, notice: Notice) -> None:
         """Print an event of a worker."""
@@ -103,7 +103,7 @@ class ServePrinter:
 
 
 def make_key(file: Path, name: str, limits: str) -> None:
-    """Add a new key's hash to ``file``, and prints the key."""
+    """Add a new key's hash to ``file``, and print the key."""
     from phalanx_serve.http.keys import KeyFileError, add_key, parse_limits
 
     with explained(KeyFileError):

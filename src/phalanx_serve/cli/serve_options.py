@@ -116,61 +116,71 @@ class ServeOptions:
     """Port (0: any)."""
     dtype: Annotated[str, DtypeName()] = "float32"
     context: Annotated[int | None, ValueRange(at_least=2)] = None
-    """Most tokens of a request. Without it, those that its publisher gives an imported model, else those of a training sequence."""
+    """Most tokens of a request. Without it, the limit that an imported model's publisher gives, else the training
+    sequence length.
+    """
     memory: Annotated[int | None, Bytes()] = None
-    """Memory of keys and values: 2GiB, 500MiB (1GiB); as much again goes to texts that are being computed. On a GPU, of its memory. With --stream
-    that of the whole process (four fifths of what is free)."""
+    """Memory of keys and values: 2GiB, 500MiB (1GiB). Running texts need as much again. On a GPU, of its memory.
+    With --stream, of the whole process (four fifths of the free memory).
+    """
     stream: bool = False
-    """Read the weights as they are computed with; for models larger than memory."""
+    """Read the weights during computation; for models larger than memory."""
     rows: Annotated[int, ValueRange(at_least=16)] = 256
-    """Most tokens that a pass computes."""
+    """Most tokens per pass."""
     numerics: Literal["exact", "fast"] = "exact"
     """exact: a token's bits depend on its request and the weights alone, on any CPU. fast: they may depend on more."""
     device: Annotated[str, DeviceName()] = "auto"
     """Device: cpu, cuda, or one GPU, cuda:1. auto: with --numerics fast a GPU if there is one, else the CPU. Of --workers, each takes the next
     GPU."""
     kv: Literal["compute", "int8", "fp8"] = "compute"
-    """How keys and values are kept: as computed, or with 8 bits, which changes log-probabilities."""
+    """Storage format of keys and values: as computed, or with 8 bits, which changes log-probabilities."""
     drafts: Annotated[int | None, NOT_NEGATIVE] = None
-    """Tokens that the model's predictions ahead guess in each pass, which changes no text. Without it, model.mtp_depth of the run."""
+    """Tokens that the model's multi-token prediction drafts in each pass, which changes no text. Without it,
+    model.mtp_depth of the run.
+    """
     follow: Literal["recompute", "mixed"] | None = None
-    """Go on to each newer checkpoint of the run. Texts that go on: computed again by the new weights, or from old keys and values."""
+    """Switch to each newer checkpoint of the run. Keys and values of running texts are computed again by the new
+    weights (recompute), or kept (mixed).
+    """
     workers: Annotated[tuple[Role, ...] | None, WorkerRoles()] = None
-    """Processes that compute: 2, or prefill:1,decode:2. Without it, this process does."""
+    """Processes that compute: 2, or prefill:1,decode:2. Without it, this process computes."""
     threads: Annotated[int, NOT_NEGATIVE] = 0
     """Threads of each process of --workers. Without it, the processors are divided among them."""
     pages: Literal["auto", "socket", "nixl"] = "auto"
-    """How --workers take keys and values from one another. auto: in memory that they share, else through sockets. socket: never in memory. nixl: over
-    NIXL (pip install 'phalanx-train[nixl]'), else through sockets."""
+    """Transport of keys and values between --workers. auto: shared memory, else sockets. socket: never shared
+    memory. nixl: NIXL (pip install 'phalanx-train[nixl]'), else sockets.
+    """
     pipeline: Annotated[Degrees, RoleDegrees(), Option(default="1")] = UNDIVIDED
     """Processes that share the layers, for models larger than the memory of one. With --workers, of each worker, or prefill:2,decode:1."""
     tensor: Annotated[Degrees, RoleDegrees(), Option(default="1")] = UNDIVIDED
     """Processes that share each layer: its heads, inner elements, and experts. With --workers, of each worker, or prefill:2,decode:1."""
     stages_at: Annotated[str, Option(metavar="HOST:PORT")] = ""
-    """Where the other processes of --pipeline or --tensor join from their machines (--join). Without it they are started here."""
+    """Address where the other processes of --pipeline or --tensor join from their machines (--join). Without it
+    they are started here.
+    """
     stage_timeout: Annotated[float, ValueRange(at_least=1, at_most=86400)] = 30.0
-    """Seconds after which one of these processes that gives no sign of life is given up."""
+    """Seconds without a heartbeat after which one of these processes counts as lost."""
     join: Annotated[str, Option(metavar="HOST:PORT")] = ""
-    """Be one of the processes of the --pipeline or --tensor that waits there, with the part that it gives out."""
+    """Join the --pipeline or --tensor server that waits there, and compute the part that it assigns."""
     token_file: Path | None = None
-    """With --stages-at and --join: a file of 16 characters or more that both sides have, and nobody else."""
+    """With --stages-at and --join: a file of at least 16 characters, shared by both sides and secret."""
     audit: Annotated[float, FRACTION, Option(show_default=True)] = 0.0
     """Share of texts that another of --workers scores again, to compare bits."""
     requests: Annotated[int, POSITIVE] = 256
-    """Most texts at a time; more are sent away (429)."""
+    """Most texts at a time; further requests get status 429."""
     chat_template: ExistingFile | None = None
-    """A file of Jinja that frames conversations, in the place of the model's own."""
+    """Jinja file that replaces the model's chat template."""
     trust_code: TrustCode = False
     drain_s: Annotated[float, NOT_NEGATIVE] = 60.0
-    """Seconds for what goes on at SIGTERM."""
+    """Seconds for running requests at SIGTERM."""
     as_json: AsJson = False
-    """Print what listens where, and what becomes of workers, as lines of JSON."""
+    """Print the address and worker events as JSON lines."""
     key_file: Path | None = None
-    """Hashes of the keys that clients must have."""
+    """File with the hashes of the clients' keys."""
     new_key: Annotated[Path | None, Option(metavar="FILE")] = None
     """Make a key, add its hash to FILE, print it, and end."""
     key_name: str = ""
-    """With --new-key: the name that metrics and messages call it by."""
+    """With --new-key: the key's name in metrics and messages."""
     key_limits: Annotated[str, Option(metavar="LIMITS")] = ""
     """With --new-key: requests=60,tokens=100000,concurrent=4 (the first two in a minute)."""
 
@@ -280,7 +290,7 @@ def _require_followed(options: ServeOptions, path: Path) -> None:
         raise click.UsageError(f"--follow exchanges the weights of one process: leave out {options.divided}")
     if options.workers or options.step is not None or options.stream or path.is_file():
         raise click.UsageError(
-            "--follow goes on to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
+            "--follow switches to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
             "--step and --stream, and give the run's directory, not a pack"
         )
 

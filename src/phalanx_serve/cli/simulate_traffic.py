@@ -28,7 +28,7 @@ from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, ru
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | None, as_json: bool) -> None:
-    """Serve texts in worlds in which workers, gateways, links and pages fail; no token may be lost, doubled or changed.
+    """Simulate services in which workers, gateways, links and pages fail; no token may be lost, repeated or changed.
 
     \b
       phalanx simulate traffic --seeds 0:1000

@@ -244,7 +244,7 @@ class KeyUse:
     def _over(self, limit: str, words: str, wait: int) -> RefusedError:
         self.refused[limit] += 1
         return RefusedError(
-            f"the key {self.key.name!r} has {words}: ask again in {wait} s",
+            f"the key {self.key.name!r} has {words}: retry in {wait} s",
             status=429,
             code="rate_limit_exceeded",
             retry_after=wait,

@@ -42,7 +42,7 @@ def error_body(error: RefusedError) -> dict[str, Any]:
 
 
 _TEXT_HOLE = "\ue000 text \ue000"
-"""A text that no field of an event has by chance."""
+"""Placeholder text that no field of an event contains by chance."""
 
 
 def sse_event(content: Mapping[str, Any]) -> bytes:
@@ -211,7 +211,7 @@ class TextOffsets:
     """Places of tokens in the characters of their text: a token within a character has the place of that character."""
 
     def __init__(self, dropped: int = 0) -> None:
-        """``dropped`` is how many characters before the text its first token has that are not the text's."""
+        """``dropped`` is the number of leading characters of the first token that are not part of the text."""
         self._characters = -dropped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -452,7 +452,7 @@ def _merge_choice(before: dict[str, Any], choice: dict[str, Any]) -> dict[str, A
 
 
 class _TaskGroup:
-    """Tasks that are all cancelled when the block is left."""
+    """Tasks that are all cancelled at the end of the block."""
 
     async def __aenter__(self) -> _TaskGroup:
         self._tasks: list[asyncio.Task[Any]] = []

@@ -51,12 +51,12 @@ class RunningText:
 
     @property
     def progress(self) -> RequestProgress:
-        """Its progress, for the scheduler."""
+        """Progress for the scheduler."""
         return RequestProgress(self.request.id, self.computed, len(self.tokens), len(self.drafts))
 
     @property
     def scores_prompt(self) -> bool:
-        """True if log-probabilities of its prompt are still to be returned."""
+        """True if log-probabilities of its prompt are not returned yet."""
         return self.request.prompt_logprobs and not self.scored
 
     @property
@@ -79,7 +79,7 @@ class KVCacheManager:
         far: FarLayers | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """This process has the keys and values of ``layers``, on ``device``; ``far`` has those of the other layers."""
+        """This process caches ``layers`` on ``device``; ``far`` caches the other layers."""
         own = PageBox(layers, range(kept.heads))
         self._shape = PageShape.around([own] if far is None else [far.own, *far.boxes], kept)
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache

@@ -332,13 +332,13 @@ class CheckpointFollower:
         try:
             swap = self._swap_to(step)
         except DeviceMemoryError as error:
-            self._try_again(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
+            self._try_again(step, f"step {step} cannot take over, and step {self.step} continues: {error}")
             return False
         except ServeError as error:
-            self._give_up(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
+            self._give_up(step, f"step {step} cannot take over, and step {self.step} continues: {error}")
             return False
         except Exception as error:  # Whatever it is must not end the following of a run for days.
-            message = f"step {step} cannot be read, and step {self.step} goes on: {_message_of(error)}"
+            message = f"step {step} cannot be read, and step {self.step} continues: {_message_of(error)}"
             if _is_lasting(error):
                 self._give_up(step, message)
             else:

@@ -235,7 +235,7 @@ def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine
             older = older_than_damaged(served.path, step) if served.step is None else None
             if older is None:
                 raise
-            tell(f"step {step} cannot be read and is passed over: {error}")
+            tell(f"step {step} cannot be read and is skipped: {error}")
             step = older
 
 

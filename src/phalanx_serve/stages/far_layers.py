@@ -411,7 +411,7 @@ class FarShares:
                 raise
             except Exception as error:
                 self._lose(
-                    f"a step has failed in the first of the processes that share each layer, and the others cannot go on: {error!r}"
+                    f"a step has failed in the first of the processes that share each layer, and the others cannot continue: {error!r}"
                 )
                 raise PartLostError(self._lost) from error
 

@@ -269,7 +269,7 @@ class RouterClient:
         )
 
     def _late(self, peer: Peer, reason: str) -> None:
-        text = f"worker {peer.number} is late: {reason}; its texts go on elsewhere, and it is taken back when it goes on"
+        text = f"worker {peer.number} is late: {reason}; its texts continue elsewhere, and it rejoins when it continues"
         self._notice("worker-late", text, worker=peer.number, why=reason)
 
     def _slow(self, seat: Seat, seconds: float) -> None:
@@ -390,7 +390,7 @@ def open_service(
             older = _older_than_damaged(served) if any_step else None
             if older is None:
                 raise
-            text = f"step {served.step} cannot be read and is passed over: {error}"
+            text = f"step {served.step} cannot be read and is skipped: {error}"
             tell(Notice("step-passed-over", text, {"step": served.step}))
             served = replace(served, step=older)
 

@@ -137,7 +137,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_once_and_the_old_one_goes_on(r
     follower.look()
     worker.close()
     (only,) = said
-    assert only.startswith("step 3 cannot be read, and step 1 goes on: ")
+    assert only.startswith("step 3 cannot be read, and step 1 continues: ")
     assert follower.step == 1
 
 
@@ -192,7 +192,7 @@ def test_a_step_that_cannot_be_read_at_present_is_tried_again_after_waits_that_d
     worker.close()
     assert looks == 1 + 2 + 4 + 8
     failed, took_over = said
-    assert failed.startswith("step 3 cannot be read, and step 1 goes on: ")
+    assert failed.startswith("step 3 cannot be read, and step 1 continues: ")
     assert str(error).partition(":")[0] in failed
     assert failed.endswith("; it is tried again")
     assert took_over.startswith("step 3 takes over")
@@ -233,7 +233,7 @@ def test_a_gpu_without_memory_for_a_second_copy_of_the_weights_is_told_with_what
     worker.close()
     failed, took_over = said
     assert failed.startswith(
-        "step 3 cannot take over, and step 1 goes on: cuda:1 has no memory for a second copy of the weights, which --follow needs for a while "
+        "step 3 cannot take over, and step 1 continues: cuda:1 has no memory for a second copy of the weights, which --follow needs for a while "
         "(CUDA out of memory. Tried to allocate 2.00 GiB): keep fewer keys and values there (serve --memory)"
     )
     assert failed.endswith("; it is tried again")

@@ -54,7 +54,7 @@ def test_a_newest_step_that_is_damaged_is_passed_over_aloud_unless_it_was_asked_
     said: list[str] = []
     assert staged(run, 2, said=said, **options).step == 1
     (passed,) = said
-    assert passed.startswith("step 3 cannot be read and is passed over: ")
+    assert passed.startswith("step 3 cannot be read and is skipped: ")
     assert "rank-00000.safetensors" in passed
 
 
@@ -66,7 +66,7 @@ def test_a_newest_step_that_only_another_process_finds_damaged_is_passed_over_by
     monkeypatch.setattr(opened, "restored_part", lambda _, *given: restored_part(whole, *given))
     assert staged(run, 2, said=said).step == 1
     (passed,) = said
-    assert passed.startswith("step 3 cannot be read and is passed over: stage 1 ")
+    assert passed.startswith("step 3 cannot be read and is skipped: stage 1 ")
 
 
 def test_trouble_that_is_not_of_the_newest_steps_bytes_passes_over_no_step(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_workers_that_are_late_or_slow_to_start_are_told_and_why_one_cannot_be_s
         (
             "worker-late",
             1,
-            "worker 1 is late: it has given no sign of life for 4 s; its texts go on elsewhere, and it is taken back when it goes on",
+            "worker 1 is late: it has given no sign of life for 4 s; its texts continue elsewhere, and it rejoins when it continues",
         ),
         ("worker-slow", 2, "worker 2 (decode) does not serve yet, 60 s after its start; it is waited for"),
         ("worker-ended", 2, "worker 2 (decode) cannot be started (no memory): it is started again in 2 s"),

@@ -196,7 +196,7 @@ def test_a_newest_step_that_is_damaged_is_passed_over_aloud_and_other_trouble_is
     if damaged:
         opened(None)
         assert begun == [3, 3, 1]
-        assert told == ["step 3 cannot be read and is passed over: what a worker said"]
+        assert told == ["step 3 cannot be read and is skipped: what a worker said"]
     else:
         with pytest.raises(ServeError, match="what a worker said"):
             opened(None)
