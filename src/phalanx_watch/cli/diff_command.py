@@ -1,4 +1,4 @@
-"""``phalanx diff``: where two runs part."""
+"""``phalanx diff``: the first difference between two runs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from phalanx.train.compare.runs import (
 def command(
     run_a: Path, run_b: Path, replay: bool, ranks: int | None, from_start: bool, as_json: bool
 ) -> None:
-    """Show where the runs in RUN_A and RUN_B part: fields of their run files, versions and machines, the first step that logged
-    other numbers (compared bit by bit), and the tensors that differ in the first checkpoint that does.
+    """Show where the runs in RUN_A and RUN_B differ: fields of their run files, versions and machines, the first logged step that
+    differs (compared bit by bit), and the tensors that differ in the first differing checkpoint.
 
-    With --replay the newest checkpoint that both hold with equal bits is restored, and the steps after it are computed again under a
-    witness. Neither run is written to.
+    With --replay the newest checkpoint with equal bits in both is restored, and the steps after it are computed again with a record of all
+    tensors. Neither run is written to.
 
     \b
       phalanx diff runs/quickstart-1f3a9c04 runs/quickstart-1f3a9c04-2

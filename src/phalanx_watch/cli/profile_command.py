@@ -1,4 +1,4 @@
-"""``phalanx profile``: where the time of a running run's next steps goes, across its ranks."""
+"""``phalanx profile``: record and analyze the next steps of a running run."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ _MAP_ROWS = 24
     "--json", "as_json", is_flag=True, help="Print one JSON object; seconds, bytes and degrees Celsius."
 )
 def command(run_dir: Path, slow: bool, column: str, last: int, attempt: int | None, as_json: bool) -> None:
-    """Show what the ranks of the run in RUN_DIR measured of themselves: which are slower than their peers, by how much, where they sit in the
-    mesh and on which node; and a map of all ranks over time.
+    """Show the measurements of the ranks of the run in RUN_DIR: which are slower than their peers, by how much, their place in the
+    mesh and their node; and a map of all ranks over time.
 
     A rank is compared with those of its pipeline stage. It is slow if it was slower by 5 % in most windows, and by four standard deviations of
     its peers over all of them: the thresholds by which a fleet replaces stragglers.

@@ -1,4 +1,4 @@
-"""``phalanx why``: what is wrong with a run, since when, by which evidence, and what to do."""
+"""``phalanx why``: what is wrong with a run, since when, the evidence, and the next step."""
 
 from __future__ import annotations
 

@@ -1,14 +1,18 @@
-"""One run's page in one file of HTML that needs no server and no network: to send, to keep beside a paper, to attach to a ticket.
+"""Export of one run's page to a single HTML file that needs no server and no network: to send, archive, or attach to
+a ticket.
 
-The file holds the same scripts and styles as the page, and the answers that a server would give:
-``window.__PHALANX_EXPORT__ = {"id": ID, "written": unix seconds, "answers": {KEY: JSON}}``. A key is the path of the request, such as ``/api/run/ID/goodput``,
-with the one parameter that chooses among answers: ``/api/run/ID/curves?x=step`` (and tokens, flops, time; all curves of the run in one answer),
-``/api/run/ID/ranks?column=compute_s``, whose numbers are ``values_base64`` beside the header, and ``/api/run/ID/profile/NAME``. What
-is not there, the page shows as not in the file. Answers are bounded: curves to 2,000 points, logs to the last thousand groups, the whole to 48 MB;
-what does not fit is left out and listed under ``left_out``.
+The file has the scripts and styles of the page, and the responses of a server: ``window.__PHALANX_EXPORT__ = {"id":
+ID, "written": unix seconds, "answers": {KEY: JSON}}``. A key is the path of the request, such as
+``/api/run/ID/goodput``, with the one parameter that selects a response: ``/api/run/ID/curves?x=step`` (and tokens,
+flops, time; all curves of the run in one response), ``/api/run/ID/ranks?column=compute_s``, whose numbers are
+``values_base64`` beside the header, and ``/api/run/ID/profile/NAME``. The page marks missing responses as not in the
+file.
 
-Modules of a page cannot be files here, so each is a ``data:`` URL in an import map, under ``phalanx/NAME.js``. The file's own content policy admits
-these, its own scripts and styles by their SHA-256, and nothing from anywhere else.
+Responses are bounded: curves to 2,000 points, logs to the last thousand groups, the total to 48 MB. Omitted parts are
+listed under ``left_out``.
+
+The modules of the page cannot be separate files, so each is a ``data:`` URL in an import map, under
+``phalanx/NAME.js``. The file's content policy allows only these, and its own scripts and styles by their SHA-256.
 """
 
 from __future__ import annotations

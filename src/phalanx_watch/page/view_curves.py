@@ -1,7 +1,7 @@
-"""Views of numbers over time and side by side: ``/api/run/ID/curves`` and ``/api/compare``.
+"""Views of curves and comparisons: ``/api/run/ID/curves`` and ``/api/compare``.
 
-Curves are drawn over steps, tokens, operations or time, reduced to the points that a picture can show. A comparison of runs shows whether
-those that must have the same bits part, and where.
+Curves are drawn over steps, tokens, FLOP or time, reduced to the resolution of a picture. A comparison shows whether
+runs that must have the same bits differ, and where.
 """
 
 from __future__ import annotations

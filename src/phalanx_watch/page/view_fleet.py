@@ -1,7 +1,7 @@
-"""Views of a run's fleet and of its time: ``/api/run/ID/fleet`` and ``/api/run/ID/goodput``.
+"""Views of a run's fleet and time: ``/api/run/ID/fleet`` and ``/api/run/ID/goodput``.
 
-The fleet view has members and spares now, epochs on a time line, and each fault with its phases. The goodput view has seconds, and dollars
-if there is a price, by bucket, outcome, attempt and cause.
+The fleet view has the present members and spares, epochs on a time line, and each fault with its phases. The goodput
+view has seconds, and dollars if there is a price, by bucket, outcome, attempt and cause.
 """
 
 from __future__ import annotations

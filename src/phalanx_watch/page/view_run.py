@@ -1,7 +1,8 @@
 """Views of one run: ``/api/run/ID`` and below it ``/why``, ``/checkpoints`` and ``/logs``.
 
-The summary has the run's row, its starts, what it was made from, and which other views have something to show. Checkpoints are described by
-their indexes; no tensor is read on a request. Log lines are merged in time, filtered, and grouped where many processes log the same.
+The summary has the run's row, its starts, its origin, and the views that have content. Checkpoints are described from
+their indexes; no tensor is read. Log lines are merged by time, filtered, and grouped if many processes log the same
+line.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Operations against what they could achieve: by kind and by layer against measured peaks, and term by term against the plan.
+"""Achieved against attainable performance: by kind and layer against measured peaks, and by term against the plan.
 
-The roofline of an operation is the longer of two times: its FLOP at the peak of matrix products, its bytes at the peak of copies (Williams,
-Waterman and Patterson, 2009). The achieved fraction is that time over the one it took. Bytes are those of the arguments and one result, each once; FLOP
-are those of products, exact, and of attention, with masked pairs counted as if they were computed.
+The roofline of an operation is the longer of two times: its FLOP at the peak of matrix products, and its bytes at the
+peak of copies (Williams, Waterman and Patterson, 2009). The achieved fraction is that time over the measured one.
+Bytes are those of the arguments and one result, each once. FLOP are those of products, exact, and of attention, with
+masked pairs counted as computed.
 
-The planner's terms are its own (``phalanx_plan.step_cost``): what they stand for is measured by the kinds of operations and by the axes of collectives.
-Waiting for a late rank is in no plan; it stands in a row of its own, so that a collective's row shows what moving the bytes took.
+The planner's terms are its own (``phalanx_plan.step_cost``). They are measured by kinds of operations and axes of
+collectives. No plan has waits for late ranks; they have a row of their own, so that a collective's row is its
+transfer time.
 """
 
 from __future__ import annotations

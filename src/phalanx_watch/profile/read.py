@@ -1,4 +1,4 @@
-"""Profiles of a run: requested from its ranks, listed, and read; with the summary and the trace made of their files."""
+"""Profiles of a run: requests to its ranks, list, summaries and traces."""
 
 from __future__ import annotations
 
@@ -162,15 +162,15 @@ def missing_ranks(directory: RunDirectory, name: str, order: Mapping[str, Any]) 
 
 
 def make_summary(directory: RunDirectory, name: str, cluster: str | None = None) -> dict[str, Any]:
-    """Analyzes what the ranks have written, and writes ``summary.json`` and ``trace.json.gz``.
+    """Analyze the ranks' recordings, and write ``summary.json`` and ``trace.json.gz``.
 
     Args:
         directory: Of the run.
         name: Of the profile.
-        cluster: What the planner is to expect; by default what ``phalanx calibrate`` measured, else a CPU or nothing.
+        cluster: Cluster of the plan; by default that of ``phalanx calibrate``, else a CPU or none.
 
     Raises:
-        ProfileError: No rank has written anything that can be read.
+        ProfileError: No rank has a readable recording.
         OSError: The files cannot be written.
     """
     folder, order = folder_of(directory, name), read_order(directory, name)

@@ -1,8 +1,10 @@
-"""Analysis of a profile: one JSON object for the page, the terminal and programs, with sentences on what costs most, and the merged trace.
+"""Analysis of a profile: one JSON object for the page, the terminal and programs, with sentences on the largest
+costs; and the merged trace.
 
-Four things make a step longer than its computing, and each is measured apart from the others: a rank that comes late to what all do together (the
-others' waiting is charged to it, and what it spends more time on than its peers is why), bytes that move slowly although everybody is there, time in
-which no rank computes (the host's gaps, waiting for data, saving), and a pipeline with nothing to do. Their costs are in seconds of a step.
+Four causes make a step longer than its compute, and each is measured separately. A rank is late to a collective: the
+waits of the others are charged to it, and its excess over its peers is the cause. Bytes move slowly although all
+ranks are present. No rank computes (host gaps, data waits, saves). A pipeline stage is idle. Costs are in seconds per
+step.
 """
 
 from __future__ import annotations
@@ -272,14 +274,14 @@ def analyze(
     prediction: Prediction | None,
     notes: Sequence[str] = (),
 ) -> Analysis:
-    """Analyzes the recordings of at least one rank.
+    """Analyze the recordings of at least one rank.
 
     Args:
         name: Of the profile.
         traces: By rank.
-        order: What rank 0 had ordered: the layout, the peak, the ranks with their reasons.
+        order: Rank 0's order: the layout, the peak, the ranks with their reasons.
         prediction: The planner's step, if there is one.
-        notes: What a reader must know besides: ranks that are missing, why there is no plan.
+        notes: Notes for the reader: missing ranks, the reason for a missing plan.
 
     Raises ``ValueError`` if no step was recorded.
     """

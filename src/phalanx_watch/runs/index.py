@@ -1,13 +1,15 @@
-"""The runs below some folders, with a cache of what their files contain; and which of them a list shows, in which order.
+"""Index of the runs below some folders, with a cache of their files' content; and selection and order of a list.
 
-Everything that a row shows is in the run's own directory. To look at forty runs costs a few hundred small reads, to look at thousands some
-seconds; so what was read is kept in an SQLite file, under the path of the run and the size and time of each file that was read. A file that
-has changed is read again. The cache is only that: it may be deleted, damaged, of another version, or in a folder where nothing can be written;
-then everything is read again. Several processes may use it at once (write-ahead log; a process that finds it busy does without).
+Everything in a row is in the run's own directory. Listing forty runs takes a few hundred small reads, listing
+thousands some seconds. So the content is cached in an SQLite file, by the path of the run and the size and time of
+each file; a changed file is read again.
 
-A condition is NAME OPERATOR VALUE, as in ``loss<2``. A name with a dot is a field of the run file, any other one a column. ``=`` and ``!=``
-compare numbers as numbers and everything else as text, ``~`` means that the text contains the value. A run that lacks the field or column
-does not fit.
+The cache is optional: it may be deleted, damaged, of another version, or not writable, and then everything is read
+again. Several processes may use it at once (write-ahead log; a process that finds it busy skips it).
+
+A condition is NAME OPERATOR VALUE, as in ``loss<2``. A name with a dot is a field of the run file, any other one a
+column. ``=`` and ``!=`` compare numbers as numbers and everything else as text; ``~`` means that the text contains
+the value. A run without the field or column does not match.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Quick reads of a run directory of any size: the process that holds it, and the newest events of its stream.
 
-A start of a run locks the file ``lock`` of its directory (``flock``), and the kernel drops that lock with the last of its processes, however
-they end. To try the lock would hold it for a moment, in which the run could be refused. So ``/proc/locks`` (proc(5)), the kernel's list, is
-read. For a run on another machine, and where there is no such list, the answer is unknown.
+A start of a run locks the file ``lock`` of its directory (``flock``), and the kernel releases that lock with the last
+of its processes, however they end. Trying the lock would hold it for a moment, in which the run could be refused. So
+``/proc/locks`` (proc(5)), the kernel's list, is read. For a run on another machine, or without such a list, the
+holder is unknown.
 
-A run of 100,000 steps has 70 MB of events; forty of them are listed in less time than it takes to read one. The end of the file has the
-newest step, evaluation and ending. The newest start may be anywhere, but attempts rise along the file, so it is found by bisection.
+A run of 100,000 steps has 70 MB of events; forty of them are listed in less time than reading one. The newest step,
+evaluation and end are at the end of the file. The newest start may be anywhere, but attempts ascend along the file,
+so it is found by bisection.
 """
 
 from __future__ import annotations

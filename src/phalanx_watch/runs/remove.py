@@ -42,7 +42,7 @@ class Removal:
         if self.row.state in ("running", "silent", "waiting"):
             obstacles.append(f"it may be running on another machine: its state is {self.row.state}")
         if self.descendants:
-            obstacles.append(f"other runs go on from its checkpoints: {', '.join(self.descendants)}")
+            obstacles.append(f"other runs continue from its checkpoints: {', '.join(self.descendants)}")
         if self.inside:
             obstacles.append(f"other runs lie in it, and would go with it: {', '.join(self.inside)}")
         return tuple(obstacles)

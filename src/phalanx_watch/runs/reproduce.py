@@ -1,11 +1,12 @@
-"""A run trained again: in the environment of the first, in a directory of its own, by its own resolved run file.
+"""Reproduction of a run: in the recorded environment, in a directory of its own, by its own resolved run file.
 
-The packages come from where pip gets them here, so that a version with a local part (``torch==2.13.0+cpu``) needs the index that has it; give it by
-``PIP_EXTRA_INDEX_URL``. The code comes from the repository that this process runs from, if that knows the commit.
+Packages are installed from pip's configured indexes. A version with a local part (``torch==2.13.0+cpu``) needs the
+index that has it, given by ``PIP_EXTRA_INDEX_URL``. The code is checked out from this process's own repository, if it
+has the commit.
 
-What belongs to the fleet is made fit for this machine: no nodes, no engine, no trackers, and no object store, which is the first run's. None of
-that changes a bit. To repeat only the first steps, the new run is stopped once it has logged them: a smaller ``train.steps`` would be another run,
-whose learning rate falls sooner.
+Fleet fields are replaced for this machine: no nodes, no engine, no trackers, and no object store, which is the first
+run's. None of that changes a bit. To repeat only the first steps, the new run is stopped once it has logged them. A
+smaller ``train.steps`` would be another run, whose learning rate decays sooner.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""A run in a list: its files' facts, and the state that follows from these, the hour, and whether a process holds its directory.
+"""A run in a list: the facts in its files, and the state that follows from these, the time, and the holder of its
+directory.
 
-Only small files are read in full, and of the event stream its ends (``probe``). A file that is missing or damaged leaves its facts out and is
-named in ``problems``: a list shows all runs, the broken ones too.
+Only small files are read in full, and the ends of the event stream (``probe``). A missing or damaged file leaves its
+facts out and is named in ``problems``: a list shows all runs, the broken ones too.
 
-Labels, which are tags and a note, are in ``labels.json`` in the run's directory, so they are copied, moved and removed with the run. Two
-people may write at once: the file is replaced as a unit, and the later one wins.
+Labels (tags and a note) are in ``labels.json`` in the run's directory, so they are copied, moved and removed with the
+run. Two people may write at once: the file is replaced atomically, and the later one wins.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
         case Restored(step=at, source=source, seconds=seconds, reason=reason):
             after = f" ({reason})" if reason else ""
             took = format_duration(seconds)
-            return at, "recovery", f"goes on from step {at:,}, restored from {source} in {took}{after}"
+            return at, "recovery", f"continues from step {at:,}, restored from {source} in {took}{after}"
         case NonFinite(step=at, what=detail, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
             return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {detail}"

@@ -41,7 +41,7 @@ class WandbSink:
         self._directory = run_directory
         wandb: Any = importlib.import_module("wandb")  # untyped: what it exports varies by version
         self._table: Any = wandb.Table
-        # The same directory is the same W&B run, so that a restart goes on in it.
+        # The same directory is the same W&B run, so that a restart continues it.
         mode = os.environ.get("WANDB_MODE", "offline")
         offline = mode == "offline"
         identity = hashlib.sha256(str(run_directory.resolve()).encode()).hexdigest()[:16]

@@ -75,7 +75,7 @@ def straggler(seen: Observed) -> Iterator[Reason]:
             evidence=tuple(happening.what for happening in happenings[-2:]),
             doing="it was quarantined, and a spare took its place"
             if replaced
-            else "training goes on at its pace",
+            else "training continues at its pace",
             next=f"look at that machine; when it is well: phalanx fleet add {seen.run} {node}; where machines have neighbors: "
             "fleet.straggler_window_steps = 0"
             if replaced
@@ -167,11 +167,11 @@ def lost_nodes(seen: Observed) -> Iterator[Reason]:
         ),
         doing="the fleet comes together again"
         if fleet.phase is not FleetPhase.RUNNING
-        else "training goes on with fewer ranks: the bits stay the same"
+        else "training continues with fewer ranks: the bits stay the same"
         if short
         else "a spare has taken its place"
         if fleet.recoveries or fleet.regroups
-        else "training goes on: it held no ranks",
+        else "training continues: it held no ranks",
         next=f"see what became of them (phalanx status {seen.run}); a node that is well again: phalanx fleet add {seen.run} NODE, "
         "a new one: phalanx agent there",
     )
@@ -229,7 +229,7 @@ def no_spares(seen: Observed) -> Iterator[Reason]:
                 if member.role in _AWAY
             ),
         ),
-        doing="training goes on; the next lost node makes the fleet smaller",
+        doing="training continues; the next lost node makes the fleet smaller",
         next=f"start an agent on another node (phalanx agent), or put one back: phalanx fleet add {seen.run} NODE",
     )
 
@@ -259,7 +259,7 @@ def fewer_ranks(seen: Observed) -> Iterator[Reason]:
             if often > 1
             else f"the newest epoch was left because: {ends[-1][1].reason[:300]}",
         ),
-        doing="training goes on with fewer ranks: the bits stay the same; the others are tried again",
+        doing="training continues with fewer ranks: the bits stay the same; the others are tried again",
         next=f"see whether the nodes reach each other at the addresses that they announce: phalanx status {seen.run}, phalanx logs {seen.run}",
     )
 

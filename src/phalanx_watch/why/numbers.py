@@ -66,9 +66,9 @@ def spike(seen: Observed) -> Iterator[Reason]:
         evidence=tuple(evidence),
         doing={
             "continue": seen.doing(
-                f"training goes on; the checkpoint before it is kept (step {before[-1]:,})"
+                f"training continues; the checkpoint before it is kept (step {before[-1]:,})"
                 if before
-                else "training goes on"
+                else "training continues"
             ),
             "skip": "its samples were left out: the step changed no weight",
             "stop": "the run ended before it, saved",
@@ -108,7 +108,7 @@ def diverged(seen: Observed) -> Iterator[Reason]:
             *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
             *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
         ),
-        doing=seen.doing("training goes on; its older checkpoints are kept by checkpoint.keep_last"),
+        doing=seen.doing("training continues; its older checkpoints are kept by checkpoint.keep_last"),
         next=f"lower optimizer.lr or lengthen schedule.warmup_steps, {'from before it' if before else 'in a run of its own'}: {back} --set optimizer.lr=...",
     )
 

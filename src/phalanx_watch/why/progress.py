@@ -272,7 +272,7 @@ def _ahead(seen: Observed) -> Reason | None:
             f"the fleet has reached step {fleet.step:,}; the newest event is step {last[1].step:,}, and {format_duration(silent_s)} old",
             f"{fleet.unsaved_steps:,} completed steps are on no disk",
         ),
-        doing="training goes on in memory; each write is tried again",
+        doing="training continues in memory; each write is tried again",
         next=f"the disk is full, or the first rank may not write there (df -h {seen.run}; phalanx logs {seen.run} --level warning): make room. "
         "Steps that are on no disk are lost when the run ends",
     )
@@ -333,7 +333,7 @@ def _data(seen: Observed) -> _Doing | None:
     if not texts:
         return None
     timeout = seen.spec.data.timeout_s if seen.spec else WORK_PATIENCE_S
-    wait = f"see whether the object store answers (phalanx data show URL); training goes on by itself when it does, within data.timeout_s = {timeout:g} s"
+    wait = f"see whether the object store answers (phalanx data show URL); training continues by itself when it does, within data.timeout_s = {timeout:g} s"
     return _Doing(f"waiting for samples ({texts[-1][:160]})", STALL_LEAST_S, "waiting-for-data", wait)
 
 

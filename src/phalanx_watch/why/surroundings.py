@@ -1,4 +1,6 @@
-"""Rules on what a run needs beside its fleet: room for checkpoints, its data and libraries, equal machines, and clocks that agree."""
+"""Rules on the environment of a run: space for checkpoints, its data and libraries, equal machines, and
+synchronized clocks.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def failed_checkpoints(seen: Observed) -> Iterator[Reason]:
             else "there is no good checkpoint",
         ),
         doing=seen.doing(
-            "training goes on, and the next checkpoint is tried when it is due; older ones are kept"
+            "training continues, and the next checkpoint is tried when it is due; older ones are kept"
         ),
         next=f"make room or mend {last.path} (df -h; phalanx checkpoint list {seen.run})",
     )
@@ -83,7 +85,7 @@ def old_checkpoint(seen: Observed) -> Iterator[Reason]:
             f"one is due every {format_duration(every_s)}"
             + (f" (checkpoint.every_steps = {every})" if every else ""),
         ),
-        doing="training goes on; a crash now would cost the steps since",
+        doing="training continues; a crash now would cost the steps since",
         next=f"phalanx checkpoint list {seen.run}; is one being written for long, or did the disk get slow?",
     )
 
@@ -125,7 +127,7 @@ def full_disk(seen: Observed) -> Iterator[Reason]:
                 else ()
             ),
         ),
-        doing="a save that fails costs nothing but itself: training goes on, and older checkpoints are kept",
+        doing="a save that fails costs nothing but itself: training continues, and older checkpoints are kept",
         next=f"make room (df -h {seen.run}; du -sh {seen.run}/*), or keep fewer: checkpoint.keep_last, checkpoint.keep_every",
     )
 
@@ -241,7 +243,7 @@ def throttled(seen: Observed) -> Iterator[Reason]:
                     for rank in slow
                 ),
             ),
-            doing="training goes on; all ranks wait for the slowest"
+            doing="training continues; all ranks wait for the slowest"
             + ("; if it becomes a straggler, a spare takes its place" if in_fleet else ""),
             next=f"look at its cooling and power; to do without it: phalanx fleet drain {seen.run} {node.node}"
             if in_fleet

@@ -226,7 +226,7 @@ def test_a_spare_that_was_lost_is_not_said_to_be_replaced(run: Watched) -> None:
     members = (member("node-0", 0), member("node-1", 1), Member("node-2", "lost", "host-2"))
     found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members))
     (one,) = [reason for reason in found if reason.code == "lost-node"]
-    assert one.doing == "training goes on: it held no ranks"
+    assert one.doing == "training continues: it held no ranks"
 
 
 def test_the_room_for_the_next_checkpoint_is_that_of_all_ranks(run: Watched) -> None:

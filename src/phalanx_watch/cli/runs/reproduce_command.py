@@ -1,4 +1,4 @@
-"""``phalanx reproduce``: a run again, and what differs between then and now."""
+"""``phalanx reproduce``: train a run again, and compare."""
 
 from __future__ import annotations
 

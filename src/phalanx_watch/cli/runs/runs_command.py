@@ -34,7 +34,7 @@ from phalanx_watch.runs.row import LabelError, RunLabels, RunRow, read_labels, w
 
 
 class _ListsByDefault(click.Group):
-    """A group whose command ``list`` may be left out: ``phalanx runs FOLDER``."""
+    """Command group whose command ``list`` is optional: ``phalanx runs FOLDER``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Insert ``list`` if no command is named."""
@@ -80,7 +80,7 @@ _SHOWN = (
 class ListOptions:
     folders: Annotated[tuple[Path, ...], Argument()] = ()
     conditions: Annotated[tuple[str, ...], Option("--where", metavar="CONDITION")] = ()
-    """Only runs that fit; may be repeated."""
+    """Only runs that satisfy the condition; may be repeated."""
     tags: Annotated[tuple[str, ...], Option("--tag")] = ()
     """Only runs with this tag; may be repeated."""
     sort: Annotated[str, Option(metavar="COLUMN")] = ""
@@ -88,11 +88,11 @@ class ListOptions:
     columns: Annotated[str, Option(metavar="A,B,...")] = ""
     """Show these columns instead."""
     last: Annotated[int | None, POSITIVE] = None
-    """Show at most so many, those at the end."""
+    """Show only the last N."""
     engine: Annotated[str | None, PluginName("phalanx.engines"), Option("--on")] = None
-    """List the runs that are queued or running there instead."""
+    """List the runs that are queued or running in this engine instead."""
     namespace: str = ""
-    """With --on kubernetes: not that of kubectl's context."""
+    """With --on kubernetes: a namespace other than that of kubectl's context."""
     as_json: AsJson = False
     """Print one JSON array."""
 
@@ -231,13 +231,13 @@ _MOST = 5
 @click.option(
     "--force",
     is_flag=True,
-    help="Even if other runs go on from its checkpoints, or it may run on another machine.",
+    help="Even if other runs continue from its checkpoints, or it may run on another machine.",
 )
 @click.option(
     "--beside",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Look for runs that go on from it in this folder too; may be repeated. The run's own folder is always looked at.",
+    help="Search this folder too for runs that continue from it; may be repeated. The run's own folder is always searched.",
 )
 def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: tuple[Path, ...]) -> None:
     """Remove the runs in RUN_DIRS: their checkpoints, events, logs and records.

@@ -28,8 +28,8 @@ _MOST_NAMES = 10
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show_command(run_dir: Path, price: float, as_json: bool) -> None:
-    """Show everything that was recorded of the run in RUN_DIR: results, code with its changes, packages, command, machines and in what they
-    differ, data and where they come from, the runs that it goes on from, and what it cost.
+    """Show the full record of the run in RUN_DIR: results, code with its changes, packages, command, machines and their differences,
+    data and their origin, the runs that it continues from, and its cost.
 
     \b
       phalanx runs show runs/quickstart-1f3a9c04
@@ -189,9 +189,9 @@ _LONGEST = 64
 @click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare_command(run_dirs: tuple[Path, ...], as_json: bool) -> None:
-    """Set the runs in RUN_DIRS side by side: settings and environment that differ, results, and whether they must have the same bits.
+    """Compare the runs in RUN_DIRS: settings and environment that differ, results, and whether they must have the same bits.
 
-    What they logged is compared number by number, bit by bit; checkpoints and causes are for phalanx diff RUN_A RUN_B.
+    The logged numbers are compared bit by bit. For checkpoints and causes use phalanx diff RUN_A RUN_B.
 
     \b
       phalanx runs compare runs/a runs/b
