@@ -25,7 +25,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.traffic.events import EngineError
+from phalanx_serve.traffic.events import ServeError
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _exact(sizes: Serving, device: torch.device) -> dict[str, object]:
     fast_s = decode_s(_engine(model, sizes), batch, sizes.steps)
     try:
         exact = _engine(model, sizes, "exact")
-    except EngineError as error:
+    except ServeError as error:
         return {"batch": batch, "refused": str(error)}
     return {"batch": batch, "exact_over_fast": fast_s / decode_s(exact, batch, sizes.steps)}
 

@@ -34,7 +34,7 @@ def gateway() -> ASGIApp:
     from phalanx.data.tokenizers.tokenizer import BytesTokenizer
     from phalanx_serve.http.admission import Limits
     from phalanx_serve.http.app import Gateway, application
-    from phalanx_serve.http.worker import EngineWorker, Identity
+    from phalanx_serve.http.worker import EngineWorker, ModelIdentity
     from phalanx_serve.prompt import ModelText
     from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Token
 
@@ -74,7 +74,9 @@ def gateway() -> ASGIApp:
     text = ModelText("free", BytesTokenizer(), frozenset(), 256)
     # None is sent away for its wait: a busy machine is slow to serve, and what is measured is its processor's time.
     patient = Limits(wait_s=1e9)
-    return application(Gateway(text, EngineWorker(Free(), Identity("0" * 16, "free", 4096)), None, patient))
+    return application(
+        Gateway(text, EngineWorker(Free(), ModelIdentity("0" * 16, "free", 4096)), None, patient)
+    )
 
 
 def bare(events: list[bytes]) -> ASGIApp:

@@ -16,13 +16,13 @@ import threading
 import time
 
 from bench.running import record, run_bench
-from phalanx_serve.traffic.events import Identity
+from phalanx_serve.traffic.events import WorkerIdentity
 from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, NixlError, require_installed
 from phalanx_serve.workers.page_client import Way, pull
 from phalanx_serve.workers.page_server import OfferedPages, PageServer
 
 PAGE_BYTES, PAGES, ROUNDS = 1 << 20, 256, 9
-IDENTITY = Identity("weights", "numerics")
+IDENTITY = WorkerIdentity("weights", "numerics")
 
 
 def plain_s(body: list[bytes]) -> float:

@@ -1,1 +1,1 @@
-"""Text from trained weights."""
+"""Text generation and serving from trained weights."""

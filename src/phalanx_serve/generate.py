@@ -1,8 +1,8 @@
-"""Text from a run directory or a checkpoint: the continuation of a prompt, and the sample with which a run ends.
+"""Text generation from a run directory or a checkpoint: ``phalanx generate``, and the sample at the end of a run.
 
-A transformer is a client of ``phalanx_serve.engine`` with one request, where its weights are: the same checks and the same code that answer for
-``phalanx serve``. The command has exact numerics for a run of portable numerics on a CPU, and fast ones else. A user's own model, whose blocks
-keep nothing, is decoded here, and passes over the whole text for each token.
+A transformer runs in ``phalanx_serve.engine`` with one request, on the device of its weights. The checks and the code
+are those of ``phalanx serve``. The command uses exact numerics for a run with portable numerics on a CPU, else fast
+ones. A user's own model has no KV cache. It is decoded here, with a pass over the full text for each token.
 """
 
 from __future__ import annotations
@@ -53,15 +53,19 @@ def generate_text(
     chat: bool = False,
     device: str = "auto",
 ) -> str:
-    """Returns text that continues ``prompt``, at most ``tokens`` tokens, without the prompt.
+    """Return text that continues ``prompt``, at most ``tokens`` tokens, without the prompt.
 
     ``run_dir`` is a run directory, or a folder of Hugging Face.
 
-    What the tokenizer puts before each text comes before the prompt; any of the model's end tokens ends the text. With ``chat`` the
-    prompt is a user's message, which the chat template of an imported model frames. The same seed gives the same text. ``temperature`` 0
-    takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all in. ``device`` computes: "cpu", "cuda", "cuda:1", or "auto", which is a GPU
-    if there is one; another kind may round to another text. Raises ``RunDirectoryError`` where the run has saved nothing,
-    ``CheckpointError``, ``DataError`` where it has no tokenizer or no chat template, and ``ValueError`` for numbers out of range.
+    The tokenizer's start tokens precede the prompt. Any of the model's end tokens ends the text. With ``chat`` the
+    prompt is a user's message, which the chat template of an imported model frames. The same seed gives the same
+    text.
+
+    ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 keep all tokens. ``device`` is "cpu",
+    "cuda", "cuda:1", or "auto": a GPU if there is one. Another kind of device may round to another text.
+
+    Raises ``RunDirectoryError`` if the run has no checkpoint, ``CheckpointError``, ``DataError`` without a tokenizer
+    or chat template, and ``ValueError`` for numbers out of range.
     """
     with run_or_stand_in(Path(run_dir)) as read:
         return "".join(
@@ -95,14 +99,18 @@ def continued(
     device: str = "auto",
     dtype: str = "float32",
 ) -> Iterator[str]:
-    """Text that continues ``prompt``, piece by piece as it is generated, at most ``tokens`` tokens; ends with the document.
+    """Yield the text that continues ``prompt``, piece by piece, at most ``tokens`` tokens; it ends with the document.
 
     With ``chat`` the prompt is a user's message, framed by the run's chat template, and the text is the answer.
-    ``model`` is one that is open already (``phalanx_serve.weights``), in the place of the run's own; ``step``, ``device`` and ``dtype``,
-    PyTorch's name of the format to compute in, say nothing then.
-    Else ``device`` computes: "cpu", "cuda", "cuda:1", or "auto", which is a GPU if there is one, but for a run of portable numerics the CPU.
-    There the text of such a run is computed with exact numerics: it is what ``phalanx serve`` generates, on any machine.
-    The other arguments are those of ``phalanx_serve.generate.generate``. Raises as it and ``load_model`` do, at once.
+
+    ``model`` replaces the run's own model if it is open already (``phalanx_serve.weights``); ``step``, ``device`` and
+    ``dtype`` are then ignored. ``dtype`` is PyTorch's name of the format to compute in.
+
+    ``device`` is "cpu", "cuda", "cuda:1", or "auto": a GPU if there is one, but the CPU for a run with portable
+    numerics. There the text has exact numerics, as ``phalanx serve`` generates it on any machine.
+
+    The other arguments are those of ``phalanx_serve.generate.generate``. Raises the errors of that function and of
+    ``load_model``, at once.
     """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)
@@ -135,8 +143,9 @@ def _text(ids: Iterator[int], detokenizer: IncrementalDetokenizer) -> Iterator[s
 
 
 def sample_text(run_dir: Path, sample: SampleSpec) -> str:
-    """The prompt and what the newest checkpoint of a run makes of it, on a device of the kind that the run was trained on; on one the same text
-    every time."""
+    """Return the prompt and its continuation by the run's newest checkpoint, on a device of the kind that trained
+    the run. One kind of device gives the same text every time.
+    """
     trained_on = read_resolved(RunDirectory(run_dir)).runtime.device
     pieces = continued(
         run_dir,
@@ -152,7 +161,7 @@ def sample_text(run_dir: Path, sample: SampleSpec) -> str:
 
 
 _ROWS = 512
-"""Tokens of a prompt that go through the model at once."""
+"""Prompt tokens per prefill chunk."""
 
 
 def load_model(
@@ -162,12 +171,14 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Transformer | Chain, ModelSpec]:
-    """The model of a run with the weights of ``step``, or of the newest step that can be read.
+    """Load the model of a run with the weights of ``step``, or of the newest readable step.
 
-    Reads ``run.toml`` and ``checkpoints/``; of a checkpoint, nothing but the weights (fp32 there, ``dtype`` here). Without
-    ``step``, a damaged checkpoint is passed over with a warning. Of a run with portable numerics, all that this process computes afterwards on
-    the CPU is portable. Raises RunDirectoryError where the run has no checkpoint, NoSuchStepError, NotPortableError, DeviceMemoryError where a GPU has no
-    memory for them, and what ``restore`` raises.
+    Reads ``run.toml`` and ``checkpoints/``, and of a checkpoint only the weights (stored as fp32, returned as
+    ``dtype``). Without ``step``, a damaged checkpoint is skipped with a warning. For a run with portable numerics,
+    this process computes with portable kernels on the CPU from then on.
+
+    Raises RunDirectoryError if the run has no checkpoint, NoSuchStepError, NotPortableError, DeviceMemoryError if a
+    GPU lacks memory for the weights, and the errors of ``restore``.
     """
     runtime = read_resolved(RunDirectory(run_dir)).runtime
     if runtime.numerics == "portable" and torch.device(device).type == "cpu":
@@ -191,14 +202,17 @@ def generate(
     vocab_size: int = 0,
     numerics: Numerics = "fast",
 ) -> Iterator[int]:
-    """Up to ``tokens`` ids that continue the prompt; ends before the first id in ``stop``.
+    """Yield up to ``tokens`` ids that continue the prompt; end before the first id in ``stop``.
 
-    ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 leave all tokens in. ``context`` is the most
-    tokens, prompt included, that may be held at once; 0 sets no limit. ``vocab_size`` is that of the tokenizer: ids from there on are not
-    drawn; 0 leaves all in. With ``numerics`` "exact" the tokens are drawn from the
-    very logits of ``phalanx serve``, and this process computes with portable kernels from then on.
-    Memory: the keys and values of prompt and ``tokens``, twice. Raises ValueError at once for an empty prompt, unknown ids, numbers out of range, or too long a text;
-    and for logits that are not finite when they come.
+    ``temperature`` 0 takes the likeliest token; ``top_k`` 0 and ``top_p`` 1 keep all tokens. ``context`` is the most
+    tokens, prompt included, that are cached at once; 0 sets no limit. ``vocab_size`` is that of the tokenizer: larger
+    ids are not drawn; 0 sets no limit.
+
+    With ``numerics`` "exact" the logits are those of ``phalanx serve``, and this process computes with portable
+    kernels from then on. Memory: twice the keys and values of prompt and ``tokens``.
+
+    Raises ValueError at once for an empty prompt, unknown ids, numbers out of range, or too long a text, and later
+    for logits that are not finite.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, vocab_size=vocab_size)
     length = len(prompt_ids) + tokens
@@ -211,7 +225,7 @@ def generate(
 
 
 def _engine_of(model: Transformer, length: int, numerics: Numerics) -> Engine:
-    """An engine for one text of ``length`` tokens."""
+    """Return an engine for one text of ``length`` tokens."""
     return Engine(
         model,
         model.spec,
@@ -227,11 +241,11 @@ def _engine_of(model: Transformer, length: int, numerics: Numerics) -> Engine:
 def _from_engine(engine: Engine, request: Request) -> Iterator[int]:
     engine.submit(request)
     while engine.busy:
-        for told in engine.step():
-            if isinstance(told, Token):
-                yield told.id
-            elif isinstance(told, Ended) and told.outcome == "error":
-                raise ValueError(told.text)
+        for output in engine.step():
+            if isinstance(output, Token):
+                yield output.id
+            elif isinstance(output, Ended) and output.outcome == "error":
+                raise ValueError(output.text)
 
 
 def _decode(
@@ -248,7 +262,7 @@ def _decode(
         return logits(hidden[:, -1:], weight, cap)
 
     for _ in range(length - len(text)):
-        # Not around the loop: a generator would leave the mode switched on for whoever consumes it.
+        # Not around the loop: a generator would leave the mode switched on in its consumer.
         with computing_on(weight.device, f"a pass over {len(text)} tokens"):
             with torch.no_grad():
                 ids = torch.tensor([text], device=weight.device)

@@ -1,10 +1,12 @@
-"""Greedy continuations by another engine, in a process and, if wanted, an environment of its own: this file imports nothing of phalanx.
+"""Greedy continuations by another engine, in a process and, if requested, an environment of its own: this file
+imports nothing of phalanx.
 
     python other_engine.py < question.json
 
-The question on standard input has ``engine`` (transformers, vllm), ``folder``, ``dtype``, ``prompts`` (lists of ids), and ``tokens``; the answer is the last line of standard
-output: ``{"version": ..., "texts": [[id, ...], ...]}``, the new ids alone. What engines and their processes print goes to standard error: vLLM's print on
-standard output when they end, after the answer.
+The request on standard input has ``engine`` (transformers, vllm), ``folder``, ``dtype``, ``prompts`` (lists of ids),
+and ``tokens``. The response is the last line of standard output: ``{"version": ..., "texts": [[id, ...], ...]}``,
+with the new ids only. The engines' own output goes to standard error, since vLLM prints on standard output after the
+response.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import Any
 
 
 def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """The tokens that ``AutoModelForCausalLM.generate`` writes behind each prompt, with the folder's end tokens and none of its ways of sampling."""
+    """Return the new tokens of ``AutoModelForCausalLM.generate`` for each prompt, with the folder's end tokens and
+    without its sampling settings.
+    """
     import torch
 
-    # Neither engine tells types, and vllm is not installed where types are checked.
+    # Neither engine has type hints, and vllm is not installed where types are checked.
     transformers: Any = import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ends = model.generation_config.eos_token_id
@@ -29,24 +33,24 @@ def by_transformers(folder: str, dtype: str, prompts: list[list[int]], tokens: i
     for prompt in prompts:
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            found = model.generate(
+            ids_with_prompt = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
             )
-        texts.append(found[0, len(prompt) :].tolist())
+        texts.append(ids_with_prompt[0, len(prompt) :].tolist())
     return {"version": transformers.__version__, "texts": texts}
 
 
 def by_vllm(folder: str, dtype: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """The tokens that ``vllm.LLM.generate`` writes behind each prompt at temperature 0."""
+    """Return the new tokens of ``vllm.LLM.generate`` for each prompt at temperature 0."""
     vllm: Any = import_module("vllm")
     model = vllm.LLM(model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True)
     sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, detokenize=False)
-    found = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
-    return {"version": vllm.__version__, "texts": [list(one.outputs[0].token_ids) for one in found]}
+    outputs = model.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
+    return {"version": vllm.__version__, "texts": [list(output.outputs[0].token_ids) for output in outputs]}
 
 
 def main() -> None:
-    """Answers the question."""
+    """Answer the request."""
     question = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -30,11 +30,11 @@ from phalanx_serve.http.protocol import Chat, RefusedError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _CONTINUED = "\U0010f0ac\U0010f0ad"
-"""Characters for private use, behind the message that is continued."""
+"""Private-use characters that mark the end of the message to continue."""
 
 
 class FramingError(TokenizerError):
-    """A conversation cannot be framed as requested; ``field`` names what is at fault beside the messages."""
+    """A conversation cannot be framed as requested; ``field`` names the field at fault beside the messages."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -51,13 +51,14 @@ class Framing:
     """True if the text ends within the last message, which is to be continued."""
     tools: Sequence[object] = ()
     variables: Mapping[str, object] = field(default_factory=dict)
-    """Further variables of the template."""
+    """Further template variables."""
 
 
 def load_run_tokenizer(run_dir: Path) -> Tokenizer:
-    """The tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError.
+    """Return the tokenizer of a run: the copy in its directory, else the one of its dataset. Raises TokenizerError.
 
-    Only a run that was started has a dataset: the run file of an imported model names one by default, which is not the model's.
+    Only a run that was started has a dataset: the run file of an imported model names one by default, which is not
+    the model's.
     """
     directory = RunDirectory(run_dir)
     if directory.tokenizer.is_dir():
@@ -76,14 +77,15 @@ def load_run_tokenizer(run_dir: Path) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a prompt; an empty one begins as a document does, behind the end of the one before."""
+    """Return the ids of a prompt. An empty prompt begins as a document does, after the end of the one before."""
     return [*tokenizer.document_start, *tokenizer.encode(text)] or [tokenizer.end_of_document]
 
 
 def published_with(run_dir: Path, tokenizer: Tokenizer) -> Path | None:
-    """The publisher's files of the run's imported model; ``None`` if there are none, or they are about another tokenizer.
+    """Return the folder of the publisher's files of the run's imported model, or None if there are none or they are
+    of another tokenizer.
 
-    To tell, the published tokenizer is loaded, which takes a second for a large one.
+    The check loads the published tokenizer, which takes a second for a large one.
     """
     directory = RunDirectory(run_dir)
     # Where what is read stands in for a published model, messages name the model's own folder, and not a copy that goes.
@@ -92,16 +94,18 @@ def published_with(run_dir: Path, tokenizer: Tokenizer) -> Path | None:
 
 
 def template_folder(run_dir: Path, published: Path | None) -> Path | None:
-    """Where a run's chat template is looked for: with its tokenizer, if it was trained on conversations, else among the ``published`` files.
+    """Return the folder of a run's chat template: its tokenizer's if it was trained on conversations, else the
+    ``published`` one.
 
-    ``published`` is what ``published_with`` gives.
+    ``published`` is the result of ``published_with``.
     """
     own = RunDirectory(run_dir).tokenizer
     return own if (own / TEMPLATE_FILE).exists() else published
 
 
 def encode_chat(folder: Path | None, tokenizer: Tokenizer, message: str) -> list[int]:
-    """The ids of a user's ``message`` in the chat template in ``folder`` (``template_folder``), up to where its answer begins.
+    """Return the ids of a user's ``message`` in the chat template in ``folder`` (``template_folder``), up to the
+    start of the answer.
 
     Raises TokenizerError if there is no template, or if it refuses the message.
     """
@@ -115,8 +119,9 @@ def encode_chat(folder: Path | None, tokenizer: Tokenizer, message: str) -> list
 def encode_messages(
     template: ChatTemplate | None, tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]]
 ) -> list[int]:
-    """The ids of a conversation in a model's chat ``template``, up to where the assistant's answer begins. Raises TokenizerError as
-    ``frame_messages`` does."""
+    """Return the ids of a conversation in a model's chat ``template``, up to the start of the assistant's answer.
+    Raises TokenizerError as ``frame_messages`` does.
+    """
     text = frame_messages(template, tokenizer, messages)
     assert isinstance(tokenizer, BpeTokenizer | FallbackTokenizer), "others have no template"
     return tokenizer.encode_template(text)
@@ -150,7 +155,7 @@ def frame_messages(
         )
     if framing.continued:
         if plain[-1]["content"] is None:
-            raise FramingError("the last message has no content to go on with", "continue_final_message")
+            raise FramingError("the last message has no content to continue", "continue_final_message")
         plain[-1] = plain[-1] | {"content": f"{plain[-1]['content']}{_CONTINUED} "}
     try:
         text = template.render(
@@ -170,7 +175,9 @@ def frame_messages(
 
 
 def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTemplate) -> list[Message]:
-    """The messages as templates expect them, each content one text. Raises TokenizerError, naming message and field."""
+    """Return the messages as templates expect them, with one text as each content. Raises TokenizerError, naming
+    message and field.
+    """
     if not messages:
         raise TokenizerError("messages: there is none; give at least one of the user")
     return [_plain_message(number, message, template) for number, message in enumerate(messages)]
@@ -217,7 +224,9 @@ def _list(number: int, calls: object) -> Sequence[object]:
 
 
 def _with_arguments(number: int, call: object) -> object:
-    """A call of a tool with its arguments as an object, as templates expect them: OpenAI's clients send them as JSON."""
+    """Return a tool call with its arguments as an object, as templates expect them. OpenAI's clients send them as
+    JSON text.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
         raise TokenizerError(f"messages[{number}].tool_calls: each with a function")
@@ -249,9 +258,10 @@ def _content(number: int, content: object) -> str:
 def stop_tokens(
     published: Path | None, tokenizer: Tokenizer, templates: Path | None = None
 ) -> frozenset[int]:
-    """The ids that end a text: the tokenizer's end of a document, and those that an imported model's publisher names.
+    """Return the ids that end a text: the tokenizer's end of document, and those that an imported model's publisher
+    names.
 
-    With the folder of its ``templates``, also what ends a turn of the conversations that the run was trained on.
+    With the folder of its ``templates``, also the end of a turn in the conversations that the run was trained on.
     """
     stop = {tokenizer.end_of_document}
     if published is not None and (published / GENERATION_CONFIG).is_file():
@@ -268,7 +278,7 @@ def stop_tokens(
 
 @dataclass(frozen=True)
 class ModelText:
-    """A model's name and its words."""
+    """Tokenizer, chat template, end tokens and name of a served model."""
 
     name: str
     tokenizer: Tokenizer
@@ -276,11 +286,11 @@ class ModelText:
     vocab_size: int
     template: ChatTemplate | None = None
     texts: dict[int, str] = field(default_factory=dict, repr=False, compare=False)
-    """The texts of tokens that were decoded before; filled by use."""
+    """Cache of the texts of decoded tokens."""
 
     @property
     def note(self) -> str:
-        """A warning if the tokenizer has tokens that the model does not have; else empty."""
+        """Warning if the tokenizer has tokens that the model lacks; else empty."""
         if self.tokenizer.vocab_size <= self.vocab_size:
             return ""
         return (
@@ -289,8 +299,9 @@ class ModelText:
         )
 
     def prompt_ids(self, prompt: str | list[int], room: LengthLimit, *, begin: bool = True) -> list[int]:
-        """The ids of a prompt; ``begin`` puts before a text what its model's texts begin with. Raises RefusedError for one that is too long, and
-        for ids that the model does not have."""
+        """Return the ids of a prompt; ``begin`` adds the tokenizer's start tokens to a text. Raises RefusedError
+        for a prompt that is too long, and for ids that the model lacks.
+        """
         if not isinstance(prompt, str):
             if not prompt:
                 raise RefusedError("prompt: an empty list", "prompt")
@@ -314,7 +325,7 @@ class ModelText:
         return ids
 
     def chat_ids(self, body: Chat, room: LengthLimit) -> list[int]:
-        """The ids of a conversation, up to where the answer begins. Raises RefusedError."""
+        """Return the ids of a conversation, up to the start of the answer. Raises RefusedError."""
         if self.template is None:
             raise RefusedError(
                 f"the model {self.name!r} has no chat template: use /v1/completions, which continues text, or start the server with "
@@ -349,7 +360,9 @@ class ModelText:
 
 
 def read_model_text(run_dir: Path, name: str, vocab_size: int, chat_template: str = "") -> ModelText:
-    """The words of a run's model; ``chat_template`` is a file in the place of its own. Raises TokenizerError."""
+    """Load the text side of a run's model; ``chat_template`` is a file that replaces its own. Raises
+    TokenizerError.
+    """
     tokenizer = load_run_tokenizer(run_dir)
     published = published_with(run_dir, tokenizer)
     templates = template_folder(run_dir, published)

@@ -1,8 +1,9 @@
-"""``phalanx export --verify``: the greedy texts of an exported folder by another engine, judged token by token by the run's own model.
+"""``phalanx export --verify``: greedy texts of another engine for an exported folder, compared token by token with
+the run's own model.
 
-Our model reads each text as the other engine wrote it, and gives at each place the token that it would have taken. If it is the same at all
-places, both engines write the same greedy text, by induction. Where it is another, the gap between the two in our model's own
-log-probabilities separates a tie, which rounding decides, from a model that was exported wrongly.
+The run's model reads each text of the other engine, and computes its own greedy token at each position. If all are
+equal, both engines generate the same greedy text, by induction. If one differs, the gap between the two tokens in our
+log-probabilities separates a rounding tie from a wrong export.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def export_check(
     tokens: int,
     python: str,
 ) -> Callable[[int, Path, str], None]:
-    """Prepares the check of an export, and returns it as a function of step, folder and dtype.
+    """Prepare the check of an export, and return it as a function of step, folder and dtype.
 
-    Prompts are ``texts``, or else the beginnings of ``count`` held-out sequences. Ends the command where there are none.
+    Prompts are ``texts``, or else the beginnings of ``count`` held-out sequences. Exits the command if there are
+    none.
     """
     prompts = prompts_to_verify(run_dir, texts, count)
     return partial(verify_export, run_dir, engine=engine, prompts=prompts, tokens=tokens, python=python)
@@ -61,42 +63,44 @@ def verify_export(
     tokens: int,
     python: str,
 ) -> None:
-    """Prints how far ``engine`` and the run's model agree; exit code 1 where they do not."""
+    """Print how far ``engine`` and the run's model agree; exit with code 1 if they differ."""
     with explained(VerifyError, ValueError):
         version, texts = other_texts(engine, folder, dtype, prompts, tokens, python)
         model, _ = load_model(run_dir, step, dtype=getattr(torch, dtype))
-        found = judged(model, prompts, texts)
+        verdicts = judged(model, prompts, texts)
     tie = TIE_NATS[dtype]
     click.echo(f"{engine} {version} beside the run's own model, greedy, {dtype}:")
     click.echo(f"{'prompt':>7} {'tokens':>7}  first difference")
-    for one in found:
-        if one.differs_at is None:
-            told = "none"
+    for verdict in verdicts:
+        if verdict.differs_at is None:
+            difference = "none"
         else:
-            kind = "a tie" if one.agrees(tie) else "differs"
-            told = (
-                f"{kind}: new token {one.differs_at + 1}: {one.theirs}, and {one.ours} by the run's model, "
-                f"by {one.gap:.2g} nats (widest {one.widest:.2g})"
+            kind = "a tie" if verdict.agrees(tie) else "differs"
+            difference = (
+                f"{kind}: new token {verdict.differs_at + 1}: {verdict.theirs}, and {verdict.ours} by the run's model, "
+                f"by {verdict.gap:.2g} nats (widest {verdict.widest:.2g})"
             )
-        click.echo(f"{one.prompt:>7} {one.tokens:>7}  {told}")
-    wrong = sum(not one.agrees(tie) for one in found)
+        click.echo(f"{verdict.prompt:>7} {verdict.tokens:>7}  {difference}")
+    wrong = sum(not verdict.agrees(tie) for verdict in verdicts)
     if wrong:
-        click.echo(f"{wrong} of {len(found)} texts differ by more than rounding ({tie:g} nats)", err=True)
+        click.echo(f"{wrong} of {len(verdicts)} texts differ by more than rounding ({tie:g} nats)", err=True)
         raise SystemExit(1)
-    click.echo(f"all {sum(one.tokens for one in found)} tokens agree (ties: up to {tie:g} nats)")
+    click.echo(f"all {sum(verdict.tokens for verdict in verdicts)} tokens agree (ties: up to {tie:g} nats)")
 
 
-def prompts_to_verify(run_dir: Path, given: Sequence[str], count: int) -> list[list[int]]:
-    """Token ids of the prompts that were given, or else of ``count`` held-out sequences' beginnings; ends the command where there are none."""
+def prompts_to_verify(run_dir: Path, texts: Sequence[str], count: int) -> list[list[int]]:
+    """Return the token ids of ``texts``, or else of the beginnings of ``count`` held-out sequences; exits the
+    command if there are none.
+    """
     with explained(DataError, RunDirectoryError, ValueError):
-        if not given:
+        if not texts:
             return held_out_prompts(run_dir, count)
         tokenizer = load_run_tokenizer(run_dir)
-        return [encode_prompt(tokenizer, text) for text in given]
+        return [encode_prompt(tokenizer, text) for text in texts]
 
 
 def held_out_prompts(run_dir: Path, count: int, tokens: int = _PROMPT_TOKENS) -> list[list[int]]:
-    """The first ``tokens`` of held-out sequences, evenly spread. Raises DataError."""
+    """Return the first ``tokens`` of held-out sequences, evenly spaced. Raises DataError."""
     remedy = "give prompts: --verify-prompt TEXT"
     directory = RunDirectory(run_dir)
     if not directory.record.exists():
@@ -114,31 +118,31 @@ def held_out_prompts(run_dir: Path, count: int, tokens: int = _PROMPT_TOKENS) ->
 
 EngineName = Literal["transformers", "vllm"]
 TIE_NATS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Gaps that rounding explains, by the dtype of the weights."""
+"""Gaps that rounding explains, by dtype of the weights."""
 
 
 class VerifyError(RuntimeError):
-    """The other engine could not be asked; the message says what to do."""
+    """The other engine could not run. The message has the remedy."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One prompt's text of the other engine, as our model sees it."""
+    """Comparison of one text of the other engine with the run's model."""
 
     prompt: int
     tokens: int
-    """New tokens that were compared."""
+    """Number of compared new tokens."""
     differs_at: int | None = None
-    """The first place among them at which our model takes another token."""
+    """Index of the first token at which the run's model differs."""
     theirs: int = 0
     ours: int = 0
     gap: float = 0.0
-    """Nats by which our model prefers its own token there."""
+    """Nats by which the run's model prefers its own token there."""
     widest: float = 0.0
-    """The largest gap at any place."""
+    """Largest gap at any position."""
 
     def agrees(self, tie: float) -> bool:
-        """True if no place differs by more than ``tie`` nats, which rounding explains."""
+        """Return True if no position differs by more than ``tie`` nats, which rounding explains."""
         return self.widest <= tie
 
 
@@ -150,7 +154,9 @@ def other_texts(
     tokens: int,
     python: str = "",
 ) -> tuple[str, list[list[int]]]:
-    """The engine's version and its greedy texts, by the interpreter ``python`` or this one. Raises VerifyError."""
+    """Return the engine's version and its greedy texts, computed by the interpreter ``python`` or this one. Raises
+    VerifyError.
+    """
     remedy = f"install it there (pip install {engine}), or name the python of an environment that has it: --verify-python PATH"
     if not python and find_spec(engine) is None:
         raise VerifyError(
@@ -174,9 +180,9 @@ def other_texts(
     except OSError as error:
         raise VerifyError(f"--verify-python {python}: {error.strerror}; give the path of a python") from error
     if ran.returncode:
-        said = "\n".join(ran.stderr.strip().splitlines()[-12:])
-        also = f" ({remedy})" if "No module named" in said else ""
-        raise VerifyError(f"{engine} ended with exit code {ran.returncode}{also}:\n{said}")
+        errors = "\n".join(ran.stderr.strip().splitlines()[-12:])
+        also = f" ({remedy})" if "No module named" in errors else ""
+        raise VerifyError(f"{engine} ended with exit code {ran.returncode}{also}:\n{errors}")
     answer = json.loads(ran.stdout.strip().splitlines()[-1])
     return str(answer["version"]), answer["texts"]
 
@@ -184,7 +190,7 @@ def other_texts(
 def judged(
     model: Transformer | Chain, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
 ) -> list[Judged]:
-    """What our ``model`` says of each text behind its prompt."""
+    """Compare each text with the greedy tokens of the run's ``model``."""
     return [
         _judged(model, number, list(prompt), list(text))
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1)
@@ -204,7 +210,7 @@ def _judged(model: Transformer | Chain, number: int, prompt: list[int], text: li
     best, ours = scores.max(-1)  # (new tokens,)
     theirs = torch.tensor(text, device=device)
     gaps = best - scores.gather(1, theirs[:, None])[:, 0]
-    # Of two that are exactly alike, either may be taken.
+    # Of two equal logits, either token may be taken.
     places = (gaps > 0).nonzero()[:, 0].tolist()
     if not places:
         return Judged(number, len(text))

@@ -1,1 +1,1 @@
-"""What people and their tools look at of a run: the page, curves, comparisons, logs, profiles, and what is wrong with it."""
+"""Views of a run for people and tools: the dashboard, curves, comparisons, logs, profiles, and diagnosis."""

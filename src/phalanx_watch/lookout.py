@@ -1,9 +1,13 @@
-"""Metrics of all runs below some folders, collected in rounds as long as somebody scrapes.
+"""Metrics of all runs below some folders, collected in rounds while they are scraped.
 
-A run without a fleet has no process that serves metrics, and of one that was killed none is left: so ``phalanx ui`` serves the numbers of the event streams, and
-what ``phalanx why`` says, of every run that it shows, and what serves them. One thread looks, in rounds, and rests so
-long that it takes half a percent of a processor, but no more than a quarter of a minute as long as it takes a tenth; a scrape takes what the last round has found and waits for nothing. Nobody who scrapes: no round. A run that cannot be looked at costs no other run: of it the last is told again, with the time
-of that look, so that the alert about an observer that is gone names it.
+A run without a fleet, or one that was killed, has no process that serves metrics. So ``phalanx ui`` serves the
+numbers of the event streams, the reasons of ``phalanx why`` for every run, and the state of the servers of its
+weights.
+
+One thread collects in rounds. Its pauses keep it at half a percent of a processor, but they are at most 15 s while it
+needs less than a tenth. A scrape returns the result of the last round at once. Without scrapes there are no rounds.
+If a run cannot be read, the others are not affected. Its last samples are repeated with their time, so that the alert
+about a missing observer names it.
 """
 
 from __future__ import annotations
@@ -23,13 +27,13 @@ from phalanx_watch.runs.row import RunRow
 from phalanx_watch.why.observed import CODES, Reason
 from phalanx_watch.why.reasons import reasons
 
-# What serves a run's weights, as metrics: of all servers together, by the notes that they leave in the run directory.
+# Metrics of the servers of a run's weights, from the notes that they write to the run directory.
 
 _FROM = "serving/, by phalanx ui"
 SERVERS = Metric(
     "phalanx_serving_servers",
     "gauge",
-    "Servers of the run's weights by state; silent are those that have not been heard of for half a minute.",
+    "Servers of the run's weights by state; silent are those without a note for half a minute.",
     _FROM,
     ("state",),
 )
@@ -48,10 +52,10 @@ _COUNTS = ("prompt_tokens", "generated_tokens", "refused")
 
 
 class RunServers:
-    """The servers of one run, as they are looked at again and again.
+    """Servers of one run's weights, across rounds.
 
-    A counter that falls is taken for one that began anew, and all of it for new. So what a server has counted stays in the sums when it ends or is silent,
-    and of one that is heard again only what is new is added.
+    A falling counter is treated as restarted, so its full value is added. A server's counts stay in the sums after it
+    ends or goes silent. If it returns, only the increase is added.
     """
 
     def __init__(self) -> None:
@@ -59,37 +63,39 @@ class RunServers:
         self._sums = Counter(dict.fromkeys(_COUNTS, 0))
 
     def samples(self, notes: Sequence[Serving], labels: Labels, now: float) -> list[Sample]:
-        """The samples of the run, by what its servers say now; none if nobody serves it."""
+        """Return the run's samples from its servers' notes; none if the run is not served."""
         if not notes:
             return []
         states = Counter(state_of(note, now) for note in notes)
-        heard = [note for note in notes if not note.silent(now)]
+        live_notes = [note for note in notes if not note.silent(now)]
         self._count(notes, now)
-        found = [Sample(SERVERS, labels | {"state": state}, states[state]) for state in _STATES]
+        samples = [Sample(SERVERS, labels | {"state": state}, states[state]) for state in _STATES]
         for state in ("running", "waiting"):
-            found.append(Sample(TEXTS, labels | {"state": state}, sum(getattr(one, state) for one in heard)))
+            samples.append(
+                Sample(TEXTS, labels | {"state": state}, sum(getattr(note, state) for note in live_notes))
+            )
         for kind in ("prompt", "generated"):
-            found.append(Sample(TOKENS, labels | {"kind": kind}, self._sums[f"{kind}_tokens"]))
-        return [*found, Sample(REFUSED, labels, self._sums["refused"])]
+            samples.append(Sample(TOKENS, labels | {"kind": kind}, self._sums[f"{kind}_tokens"]))
+        return [*samples, Sample(REFUSED, labels, self._sums["refused"])]
 
     def _count(self, notes: Sequence[Serving], now: float) -> None:
         for note in notes:
             server = note.node, note.url, note.since_s
             counts = Counter({name: int(getattr(note, name)) for name in _COUNTS})
-            # What was silent when it was first seen tells nothing new.
+            # A server that was silent from the start adds nothing.
             before = self._counted.get(server, counts if note.silent(now) else Counter())
             self._sums += counts - before  # a difference of counters has no negative ones
             self._counted[server] = counts
 
 
 def state_of(note: Serving, now: float) -> str:
-    """One of four words for what a server does; what its trouble is, the note says."""
+    """Return the state of a server: one of four words. Its note has the details of any trouble."""
     if note.silent(now):
         return "silent"
     return note.state if note.state in _STATES else "trouble"
 
 
-# What is wrong with a run, as a metric: a series for each reason that ``phalanx why`` knows, so that every one of them can be an alert.
+# Diagnosis as a metric: a series for each code of ``phalanx why``, so that each can be an alert.
 
 REASON = Metric(
     "phalanx_reason",
@@ -109,32 +115,32 @@ _WEIGHT = {"info": 1, "warning": 2, "critical": 3}
 
 
 def reason_samples(reasons: Iterable[Reason], labels: Labels, looked_s: float) -> list[Sample]:
-    """The samples of one run: of several reasons of a kind the worst counts."""
+    """Return the samples of one run; the worst of several reasons of a kind counts."""
     worst: dict[str, int] = dict.fromkeys(CODES, 0)
     for reason in reasons:
         worst[reason.code] = max(worst[reason.code], _WEIGHT[reason.severity])
-    found = [Sample(REASON, labels | {"code": code}, weight) for code, weight in worst.items()]
-    return [*found, Sample(LOOKED, labels, looked_s)]
+    samples = [Sample(REASON, labels | {"code": code}, weight) for code, weight in worst.items()]
+    return [*samples, Sample(LOOKED, labels, looked_s)]
 
 
 _LOG = logging.getLogger(__name__)
 
 MOST_RUNS = 64
-"""The newest; each has some hundred series."""
+"""Most runs, the newest first; each has about a hundred series."""
 ACKNOWLEDGED = "acknowledged"
-"""Tag of a run whose end somebody knows, so that no alert is about it any more (``phalanx runs tag``)."""
+"""Tag of a run whose end is acknowledged, so that no alert fires for it (``phalanx runs tag``)."""
 OVER_S, OLD_S = 600.0, 86_400.0
-"""A run that has ended is left out after ten minutes, and one of which nothing was heard for a day."""
+"""Seconds after which an ended run is dropped, and a run without a new event."""
 _SHARE, _MOST_SHARE = 0.005, 0.1
 _LEAST_REST_S, _LONG_REST_S = 1.0, 15.0
 _READING_S = 0.5
-"""A long stream is read over several rounds, so that it holds up no other run."""
+"""Seconds per round and run; a long stream is read over several rounds, so that it delays no other run."""
 _FIRST_S = 1.5
 _UNASKED_S = 300.0
 
 
 class Lookout:
-    """The samples of the runs that ``rows`` lists. Threads may share it."""
+    """Collector of the samples of the runs that ``rows`` lists. Thread-safe."""
 
     def __init__(
         self,
@@ -143,13 +149,13 @@ class Lookout:
         *,
         reading_budget_s: float = _READING_S,
     ) -> None:
-        """``reading_budget_s``: Time in which a round reads on in the stream of one run."""
+        """``reading_budget_s`` is the time per round for reading one run's stream."""
         self._rows, self._clock, self._reading_budget_s = rows, clock, reading_budget_s
         self._samplers: dict[tuple[str, str], RunSampler] = {}
         self._labels: dict[str, str] = {}
         self._served: dict[str, RunServers] = {}
         self._last: dict[str, list[Sample]] = {}
-        """What each run said when it could be looked at last."""
+        """Last samples of each run."""
         self._seen: list[Sample] = []
         self._trouble: Exception | None = None
         self._asked_s = 0.0
@@ -158,7 +164,9 @@ class Lookout:
         self._first = threading.Event()
 
     def samples(self) -> list[Sample]:
-        """What the last round has found; nothing while the first one takes longer than a moment. Raises what the round did."""
+        """Return the samples of the last round; empty if the first round is not done within a moment. Raises the
+        round's error.
+        """
         with self._lock:
             self._asked_s = time.monotonic()
             if self._thread is None:
@@ -175,7 +183,7 @@ class Lookout:
             began_s = time.thread_time()
             try:
                 self._seen, self._trouble = self.look(), None
-            except Exception as error:  # told to who scrapes, and the next round may do
+            except Exception as error:  # raised in the scrape; the next round may succeed
                 self._seen, self._trouble = [], error
             self._first.set()
             time.sleep(rest_s(time.thread_time() - began_s))
@@ -186,9 +194,9 @@ class Lookout:
                     return
 
     def look(self) -> list[Sample]:
-        """One round over all runs that count."""
+        """Run one round over all watched runs."""
         now = self._clock()
-        found: list[Sample] = []
+        samples: list[Sample] = []
         samplers: dict[tuple[str, str], RunSampler] = {}
         rows = self._rows()
         trained = watched(rows, now)
@@ -196,36 +204,40 @@ class Lookout:
         self._labels = _labelled([*trained, *(row for row in rows if row.path in served)], self._labels)
         self._served = {path: self._served.get(path) or RunServers() for path in served}
         for path, notes in served.items():
-            found += self._served[path].samples(notes, Labels(run=self._labels[path]), now)
+            samples += self._served[path].samples(notes, Labels(run=self._labels[path]), now)
         last: dict[str, list[Sample]] = {}
         for path, label in ((row.path, self._labels[row.path]) for row in trained):
             sampler = self._samplers.get((path, label)) or RunSampler(Path(path), label)
             samplers[path, label] = sampler
             try:
                 last[path] = self._look_at(sampler, path, label, now)
-            except Exception:  # whatever lies in its directory, the other runs are looked at
+            except Exception:  # a damaged directory must not affect the other runs
                 _LOG.exception("the run in %s cannot be looked at", path)
-                last[path] = [one for one in self._last.get(path, []) if one.labels.pairs["run"] == label]
+                last[path] = [
+                    sample for sample in self._last.get(path, []) if sample.labels.pairs["run"] == label
+                ]
                 del samplers[path, label]
-            found += last[path]
+            samples += last[path]
         self._samplers, self._last = samplers, last
-        return found
+        return samples
 
     def _look_at(self, sampler: RunSampler, path: str, label: str, now: float) -> list[Sample]:
-        """The samples of one run."""
-        # Half a stream says that the newest step is days old: a run is told of when all of it was read.
-        found = sampler.samples(0.0) if sampler.catch_up(self._reading_budget_s) else []
-        return [*found, *reason_samples(reasons(RunDirectory(Path(path)), now), Labels(run=label), now)]
+        """Return the samples of one run."""
+        # A partly read stream would make the newest step look days old: report a run only when it is read to the end.
+        samples = sampler.samples(0.0) if sampler.catch_up(self._reading_budget_s) else []
+        return [*samples, *reason_samples(reasons(RunDirectory(Path(path)), now), Labels(run=label), now)]
 
 
 def rest_s(took_s: float) -> float:
-    """The rest after a round that took so long of a processor."""
+    """Return the pause after a round that used ``took_s`` seconds of a processor."""
     wanted_s = max(_LEAST_REST_S, took_s * (1 / _SHARE - 1))
     return min(wanted_s, max(_LONG_REST_S, took_s * (1 / _MOST_SHARE - 1)))
 
 
 def is_acknowledged(row: RunRow) -> bool:
-    """True if the run got the tag ``ACKNOWLEDGED`` after its newest event: somebody knows how it ended. A run that goes on is watched again."""
+    """Return True if the run got the tag ``ACKNOWLEDGED`` after its newest event. A run that continues is watched
+    again.
+    """
     if ACKNOWLEDGED not in row.tags:
         return False
     try:
@@ -235,26 +247,27 @@ def is_acknowledged(row: RunRow) -> bool:
 
 
 def watched(rows: Iterable[RunRow], now: float) -> list[RunRow]:
-    """The runs that an alert may be about, the newest first."""
-    heard = [(row, now - row.updated) for row in rows if row.updated is not None and not is_acknowledged(row)]
+    """Return the runs that an alert may concern, the newest first."""
+    ages = [(row, now - row.updated) for row in rows if row.updated is not None and not is_acknowledged(row)]
     over = ("finished", "stopped")
-    kept = [row for row, age_s in heard if age_s < (OVER_S if row.state in over else OLD_S)]
+    kept = [row for row, age_s in ages if age_s < (OVER_S if row.state in over else OLD_S)]
     return sorted(kept, key=lambda row: -(row.updated or 0.0))[:MOST_RUNS]
 
 
 def served_now(rows: Iterable[RunRow], now: float) -> dict[str, list[Serving]]:
-    """Path -> what its servers say, of each run that is served, however long ago it was trained."""
-    found = {
-        row.path: [one for one in read_serving(RunDirectory(Path(row.path))) if now - one.seen_s < OVER_S]
+    """Return the servers' notes by run path, for each run that is served, however old its training."""
+    notes_by_path = {
+        row.path: [note for note in read_serving(RunDirectory(Path(row.path))) if now - note.seen_s < OVER_S]
         for row in rows
     }
-    return {path: notes for path, notes in found.items() if notes}
+    return {path: notes for path, notes in notes_by_path.items() if notes}
 
 
 def _labelled(rows: Sequence[RunRow], before: Mapping[str, str]) -> dict[str, str]:
-    """Path -> label of each run: its folder's name, as its own endpoint says it; of several of one name, who had it ``before``, or the newest.
+    """Return each run's label by path: its folder's name, as its own endpoint uses it.
 
-    Who is the newest changes with each step of runs that train at once, and an alert must not go from one to the other.
+    If several runs have the same name, the label stays with the run that had it ``before``, or goes to the newest.
+    The newest changes with each step of concurrent runs, and an alert must not move between runs.
     """
     names = {row.path: Path(row.path).resolve().name for row in rows}
     owners = {name: path for path, name in names.items() if before.get(path) == name}

@@ -2,10 +2,10 @@
 
 The ranks of a slow node, of a slow switch or of a slow pipeline stage may be far apart by their numbers; in the right order they are one band.
 
-A fleet judges its ranks while it runs, window by window; a run without one has nobody who does. ``slowest`` judges the newest frames of one
-attempt together, for people, by the thresholds that replace stragglers in a fleet. A rank is slow if it was slower than its peers in most of
-the windows, and its median over all of them stands out from theirs. With fewer windows than that rule needs, none is slow. This sees more than
-one window does, where few ranks share a noisy machine. Peers are the ranks of one pipeline stage, which do the same work.
+A fleet judges its ranks while it runs, window by window; a run without a fleet has no such check. ``slowest`` compares the newest frames of one
+attempt together, by the thresholds that replace stragglers in a fleet. A rank is slow if it was slower than its peers in most windows, and its
+median over all of them stands out. With fewer windows than that rule needs, no rank is slow. Several windows reveal more than one on a noisy
+machine. Peers are the ranks of one pipeline stage, which do the same work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from phalanx.run.layout import Layout, layout_of, replica_ranks
 
 
 def layout_of_attempt(directory: RunDirectory, attempt: int, ranks: int) -> Layout:
-    """The layout of an attempt that had ``ranks`` ranks, by its first event, or else by the run file.
+    """Return the layout of an attempt with ``ranks`` ranks, from its first event, or else from the run file.
 
     Raises ``RunDirectoryError`` or ``EventLogError`` if the directory is not that of a run.
     """
@@ -42,15 +42,17 @@ def layout_of_attempt(directory: RunDirectory, attempt: int, ranks: int) -> Layo
     least = replica_ranks(parallel)
     if started is not None and isinstance(started.body, RunStarted):
         axes = {axis: started.body.layout.get(axis, 1) for axis in Layout().degrees}
-        told = replace(layout_of(parallel, least), **axes)  # events do not tell how experts are divided
-        if told.ranks == ranks and min(axes.values()) >= 1:
-            return told
+        logged = replace(layout_of(parallel, least), **axes)  # events lack the division of experts
+        if logged.ranks == ranks and min(axes.values()) >= 1:
+            return logged
     planned = layout_of(parallel, ranks) if ranks >= least else Layout()
     return planned if planned.ranks == ranks else Layout(replicate=ranks)
 
 
 def nodes_of_ranks(directory: RunDirectory, ranks: int) -> dict[int, str]:
-    """The node of each rank of a fleet that has ``ranks`` of them now; empty without a fleet, or if it has another number by now."""
+    """Return the node of each rank of a fleet that has ``ranks`` ranks now; empty without a fleet or for another
+    number.
+    """
     with suppress(FleetFileError):
         fleet = read_fleet_file(directory.path)
         if fleet.ranks == ranks:
@@ -66,13 +68,15 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 def orders(layout: Layout | None, nodes: Mapping[int, str]) -> list[str]:
-    """The names of the orders that make a difference for a run."""
+    """Return the names of the orders that differ for a run."""
     axes = [axis for axis, degree in layout.degrees.items() if degree > 1] if layout else []
     return [BY_RANK, *([BY_NODE] if nodes else []), *(axes if len(axes) > 1 else [])]
 
 
 def in_order(name: str, ranks: int, layout: Layout | None, nodes: Mapping[int, str]) -> NDArray[np.int64]:
-    """All ranks in the order ``name``, ``(ranks,)``; those that have no node come last. By their numbers for a name that is not theirs."""
+    """Return all ranks in the order ``name``, ``(ranks,)``; those without a node come last. Unknown orders sort by
+    number.
+    """
     numbers = np.arange(ranks, dtype=np.int64)
     if name == BY_NODE and nodes:
         places = {node: place for place, node in enumerate(sorted(set(nodes.values()), key=_natural))}
@@ -90,7 +94,7 @@ def in_order(name: str, ranks: int, layout: Layout | None, nodes: Mapping[int, s
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key by which node-9 comes before node-10."""
+    """Return a sort key by which node-9 comes before node-10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
 
 
@@ -104,33 +108,35 @@ LEAST: Mapping[str, float] = {
     "memory_bytes": 2.0**20,
     "temperature_c": 1.0,
 }
-"""What is less is taken for that much: a rank that waits for twice as little as nothing is not late."""
+"""Floor of each column: smaller values are raised to it, so that near-zero waits do not count as late."""
 
 
 @dataclass(frozen=True)
 class RankLateness:
-    """One rank beside its peers, over some windows."""
+    """One rank compared with its peers, over some windows."""
 
     rank: int
     value: float
-    """Its typical number: the median of the windows."""
+    """Median over the windows."""
     typical: float
-    """The same of its peers: the lower median of theirs."""
+    """Lower median of its peers."""
     slowdown: float
-    """Its number over that of its peers, less one."""
+    """``value / typical - 1``."""
     deviations: float
-    """The same in standard deviations of its peers."""
+    """Slowdown in standard deviations of its peers."""
     slower: int
-    """The number of windows in which it was slower by more than the rule asks for."""
+    """Number of windows in which it exceeded the rule's slowdown."""
     windows: int
     slow: bool
-    """True if that were most windows, and it stands out."""
+    """True if it was slower in most windows, and its median stands out."""
     late_share: float = 0.0
-    """The time that its peers have waited for it in the windows in which it was slower, over their own time in all of them."""
+    """Time that its peers waited for it in its slow windows, over their own time in all windows."""
 
 
 def newest_windows(stream: RankStream, last: int, attempt: int | None = None) -> range:
-    """The numbers of the newest ``last`` frames of an attempt, by default of the newest one; they have all the same ranks."""
+    """Return the indexes of the newest ``last`` frames of an attempt, by default the newest one; all have the same
+    ranks.
+    """
     end = len(stream)
     while attempt is not None and end and stream.head(end - 1).attempt != attempt:
         end -= 1
@@ -140,30 +146,30 @@ def newest_windows(stream: RankStream, last: int, attempt: int | None = None) ->
     return range(first, end)
 
 
-def _of_one_epoch(stream: RankStream, one: int, other: int) -> bool:
-    heads = stream.head(one), stream.head(other)
+def _of_one_epoch(stream: RankStream, first: int, second: int) -> bool:
+    heads = stream.head(first), stream.head(second)
     return heads[0].attempt == heads[1].attempt and heads[0].ranks == heads[1].ranks
 
 
 def slowest(
     column: str, values: NDArray[np.float32], layout: Layout, most: int, rule: StragglerRule = _RULE
 ) -> list[RankLateness]:
-    """The ``most`` ranks whose numbers are above those of their peers by the largest fraction; those that are slow before all others.
+    """Return the ``most`` ranks that exceed their peers by the largest fraction; slow ranks come first.
 
     Args:
-        column: What is compared: their computing time, or another of ``RANK_COLUMNS``.
-        values: ``(windows, ranks)``; NaN where a rank did not know. Ranks that never knew are left out.
+        column: Compared column, one of ``RANK_COLUMNS``.
+        values: ``(windows, ranks)``; NaN if a rank did not measure. Ranks with a NaN are left out.
     """
     worth = np.maximum(values, np.float32(LEAST[column]))  # NaN stays
-    found = [one for peers in _peers(values, layout) for one in _latest(worth, peers, most, rule)]
-    found.sort(key=lambda one: (not one.slow, -one.slowdown, one.rank))
-    return found[:most]
+    latenesses = [rank for peers in _peers(values, layout) for rank in _latest(worth, peers, most, rule)]
+    latenesses.sort(key=lambda rank: (not rank.slow, -rank.slowdown, rank.rank))
+    return latenesses[:most]
 
 
 def _peers(values: NDArray[np.float32], layout: Layout) -> list[NDArray[np.int64]]:
-    """The ranks of each role that know their numbers in every window."""
-    role, known = np.array(roles(layout)), ~np.isnan(values).any(0)
-    return [np.flatnonzero((role == one) & known) for one in np.unique(role[known])]
+    """Return the ranks of each role that have a value in every window."""
+    role, complete = np.array(roles(layout)), ~np.isnan(values).any(0)
+    return [np.flatnonzero((role == number) & complete) for number in np.unique(role[complete])]
 
 
 def _latest(
@@ -178,27 +184,27 @@ def _latest(
     usual = np.median(mine, axis=0)
     slowdown, deviations = lateness(usual, rule)
     mostly = slower * rule.windows >= rule.needed * len(mine)
-    # One window is the noise of a moment: as many are needed as a fleet needs to replace a straggler.
+    # A single window may be noise: a straggler's replacement in a fleet needs as many.
     slow = (len(mine) >= rule.needed) & mostly & (slowdown >= rule.slowdown) & (deviations >= rule.deviations)
     order = np.lexsort((peers, -slowdown, ~slow))[:most]
     return [
         RankLateness(
-            rank=int(peers[one]),
-            value=float(usual[one]),
-            typical=float(usual[one] / (1 + slowdown[one])),
-            slowdown=float(slowdown[one]),
-            deviations=float(deviations[one]),
-            slower=int(slower[one]),
+            rank=int(peers[index]),
+            value=float(usual[index]),
+            typical=float(usual[index] / (1 + slowdown[index])),
+            slowdown=float(slowdown[index]),
+            deviations=float(deviations[index]),
+            slower=int(slower[index]),
             windows=len(mine),
-            slow=bool(slow[one]),
-            late_share=float(late_share[one]),
+            slow=bool(slow[index]),
+            late_share=float(late_share[index]),
         )
-        for one in order
+        for index in order
     ]
 
 
 def values_of(stream: RankStream, column: str, frames: Sequence[int]) -> NDArray[np.float32]:
-    """One column of some frames of equally many ranks, ``(frames, ranks)``."""
+    """Return one column of frames with the same number of ranks, ``(frames, ranks)``."""
     ranks = stream.head(frames[0]).ranks if frames else 0
     return np.array([stream.column(number, column) for number in frames], np.float32).reshape(
         len(frames), ranks

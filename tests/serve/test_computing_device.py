@@ -28,12 +28,12 @@ from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import (
     DeviceMemoryError,
     Ended,
-    EngineError,
-    Identity,
     PartLostError,
     Request,
     Role,
     Sampling,
+    ServeError,
+    WorkerIdentity,
 )
 from phalanx_serve.workers.messages import RunJob
 from phalanx_serve.workers.page_client import Pulled
@@ -76,7 +76,7 @@ def test_a_name_means_a_device_and_workers_take_gpus_in_turn(
 def test_a_device_that_is_not_there_is_refused_by_its_name(
     name: str, gpus: int, only_cpu: str, message: str
 ) -> None:
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(ServeError, match=message):
         device_named(name, gpus, only_cpu=only_cpu)
 
 
@@ -101,7 +101,7 @@ def test_what_a_gpu_cannot_compute_is_computed_by_the_cpu_unless_a_gpu_is_asked_
     monkeypatch.setattr("phalanx_serve.served.opened.gpus", lambda: 2)
     assert str(devices_of(served(**options), 1)[0]) == expected
     if expected == "cpu":
-        with pytest.raises(EngineError, match="--device cuda: "):
+        with pytest.raises(ServeError, match="--device cuda: "):
             open_engine(served(**options, device="cuda"))
     else:
         assert list(map(str, devices_of(served(**options), 5))) == ["cuda:0", "cuda:1"]
@@ -210,7 +210,7 @@ def test_pages_that_a_gpu_has_no_memory_for_are_computed_and_take_no_place(
     engine = Engine(model, model.spec, numerics="fast", pages=4, weights_id="w")
     request = Request("r", tuple(range(70)), 1)
     (name,) = page_names(request.prompt, engine.root)
-    worker = ServingWorker(engine, Identity("w", "n", "p"), engine.page_bytes, "token", None)  # type: ignore[arg-type]
+    worker = ServingWorker(engine, WorkerIdentity("w", "n", "p"), engine.page_bytes, "token", None)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         patch.setattr("phalanx_serve.engine.engine.computing_on", on_a_gpu)
         patch.setattr(PageMemory, "write", failing)

@@ -32,10 +32,9 @@ from phalanx_watch.lookout import (
 )
 from phalanx_watch.page.app import application
 from phalanx_watch.page.http import access_for
-from phalanx_watch.page.runs import Runs
+from phalanx_watch.page.runs import PageRuns
 from phalanx_watch.runs.index import RunIndex
-from phalanx_watch.runs.row import Labels as RunLabels
-from phalanx_watch.runs.row import RunRow, run_id, write_labels
+from phalanx_watch.runs.row import RunLabels, RunRow, run_id, write_labels
 from phalanx_watch.why.observed import CODES, Reason
 from watch.made_runs import write_events
 
@@ -219,7 +218,7 @@ def test_the_page_serves_them_and_lists_the_endpoints_of_the_runs_own_processes(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = _broken_off(tmp_path / "runs" / "a", begin_s=time.time() - 10)
     announce(RunDirectory(run), Target("h:9400", "a", "", 0))
-    app = application(Runs([tmp_path / "runs"]), access_for("127.0.0.1", ""))
+    app = application(PageRuns([tmp_path / "runs"]), access_for("127.0.0.1", ""))
     with TestClient(app, base_url="http://127.0.0.1") as client:
         answer = client.get("/metrics", headers={"accept-encoding": "gzip"})
         assert 'phalanx_reason{run="a",code="gone"}' in answer.text

@@ -1,1 +1,1 @@
-"""The commands that run a trained model: text, scores, a service."""
+"""Commands that run a trained model: generate, score, pack, serve."""

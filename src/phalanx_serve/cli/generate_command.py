@@ -1,4 +1,4 @@
-"""``phalanx generate``: generates text with the weights of a checkpoint."""
+"""``phalanx generate``: generate text with the weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 class GenerateOptions:
     place: Annotated[Path, Argument()]
     prompt: str = ""
-    """How the text begins; empty begins a new document."""
+    """Beginning of the text; empty begins a new document."""
     chat: bool = False
     """The prompt is a user's message; an imported model's chat template frames it."""
     tokens: Annotated[int, POSITIVE] = 200
-    """At most so many."""
+    """Most tokens to generate."""
     temperature: Annotated[float, click.FloatRange(0.0)] = 0.8
     """0: the likeliest."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
@@ -38,11 +38,11 @@ class GenerateOptions:
     step: int | None = None
     """A step other than the newest."""
     stream: bool = False
-    """Read the weights as they are computed with; for models larger than memory."""
+    """Read the weights during computation; for models larger than memory."""
     memory: Annotated[int | None, Bytes()] = None
-    """Memory of the weights: 2GiB, 500MiB (four fifths of what is free)."""
+    """Memory of the weights: 2GiB, 500MiB (four fifths of the free memory)."""
     dtype: Annotated[str, DtypeName(), Option(show_default=False)] = "float32"
-    """Format of the weights and of what is computed with them (float32)."""
+    """Format of weights and computation (float32)."""
     device: Annotated[str, DeviceName()] = "auto"
     """Device: cpu, cuda, or one GPU, cuda:1. auto: a GPU if there is one; with --stream, and of a run of portable numerics, the CPU."""
     trust_code: TrustCode = False
@@ -54,8 +54,8 @@ class GenerateOptions:
 def command(options: GenerateOptions) -> None:
     """Generate text with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
 
-    With --stream the weights are read layer by layer as they are computed with, and a mixture's experts as they are chosen; of a run, they
-    are packed for that once.
+    With --stream the weights are read layer by layer during computation, and a mixture's experts as they are chosen. A run is packed once
+    for that.
 
     \b
       phalanx generate runs/quickstart-1f3a9c04 --prompt "def "

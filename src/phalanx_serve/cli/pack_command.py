@@ -29,8 +29,8 @@ from phalanx.cli.run_places import weights_place
 def command(place: Path | None, form: str, step: int | None, out: Path | None, verify: Path | None) -> None:
     """Write the weights in PLACE, a run directory or a folder of Hugging Face, as one file, layer after layer, for serving.
 
-    Such a file is what `phalanx generate --stream` reads a model from that is larger than memory. fp8 and int8 have a scale for
-    32 neighbors; what rounding has changed is printed.
+    `phalanx generate --stream` reads a model that is larger than memory from such a file. fp8 and int8 have one scale per
+    32 neighbors; the rounding error is printed.
 
     \b
       phalanx pack runs/quickstart-1f3a9c04 --format bf16
@@ -64,11 +64,11 @@ def _verify(path: Path) -> None:
 
     with explained(CheckpointError):
         pack = open_pack(path)
-        found = list(damage(pack, _shown))
-    for line in found:
+        damaged = list(damage(pack, _shown))
+    for line in damaged:
         click.echo(line, err=True)
-    if found:
-        raise click.ClickException(f"{path}: {len(found)} chunks are damaged")
+    if damaged:
+        raise click.ClickException(f"{path}: {len(damaged)} chunks are damaged")
     index = pack.index
     click.echo(f"{path}: whole; {index.format}, step {index.step} of {index.run}, weights {index.weights_id}")
 

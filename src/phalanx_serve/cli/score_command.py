@@ -39,9 +39,9 @@ class ScoreOptions:
     dtype: Annotated[str | None, DtypeName()] = None
     """Format to compute in; by default the run's own."""
     stream: bool = False
-    """Read the weights as they are computed with; for models larger than memory."""
+    """Read the weights during computation; for models larger than memory."""
     memory: Annotated[int | None, Bytes()] = None
-    """With --stream: what the process may take, 2GiB, 500MiB (four fifths of what is free)."""
+    """With --stream: memory limit of the process, 2GiB, 500MiB (four fifths of the free memory)."""
     device: Annotated[str, DeviceName()] = "cpu"
     """Device: cpu, whose numbers exact serving is held to, cuda, or one GPU, cuda:1. auto: a GPU if there is one and the run was trained on one."""
     trust_code: TrustCode = False
@@ -54,9 +54,9 @@ class ScoreOptions:
 def command(options: ScoreOptions) -> None:
     """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
 
-    FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. Of each
-    text the tokens behind the first are scored, in nats, on a CPU with the bits of exact serving: those that the trainer computes for them, if the run
-    was trained with portable numerics.
+    FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. All tokens of a
+    text but the first are scored, in nats, on a CPU with the bits of exact serving. These are the trainer's bits, if the run was trained with
+    portable numerics.
 
     \b
       phalanx score runs/quickstart-1f3a9c04 README.md
@@ -75,23 +75,23 @@ def command(options: ScoreOptions) -> None:
     if options.memory is not None and not options.stream:
         raise click.UsageError("--memory is for --stream")
     place, file = options.place, options.file
-    given = given_texts(file.read(), "standard input" if file is sys.stdin.buffer else file.name)
+    inputs = given_texts(file.read(), "standard input" if file is sys.stdin.buffer else file.name)
     kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
     with explained(*kinds), _opened(place, options.step) as opened:
         run_dir, step = opened
         pack = place if place.is_file() else None
         require_trusted_code(run_dir, trust_code=options.trust_code, place=pack)
-        needs_tokenizer = any(isinstance(one, str) for one in given)
+        needs_tokenizer = any(isinstance(text, str) for text in inputs)
         try:
             tokenizer = load_run_tokenizer(run_dir)
         except DataError:
             if needs_tokenizer:
                 raise
             tokenizer = None  # tokens alone are scored without one, but not by the byte
-        texts = [_encoded(one, tokenizer) for one in given]
+        texts = [_encoded(text, tokenizer) for text in inputs]
         scorer = _scorer(pack or run_dir, step, options)
         with computing_on(scorer.device, "the scores of a text"):
-            found = scorer.score(texts, _progress(len(texts)))
+            scores = scorer.score(texts, _progress(len(texts)))
         computed = numerics_id(
             "exact" if scorer.is_exact else "score",
             scorer.dtype,
@@ -102,7 +102,7 @@ def command(options: ScoreOptions) -> None:
         click.echo(f"note: {scorer.note}", err=True)
     every = [
         Scored(tuple(text), tuple(log_probs.tolist()), _bytes(text, tokenizer))
-        for text, log_probs in zip(texts, found, strict=True)
+        for text, log_probs in zip(texts, scores, strict=True)
     ]
     for number, scored in enumerate(every, 1):
         if options.as_json:
@@ -115,7 +115,7 @@ def command(options: ScoreOptions) -> None:
 
 @contextmanager
 def _opened(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
-    """The run's directory, or for a while the small files that a pack has of it; and the step that is meant."""
+    """Yield the run directory and the step to score. A pack's small files are unpacked for the time of the block."""
     if not place.is_file():
         with weights_place(place, step) as where:
             yield where.root.parent, where.step
@@ -152,7 +152,9 @@ def _scorer(place: Path, step: int | None, options: ScoreOptions) -> Scorer:
 
 
 def _progress(count: int) -> Callable[[int], None] | None:
-    """Says on a terminal how many of ``count`` texts are scored; ``None`` where nobody looks."""
+    """Return a callback that prints on a terminal how many of ``count`` texts are scored. Return None without a
+    terminal.
+    """
     if count < 2 or not sys.stderr.isatty():
         return None
     return lambda done: click.echo(f"\r{done} of {count} texts", err=True, nl=done == count)
@@ -160,12 +162,14 @@ def _progress(count: int) -> Callable[[int], None] | None:
 
 @dataclass(frozen=True)
 class Scored:
-    """A text's tokens, the log-probabilities in nats of those behind the first, and the bytes that these stand for."""
+    """Tokens of a text, log-probabilities in nats of all tokens after the first, and the bytes that these tokens
+    decode to.
+    """
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
     text_bytes: int
-    """0 where there is no tokenizer, or special tokens alone."""
+    """0 without a tokenizer, or if all tokens are special."""
 
     @property
     def total(self) -> float:
@@ -174,7 +178,7 @@ class Scored:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits needed for a byte of the text; ``None`` if the bytes are not known."""
+        """Bits per byte of the text. None if the number of bytes is unknown."""
         return -self.total / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def __str__(self) -> str:
@@ -184,7 +188,7 @@ class Scored:
         return f"{len(self.log_probs)} tokens scored, sum {self.total:.6f}, mean {mean:.6f} nats{by_byte}"
 
     def json(self, step: int, note: str) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         return {
             "tokens": self.tokens,
             "log_probs": self.log_probs,
@@ -197,17 +201,17 @@ class Scored:
 
 
 def _together(every: Sequence[Scored]) -> Scored:
-    """All texts as if they were one; without bytes if those of any are not known."""
-    known = all(one.text_bytes for one in every)
+    """Concatenate all texts. The result has no byte count if that of any text is unknown."""
+    is_bytes_known = all(scored.text_bytes for scored in every)
     return Scored(
-        tuple(token for one in every for token in one.tokens),
-        tuple(value for one in every for value in one.log_probs),
-        sum(one.text_bytes for one in every) if known else 0,
+        tuple(token for scored in every for token in scored.tokens),
+        tuple(value for scored in every for value in scored.log_probs),
+        sum(scored.text_bytes for scored in every) if is_bytes_known else 0,
     )
 
 
 def given_texts(content: bytes, name: str) -> list[str | list[int]]:
-    """The texts in a file: one plain text, or of each line's JSON object its text or tokens. Raises ClickException."""
+    """Parse a file: one plain text, or a text or tokens from the JSON object on each line. Raises ClickException."""
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -217,17 +221,17 @@ def given_texts(content: bytes, name: str) -> list[str | list[int]]:
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not name.endswith(".jsonl") and _given(lines[0][1]) is None:
         return [text]
-    found: list[str | list[int]] = []
+    texts: list[str | list[int]] = []
     for number, line in lines:
-        one = _given(line)
-        if one is None:
+        parsed = _given(line)
+        if parsed is None:
             raise click.ClickException(
                 f'{name}, line {number}: {_damage(line)}give {{"text": "..."}} or {{"tokens": [1, 2, ...]}}'
             )
-        if not one:
+        if not parsed:
             raise click.ClickException(f"{name}, line {number}: the text is empty; leave the line out")
-        found.append(one)
-    return found
+        texts.append(parsed)
+    return texts
 
 
 def _damage(line: str) -> str:
@@ -248,17 +252,21 @@ def _given(line: str) -> str | list[int] | None:
         return None
     text, tokens = table.get("text"), table.get("tokens")
     if isinstance(text, str):
-        return text if text.isascii() or not any("\ud800" <= one <= "\udfff" for one in text) else None
+        return (
+            text
+            if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+            else None
+        )
     if isinstance(tokens, list) and all(type(token) is int for token in tokens):
         return tokens
     return None
 
 
-def _encoded(given: str | list[int], tokenizer: Tokenizer | None) -> list[int]:
-    if not isinstance(given, str):
-        return given
+def _encoded(text: str | list[int], tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(text, str):
+        return text
     assert tokenizer is not None
-    return [*tokenizer.document_start, *tokenizer.encode(given)]
+    return [*tokenizer.document_start, *tokenizer.encode(text)]
 
 
 def _bytes(text: Sequence[int], tokenizer: Tokenizer | None) -> int:

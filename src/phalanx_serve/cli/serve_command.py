@@ -1,4 +1,4 @@
-"""``phalanx serve``: a run's model behind OpenAI's HTTP interface; starts it, and prints what becomes of it."""
+"""``phalanx serve``: a run's model behind OpenAI's HTTP interface. Starts the service and prints its events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def command(options: ServeOptions) -> None:
     """Serve the model of PLACE, a run directory, a pack or a folder of Hugging Face: /v1/completions, /v1/chat/completions, /v1/models, /health,
     /ready, /metrics.
 
-    Ctrl-C or SIGTERM takes nothing new and finishes what goes on; a second one ends. Prompts are not logged.
+    Ctrl-C or SIGTERM refuses new requests and finishes the running ones; a second one ends the server. Prompts are not logged.
 
     \b
       phalanx serve runs/quickstart-1f3a9c04
@@ -65,34 +65,36 @@ def command(options: ServeOptions) -> None:
     if options.join and options.token_file:
         return join_stages(run_dir, options.join, options.token_file)
     require_consistent(options, run_dir)
-    return start(options, served_run(options, run_dir), Said(options.as_json))
+    return start(options, served_run(options, run_dir), ServePrinter(options.as_json))
 
 
 # Start of the service.
 
 
-class Said:
-    """What is printed while serving: standard output says where it listens, standard error what happens to workers; or all as lines of JSON."""
+class ServePrinter:
+    """Printer of a running service. Prints the address on standard output and worker events on standard error, or
+    both as JSON lines.
+    """
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
 
     def listening(self, model: str, url: str) -> None:
-        """The service takes requests at ``url``."""
+        """Print that the service takes requests at ``url``."""
         if self._as_json:
             self._line({"event": "listening", "model": model, "url": url})
         else:
-            click.echo(f"{model} at {url} (Ctrl-C finishes what goes on, then ends)")
+            click.echo(f"{model} at {url} (Ctrl-C finishes running requests, then ends)")
 
     def notice(self, notice: Notice) -> None:
-        """Something has happened to a worker."""
+        """Print an event of a worker."""
         if self._as_json:
             self._line({"event": notice.event, "text": notice.text, **notice.facts})
         else:
             self.text(notice.text)
 
     def text(self, text: str) -> None:
-        """For people, whatever the form."""
+        """Print a message on standard error, in both formats."""
         click.echo(text, err=True)
 
     @staticmethod
@@ -101,7 +103,7 @@ class Said:
 
 
 def make_key(file: Path, name: str, limits: str) -> None:
-    """Adds a new key's hash to ``file``, and prints the key."""
+    """Add a new key's hash to ``file``, and print the key."""
     from phalanx_serve.http.keys import KeyFileError, add_key, parse_limits
 
     with explained(KeyFileError):
@@ -109,24 +111,26 @@ def make_key(file: Path, name: str, limits: str) -> None:
 
 
 def join_stages(run_dir: Path, at: str, token_file: Path) -> None:
-    """Is a stage of the server at ``at`` until that ends, with weights from the run in ``run_dir``."""
+    """Run a stage of the server at ``at`` until the server ends, with weights from the run in ``run_dir``."""
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.wire.messages import WireError
     from phalanx_serve.stages.door import address, read_token
     from phalanx_serve.stages.stage_main import StageTask, join
-    from phalanx_serve.traffic.events import EngineError
+    from phalanx_serve.traffic.events import ServeError
 
-    with explained(CheckpointError, EngineError, WireError, OSError):
+    with explained(CheckpointError, ServeError, WireError, OSError):
         host, port = address(at, "--join")
         require_trusted_code(run_dir, trust_code=False)
-        why = join(StageTask(host, port, read_token(token_file), -1), run_dir)
-        if why:
-            raise EngineError(why)
+        reason = join(StageTask(host, port, read_token(token_file), -1), run_dir)
+        if reason:
+            raise ServeError(reason)
     click.echo(f"the server at {at} has ended", err=True)
 
 
-def start(options: ServeOptions, served: ServedRun, said: Said) -> None:
-    """Serves until a signal. Raises UsageError for an address that is open to others without keys, ClickException for what cannot be served."""
+def start(options: ServeOptions, served: ServedRun, output: ServePrinter) -> None:
+    """Serve until a signal. Raises UsageError for a public address without keys, and ClickException for a model
+    that cannot be served.
+    """
     from phalanx.hardware.local.network import ListenError, is_private, listen
 
     if options.key_file is None and not is_private(options.host):
@@ -137,23 +141,23 @@ def start(options: ServeOptions, served: ServedRun, said: Said) -> None:
     if not path.exists():
         demand_folder(path)
     with explained(ListenError):
-        # Before PyTorch is imported: a port that is taken is told at once.
+        # Before PyTorch is imported, so that a port in use is reported at once.
         sock = listen(options.host, options.port)
     with closing(sock):
         if not is_published(path):
-            _start(options, served, said, sock)
+            _start(options, served, output, sock)
             return
         from phalanx.checkpoint.format.errors import CheckpointError
         from phalanx.checkpoint.interop.huggingface.stored_folder import stand_in
 
-        with explained(CheckpointError), stand_in(path) as found:
-            for note in found.notes:
-                said.text(f"note: {note}")
-            _start(options, structs.replace(served, run_dir=str(found.path)), said, sock)
+        with explained(CheckpointError), stand_in(path) as folder:
+            for note in folder.notes:
+                output.text(f"note: {note}")
+            _start(options, structs.replace(served, run_dir=str(folder.path)), output, sock)
 
 
-def _start(options: ServeOptions, served: ServedRun, said: Said, sock: socket.socket) -> None:
-    """Serves a run's directory, or a pack, at ``sock``."""
+def _start(options: ServeOptions, served: ServedRun, output: ServePrinter, sock: socket.socket) -> None:
+    """Serve a run directory or a pack at ``sock``."""
     from phalanx.checkpoint.format.errors import CheckpointError
     from phalanx.data.errors import TokenizerError
     from phalanx.model.custom import CustomModelError
@@ -165,20 +169,20 @@ def _start(options: ServeOptions, served: ServedRun, said: Said, sock: socket.so
     from phalanx_serve.http.keys import KeyFileError, read_keys
     from phalanx_serve.http.server import serve, serving_of
     from phalanx_serve.served.of_run import served_folder
-    from phalanx_serve.traffic.events import EngineError
+    from phalanx_serve.traffic.events import ServeError
 
     path = served.path
     directory = RunDirectory(path)
-    kinds = (CheckpointError, TokenizerError, RunDirectoryError, EngineError, KeyFileError, CustomModelError)
+    kinds = (CheckpointError, TokenizerError, RunDirectoryError, ServeError, KeyFileError, CustomModelError)
     with explained(*kinds):
         with served_folder(served) as folder:
             require_trusted_code(
                 folder, trust_code=options.trust_code, place=path if path.is_file() else None
             )
         keys = None if options.key_file is None else read_keys(options.key_file)
-        model, worker = _opened(options, served, said)
+        model, worker = _opened(options, served, output)
         if model.note:
-            said.text(model.note)
+            output.text(model.note)
         # A server of other machines has keys, which no web page has.
         hosts = () if keys is not None else loopback_names(options.host)
         gateway = Gateway(model, worker, keys, Limits(requests=options.requests), hosts=hosts)
@@ -186,15 +190,17 @@ def _start(options: ServeOptions, served: ServedRun, said: Said, sock: socket.so
         port = sock.getsockname()[1]
         url = f"http://{shown}:{port}/v1"
         note = None
-        # Not of a pack, which may be anywhere, nor of what stands in for a published model, which nobody sees.
+        # Not for a pack, nor for the temporary folder of a published model.
         if directory.run_file.is_file() and not directory.weights_elsewhere.exists():
             note = ServingNote(directory, f"{platform.node()}-{port}", partial(serving_of, gateway, url))
-        said.listening(model.name, url)
-        serve(gateway, sock, drain_s=options.drain_s, tell=said.text, note=note)
+        output.listening(model.name, url)
+        serve(gateway, sock, drain_s=options.drain_s, tell=output.text, note=note)
 
 
-def _opened(options: ServeOptions, served: ServedRun, said: Said) -> tuple[ModelText, WorkerPort]:
-    """The model's words and what computes: processes, or an engine in this one, which may go on to newer steps."""
+def _opened(options: ServeOptions, served: ServedRun, output: ServePrinter) -> tuple[ModelText, WorkerPort]:
+    """Open the model's text side and its workers: processes, or an engine in this process that may follow newer
+    steps.
+    """
     from phalanx_serve.served.of_run import open_followed, open_run
     from phalanx_serve.workers.service import WorkerDivision, devices_of, open_service
 
@@ -204,9 +210,9 @@ def _opened(options: ServeOptions, served: ServedRun, said: Said) -> tuple[Model
         }
         places = devices_of(served, len(workers), divisions)
         if {*workers} in ({"prefill"}, {"decode"}):
-            said.text(f"all workers are {workers[0]} workers: they also do what the other role would")
-        # By their names alone: asking a GPU for more begins CUDA, and this process computes nothing.
-        said.text(f"computing on {', '.join(map(str, places))}")
+            output.text(f"all workers are {workers[0]} workers: they also do what the other role would")
+        # By name only: querying a GPU starts CUDA, and this process computes nothing.
+        output.text(f"computing on {', '.join(map(str, places))}")
         return open_service(
             served,
             options.name,
@@ -214,9 +220,9 @@ def _opened(options: ServeOptions, served: ServedRun, said: Said) -> tuple[Model
             divisions=divisions,
             threads=options.threads,
             audit_share=options.audit,
-            tell=said.notice,
+            tell=output.notice,
             pages=options.pages,
         )
     if options.follow:
-        return open_followed(served, options.name, options.follow, said.text)
-    return open_run(served, options.name, said.text)
+        return open_followed(served, options.name, options.follow, output.text)
+    return open_run(served, options.name, output.text)

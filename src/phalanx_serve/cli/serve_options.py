@@ -32,11 +32,11 @@ class WorkerRoles(click.ParamType[tuple[Role, ...]]):
     def convert(
         self, value: object, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Role, ...]:
-        """The roles, in their order; refuses what names none, or another role."""
+        """Return the role of each worker, in order. Fails for a missing count or an unknown role."""
         roles: list[Role] = []
         for part in str(value).split(","):
             name, _, count = part.strip().rpartition(":")
-            role = next((one for one in get_args(Role) if one == (name or "both")), None)
+            role = next((known_role for known_role in get_args(Role) if known_role == (name or "both")), None)
             if role is None or not count.isdecimal() or int(count) < 1:
                 self.fail(
                     f"{part.strip()!r}: write how many workers there are, 2, or how many of each role, prefill:1,decode:2 "
@@ -52,12 +52,12 @@ class WorkerRoles(click.ParamType[tuple[Role, ...]]):
 
 @dataclass(frozen=True)
 class Degrees:
-    """Into how many processes a model is divided."""
+    """Number of processes that a model is divided into."""
 
     every: int = 1
-    """By a worker of any role, and where there are no workers."""
+    """Degree of a worker of any role, and of a service without workers."""
     by_role: Mapping[Role, int] = field(default_factory=dict)
-    """By workers of a role, if roles are named; those of others divide nothing."""
+    """Degrees by role, if roles are named. Workers of other roles are not divided."""
 
     def of(self, role: Role) -> int:
         """The degree of a worker that starts in this role."""
@@ -65,7 +65,7 @@ class Degrees:
 
     @property
     def most(self) -> int:
-        """The largest of all."""
+        """The largest degree."""
         return max((self.every, *self.by_role.values()))
 
 
@@ -79,7 +79,7 @@ class RoleDegrees(click.ParamType[Degrees]):
     name = "processes"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Degrees:
-        """The degrees; refuses what is no number, another role, or a role twice."""
+        """Return the degrees. Fails for a value that is no number, an unknown role, or a role that is named twice."""
         if isinstance(value, Degrees):
             return value
         text = str(value).strip()
@@ -88,7 +88,7 @@ class RoleDegrees(click.ParamType[Degrees]):
         degrees: dict[Role, int] = {}
         for part in text.split(","):
             name, _, count = part.strip().partition(":")
-            role = next((one for one in get_args(Role) if one == name), None)
+            role = next((known_role for known_role in get_args(Role) if known_role == name), None)
             if role is None or role in degrees or not count.isdecimal() or int(count) < 1:
                 self.fail(
                     f"{part.strip()!r}: write how many processes there are, 2, or how many a worker of each role has, prefill:2,decode:1 "
@@ -116,61 +116,71 @@ class ServeOptions:
     """Port (0: any)."""
     dtype: Annotated[str, DtypeName()] = "float32"
     context: Annotated[int | None, ValueRange(at_least=2)] = None
-    """Most tokens of a request. Without it, those that its publisher gives an imported model, else those of a training sequence."""
+    """Most tokens of a request. Without it, the limit that an imported model's publisher gives, else the training
+    sequence length.
+    """
     memory: Annotated[int | None, Bytes()] = None
-    """Memory of keys and values: 2GiB, 500MiB (1GiB); as much again goes to texts that are being computed. On a GPU, of its memory. With --stream
-    that of the whole process (four fifths of what is free)."""
+    """Memory of keys and values: 2GiB, 500MiB (1GiB). Running texts need as much again. On a GPU, of its memory.
+    With --stream, of the whole process (four fifths of the free memory).
+    """
     stream: bool = False
-    """Read the weights as they are computed with; for models larger than memory."""
+    """Read the weights during computation; for models larger than memory."""
     rows: Annotated[int, ValueRange(at_least=16)] = 256
-    """Most tokens that a pass computes."""
+    """Most tokens per pass."""
     numerics: Literal["exact", "fast"] = "exact"
     """exact: a token's bits depend on its request and the weights alone, on any CPU. fast: they may depend on more."""
     device: Annotated[str, DeviceName()] = "auto"
     """Device: cpu, cuda, or one GPU, cuda:1. auto: with --numerics fast a GPU if there is one, else the CPU. Of --workers, each takes the next
     GPU."""
     kv: Literal["compute", "int8", "fp8"] = "compute"
-    """How keys and values are kept: as computed, or with 8 bits, which changes log-probabilities."""
+    """Storage format of keys and values: as computed, or with 8 bits, which changes log-probabilities."""
     drafts: Annotated[int | None, NOT_NEGATIVE] = None
-    """Tokens that the model's predictions ahead guess in each pass, which changes no text. Without it, model.mtp_depth of the run."""
+    """Tokens that the model's multi-token prediction drafts in each pass, which changes no text. Without it,
+    model.mtp_depth of the run.
+    """
     follow: Literal["recompute", "mixed"] | None = None
-    """Go on to each newer checkpoint of the run. Texts that go on: computed again by the new weights, or from old keys and values."""
+    """Switch to each newer checkpoint of the run. Keys and values of running texts are computed again by the new
+    weights (recompute), or kept (mixed).
+    """
     workers: Annotated[tuple[Role, ...] | None, WorkerRoles()] = None
-    """Processes that compute: 2, or prefill:1,decode:2. Without it, this process does."""
+    """Processes that compute: 2, or prefill:1,decode:2. Without it, this process computes."""
     threads: Annotated[int, NOT_NEGATIVE] = 0
     """Threads of each process of --workers. Without it, the processors are divided among them."""
     pages: Literal["auto", "socket", "nixl"] = "auto"
-    """How --workers take keys and values from one another. auto: in memory that they share, else through sockets. socket: never in memory. nixl: over
-    NIXL (pip install 'phalanx-train[nixl]'), else through sockets."""
+    """Transport of keys and values between --workers. auto: shared memory, else sockets. socket: never shared
+    memory. nixl: NIXL (pip install 'phalanx-train[nixl]'), else sockets.
+    """
     pipeline: Annotated[Degrees, RoleDegrees(), Option(default="1")] = UNDIVIDED
     """Processes that share the layers, for models larger than the memory of one. With --workers, of each worker, or prefill:2,decode:1."""
     tensor: Annotated[Degrees, RoleDegrees(), Option(default="1")] = UNDIVIDED
     """Processes that share each layer: its heads, inner elements, and experts. With --workers, of each worker, or prefill:2,decode:1."""
     stages_at: Annotated[str, Option(metavar="HOST:PORT")] = ""
-    """Where the other processes of --pipeline or --tensor join from their machines (--join). Without it they are started here."""
+    """Address where the other processes of --pipeline or --tensor join from their machines (--join). Without it
+    they are started here.
+    """
     stage_timeout: Annotated[float, ValueRange(at_least=1, at_most=86400)] = 30.0
-    """Seconds after which one of these processes that gives no sign of life is given up."""
+    """Seconds without a heartbeat after which one of these processes counts as lost."""
     join: Annotated[str, Option(metavar="HOST:PORT")] = ""
-    """Be one of the processes of the --pipeline or --tensor that waits there, with the part that it gives out."""
+    """Join the --pipeline or --tensor server that waits there, and compute the part that it assigns."""
     token_file: Path | None = None
-    """With --stages-at and --join: a file of 16 characters or more that both sides have, and nobody else."""
+    """With --stages-at and --join: a file of at least 16 characters, shared by both sides and secret."""
     audit: Annotated[float, FRACTION, Option(show_default=True)] = 0.0
     """Share of texts that another of --workers scores again, to compare bits."""
     requests: Annotated[int, POSITIVE] = 256
-    """Most texts at a time; more are sent away (429)."""
+    """Most texts at a time; further requests get status 429."""
     chat_template: ExistingFile | None = None
-    """A file of Jinja that frames conversations, in the place of the model's own."""
+    """Jinja file that replaces the model's chat template."""
     trust_code: TrustCode = False
     drain_s: Annotated[float, NOT_NEGATIVE] = 60.0
-    """Seconds for what goes on at SIGTERM."""
+    """Seconds for running requests at SIGTERM."""
     as_json: AsJson = False
-    """Print what listens where, and what becomes of workers, as lines of JSON."""
+    """Print the address and worker events as JSON lines."""
     key_file: Path | None = None
-    """Hashes of the keys that clients must have."""
+    """File with the hashes of the clients' keys."""
     new_key: Annotated[Path | None, Option(metavar="FILE")] = None
     """Make a key, add its hash to FILE, print it, and end."""
     key_name: str = ""
-    """With --new-key: the name that metrics and messages call it by."""
+    """With --new-key: the key's name in metrics and messages."""
     key_limits: Annotated[str, Option(metavar="LIMITS")] = ""
     """With --new-key: requests=60,tokens=100000,concurrent=4 (the first two in a minute)."""
 
@@ -211,7 +221,7 @@ def served_run(options: ServeOptions, run_dir: Path) -> ServedRun:
 
 
 def require_consistent(options: ServeOptions, path: Path) -> None:
-    """Raises UsageError for options that are for another kind of service than the one asked for."""
+    """Raise UsageError for options that do not apply to the requested kind of service."""
     _require_workers(options)
     divided, workers = options.divided, options.workers or ()
     for option, degrees in (("--pipeline", options.pipeline), ("--tensor", options.tensor)):
@@ -230,7 +240,7 @@ def require_consistent(options: ServeOptions, path: Path) -> None:
 
 
 def _require_for_published(options: ServeOptions, path: Path) -> None:
-    """Raises UsageError for what needs a run's own directory, and a folder of Hugging Face has not."""
+    """Raise UsageError for options that need a run directory, if ``path`` is a Hugging Face folder."""
     if options.follow:
         raise click.UsageError(f"{path} is a published model, which saves no newer steps: leave out --follow")
     if options.stream:
@@ -242,7 +252,7 @@ def _require_for_published(options: ServeOptions, path: Path) -> None:
 
 
 def another_machine(path: Path) -> str:
-    """Why a folder of Hugging Face is not divided over several machines, and what is."""
+    """Return why a Hugging Face folder cannot be divided over several machines, and the alternative."""
     return (
         f"that two machines have the same files of {path} is not looked at: make it a run directory on each (phalanx import "
         f"{shlex.quote(str(path))} --out RUN_DIR), whose checkpoints are compared"
@@ -256,14 +266,14 @@ def _require_workers(options: ServeOptions) -> None:
         raise click.UsageError("--threads and --audit are for --workers")
     if len(options.workers or ()) < 2 and "pages" in given_options():
         raise click.UsageError(
-            "--pages says how workers take keys and values from one another: it needs --workers 2 or more"
+            "--pages sets how workers take keys and values from one another: it needs --workers 2 or more"
         )
     if options.audit and len(options.workers or ()) < 2:
         raise click.UsageError("--audit has another worker score a text again: it needs --workers 2 or more")
 
 
 def _require_roles(option: str, degrees: Degrees, workers: Sequence[Role]) -> None:
-    """Raises UsageError for degrees of roles that no worker has."""
+    """Raise UsageError for a role in ``degrees`` that no worker has."""
     if degrees.by_role and not workers:
         raise click.UsageError(
             f"{option} names roles, which are those of --workers: give that, or {option} one number"
@@ -271,7 +281,7 @@ def _require_roles(option: str, degrees: Degrees, workers: Sequence[Role]) -> No
     if unknown := sorted(set(degrees.by_role) - set(workers)):
         there = ", ".join(dict.fromkeys(workers))
         raise click.UsageError(
-            f"{option} says how many processes a worker has whose role is {' or '.join(unknown)}, and --workers has none: its roles are {there}"
+            f"{option} names the role {' or '.join(unknown)}, which no worker of --workers has: its roles are {there}"
         )
 
 
@@ -280,20 +290,20 @@ def _require_followed(options: ServeOptions, path: Path) -> None:
         raise click.UsageError(f"--follow exchanges the weights of one process: leave out {options.divided}")
     if options.workers or options.step is not None or options.stream or path.is_file():
         raise click.UsageError(
-            "--follow goes on to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
+            "--follow switches to newer steps of a run directory in this process: leave out --workers (all workers hold the same weights), "
             "--step and --stream, and give the run's directory, not a pack"
         )
 
 
 def require_stage_options(options: ServeOptions) -> None:
-    """Raises UsageError for options that do not go together."""
+    """Raise UsageError for options that cannot be combined."""
     if options.token_file is None:
         raise click.UsageError("--stages-at and --join need --token-file, a file that both sides have")
     if options.join:
         beside = ("run_dir", "join", "token_file")
         if others := [name for field, name in given_options().items() if field not in beside]:
             raise click.UsageError(
-                f"--join takes part in another server, which says what to compute: leave out {', '.join(others)}"
+                f"--join takes part in another server, which decides what to compute: leave out {', '.join(others)}"
             )
         return
     if not options.stages_at:
@@ -309,7 +319,9 @@ def require_stage_options(options: ServeOptions) -> None:
 
 
 def _require_stage_timeout(seconds: float, divided: str) -> None:
-    """Raises UsageError for a ``--stage-timeout`` that is no time, or that is given where ``divided`` is empty: one process has no others."""
+    """Raise UsageError for a ``--stage-timeout`` that is no duration, or that is set while ``divided`` is empty
+    (one process).
+    """
     if math.isnan(seconds):
         raise click.UsageError("--stage-timeout nan is no time: give seconds, from 1 to 86400")
     if not divided and "stage_timeout" in given_options():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from phalanx_serve.traffic.simulated_world import BrokenInvariant, Load, run_seed
+from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
 
 
 @click.command("traffic")
@@ -28,7 +28,7 @@ from phalanx_serve.traffic.simulated_world import BrokenInvariant, Load, run_see
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | None, as_json: bool) -> None:
-    """Serve texts in worlds in which workers, gateways, links and pages fail; no token may be lost, doubled or changed.
+    """Simulate services in which workers, gateways, links and pages fail; no token may be lost, repeated or changed.
 
     \b
       phalanx simulate traffic --seeds 0:1000
@@ -43,7 +43,7 @@ def command(seeds: str, workers: int, rate: float, faults: float, trace: Path | 
     for seed in _range(seeds):
         try:
             outcome = run_seed(seed, load)
-        except BrokenInvariant as error:
+        except RouterInvariantError as error:
             raise click.ClickException(str(error)) from error
         counts.update(outcome.counts)
         struck.update(outcome.faults)

@@ -1,13 +1,15 @@
-"""Drafts of the next tokens by the model's predictions ahead (multi-token prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""Drafts of the next tokens by the model's multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-A step computes a text's last token and, behind it, guesses of the next ones, as more rows of the same products (speculative decoding,
-arXiv 2211.17192). A guess is taken if and only if it is the token that the model draws there anyway, so a draft changes no text, at any temperature: sampling
-is a function of seed and position (``phalanx_serve.engine.sampler``), and the guess is drawn with the very numbers that the token will be drawn with.
+A step computes a text's last token and, after it, drafts of the next ones, as more rows of the same products
+(speculative decoding, arXiv 2211.17192). A draft is accepted if and only if it is the token that the model draws
+there anyway, so drafts change no text, at any temperature. Sampling is a function of seed and position
+(``phalanx_serve.engine.sampler``), and a draft is drawn with the same numbers as its token.
 
-The depth ``d`` reads, at position ``p``, the hidden state of depth ``d - 1`` there and the token at ``p + d``, and predicts that at ``p + d + 1``. So
-behind a text of ``L`` tokens, whose hidden states reach to ``L - 2``, each depth guesses at ``p = L - 2``; the last ``d - 1`` rows of depth ``d`` read guesses
-themselves and are computed again when the tokens are known. Its attention sees what was computed for this text here, not the prefix that came in pages:
-these hold nothing of it, since at a page's last token it depends on the next page.
+Depth ``d`` reads, at position ``p``, the hidden state of depth ``d - 1`` there and the token at ``p + d``, and
+predicts the token at ``p + d + 1``. For a text of ``L`` tokens, whose hidden states reach to ``L - 2``, each depth
+drafts at ``p = L - 2``. The last ``d - 1`` rows of depth ``d`` read drafts themselves, and are computed again when
+the tokens are known. Its attention covers what was computed here for this text, not a cached prefix: pages have no
+draft states, since the state at a page's last token depends on the next page.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ from phalanx.model.layers.attention.attend import soft_capped
 from phalanx.model.transformer import PredictionAhead, Transformer
 from phalanx.run.kinds.grouped_attention import window_of
 from phalanx_serve.engine.sampler import LogitsError, draw_rows
-from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, RowSpan, Rule
 from phalanx_serve.kv_cache.memory import TextKV
 from phalanx_serve.traffic.events import Sampling
 
 _RULE = Rule(exact=False)
-"""A draft may have any bits: the tokens that are returned have those of the model."""
+"""Drafts may have any bits: the returned tokens have those of the model."""
 
 
 @dataclass(eq=False)
 class DraftState:
-    """State of the depths for a text, from its token ``begin`` on."""
+    """State of all depths for a text, from its token ``begin`` on."""
 
     kv: TextKV
     """Keys and values of each depth."""
@@ -42,12 +44,12 @@ class DraftState:
     done: list[int]
     """For each depth, the position up to which its rows have read the text's own tokens."""
     tails: list[Tensor]
-    """For each depth, the hidden states ``(n, dim)`` that it is to read from there on, as far as they are known."""
+    """For each depth, the hidden states ``(n, dim)`` that it must read next, as far as they are known."""
 
 
 @dataclass(frozen=True)
 class DraftInput:
-    """A text of which a step has computed some rows."""
+    """A text some of whose rows a step has computed."""
 
     tokens: Sequence[int]
     hidden: Tensor
@@ -65,7 +67,7 @@ class DraftInput:
 
 
 class Drafter:
-    """Guesses by the first ``depths`` predictions ahead of a model."""
+    """Multi-token prediction with the first ``depths`` depths of a model."""
 
     def __init__(self, model: Transformer, depths: int) -> None:
         self._model, self._depths = model, depths
@@ -116,7 +118,7 @@ class Drafter:
         length: int,
     ) -> list[Tensor]:
         """Return a depth's hidden states ``(n, dim)`` for each text, of all rows that it can compute now."""
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         positions: list[int] = []
         tokens: list[int] = []
         hidden: list[Tensor] = []
@@ -130,7 +132,7 @@ class Drafter:
             tokens += sequence[begin + depth : end + depth]
             if end > begin:
                 ahead.kv.grow(end - ahead.begin)
-                spans.append(Span(ahead.kv, begin - ahead.begin, end - ahead.begin))
+                spans.append(RowSpan(ahead.kv, begin - ahead.begin, end - ahead.begin))
             # Rows that have read a guess are computed again, from the same states where those have read none.
             done = max(begin, min(end, len(text.tokens) - depth))
             known_before = ahead.done[depth - 2] if depth > 1 else text.computed

@@ -1,9 +1,9 @@
 """One worker's engine: each step schedules rows of the submitted requests, computes them and returns outputs.
 
-The rows of all requests go through the model's products together; attention runs for each request over its own text
-(``phalanx_serve.kv_cache.layer_cache``). With exact numerics all is computed by portable kernels (``phalanx.hardware.portable``), by which a row's bits do
-not depend on what else is in the step. So batching, cutting prompts, giving pages up and using another request's pages change no token and no
-log-probability.
+All requests of a step share the matrix products. Attention runs for each request over its own text
+(``phalanx_serve.kv_cache.layer_cache``). Exact numerics use portable kernels (``phalanx.hardware.portable``), whose
+result for a row does not depend on the other rows of the step. So batching, chunked prefill, preemption and prefix
+caching change no token and no log-probability.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from phalanx_serve.numerics import Numerics, begin_exact, computing_on, numerics
 from phalanx_serve.traffic.block_table import PAGE
 from phalanx_serve.traffic.events import (
     Ended,
-    EngineError,
     EngineOutput,
+    GenerationRequestError,
     Outcome,
     PromptScored,
     Request,
-    RequestError,
+    ServeError,
     Token,
 )
 from phalanx_serve.traffic.scheduler import SchedulerOutput, schedule, youngest
@@ -58,7 +58,7 @@ from phalanx_serve.traffic.scheduler import SchedulerOutput, schedule, youngest
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """How much an engine does and did."""
+    """Counters of an engine."""
 
     running: int
     waiting: int
@@ -66,31 +66,31 @@ class EngineStatistics:
     pages: int
     rows_last_step: int
     cached_tokens: int
-    """Tokens that were not computed because their pages were held, since the engine began."""
+    """Tokens that were not computed because their pages were cached, since the engine started."""
     preempted: int
     recomputed_pages: int
     swaps: int
-    """How often other weights took over."""
+    """Number of weight swaps."""
     drafted: int
-    """Tokens that were guessed and computed."""
+    """Drafted tokens that were computed."""
     accepted: int
-    """Guessed tokens that the model drew."""
+    """Drafted tokens that were accepted."""
 
 
 KeptPages = Literal["recompute", "mixed"]
-"""Treatment of the keys and values of running texts when other weights take over."""
+"""Treatment of the keys and values of running texts when weights are swapped."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Weights that are ready to take over from others of the same model."""
+    """Weights that are ready to replace those of the same model."""
 
     runner: ModelRunner
     drafter: Drafter | None
 
 
 class Engine:
-    """See the module; called by one thread."""
+    """Engine of one worker. One thread calls it."""
 
     def __init__(
         self,
@@ -109,17 +109,25 @@ class Engine:
         far: FarLayers | None = None,
         weights_id: str,
     ) -> None:
-        """Serves ``model``, built of a resolved ``spec``, with so many ``pages`` or what fits into ``memory_bytes``.
+        """Serve ``model``, built from a resolved ``spec``, with ``pages`` KV pages or as many as fit into
+        ``memory_bytes``.
 
-        ``context`` is the most tokens of a text, 0 for as many as the pages hold; ``texts`` how many may be computed at a time, 0 for as many as have
-        pages. With exact numerics this process computes with portable kernels from now on (``phalanx_serve.numerics``).
-        ``drafts`` is how many tokens the model's predictions ahead guess in each step (``phalanx_serve.engine.drafts``), which changes no
-        text. ``kept`` is the format of keys and values (``phalanx_serve.kv_cache.memory``). ``far`` has the layers that ``model`` lacks, which then
-        is the first part of one; ``memory_bytes`` is what each process has. Computes where the weights are, and keeps keys and values there: on a CPU, or
-        with fast numerics on a GPU. Raises EngineError for a model, machine or memory that cannot serve.
+        ``context`` is the most tokens of a text; 0 allows as many as the pages hold. ``texts`` limits the texts that
+        are computed at a time; 0 sets no limit but the pages. Exact numerics switch this process to portable kernels
+        (``phalanx_serve.numerics``).
+
+        ``drafts`` is the number of tokens that the model's multi-token prediction drafts per step
+        (``phalanx_serve.engine.drafts``). It changes no text. ``kept`` is the storage format of keys and values
+        (``phalanx_serve.kv_cache.memory``).
+
+        ``far`` has the layers that ``model`` lacks; ``model`` then is the first part, and ``memory_bytes`` is the
+        memory of each process.
+
+        The engine computes on the device of the weights and keeps keys and values there: a CPU, or a GPU with fast
+        numerics. Raises ServeError for a model, machine or memory that cannot serve.
         """
         if not isinstance(model, Transformer):
-            raise EngineError(
+            raise ServeError(
                 "the engine serves the transformer of [model], and model.factory makes another, whose blocks keep no keys and values: "
                 "use phalanx generate"
             )
@@ -137,7 +145,7 @@ class Engine:
         needed = page_bytes(own_spec, own_form) + copy_bytes(own_spec, weight.dtype, drafts)
         pages = pages or pages_within(own_spec, own_form, memory_bytes, drafts)
         if pages < 1:
-            raise EngineError(
+            raise ServeError(
                 f"{memory_bytes} bytes hold no page of 64 tokens: one needs {needed} bytes; give more memory"
             )
         if exact:
@@ -185,7 +193,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if a step has anything to do."""
+        """True if a step has work to do."""
         return bool(self._running or self._waiting or self._pending or self._in_flight)
 
     def statistics(self) -> EngineStatistics:
@@ -212,9 +220,11 @@ class Engine:
         return self._drafted, self._accepted
 
     def submit(self, request: Request) -> None:
-        """Add a request. Raises RequestError, and ValueError for ``sampling`` out of range."""
+        """Add a request. Raises GenerationRequestError, and ValueError for ``sampling`` out of range."""
         if any(text.request.id == request.id for text in (*self._running, *self._waiting)):
-            raise RequestError(f"a request {request.id!r} is being computed: give each its own id", "id")
+            raise GenerationRequestError(
+                f"a request {request.id!r} is being computed: give each its own id", "id"
+            )
         require_computable(request, self._spec.vocab_size, self.context)
         require_sampling(request.sampling)
         self._waiting.append(self._pages.new(request))
@@ -251,50 +261,53 @@ class Engine:
         return self._pages.root
 
     def read_page(self, name: bytes) -> bytes:
-        """The bytes of a page. Raises KeyError if it is not here, and as ``step`` where a GPU cannot give it."""
+        """Return the bytes of a page. Raises KeyError if it is not cached, and the errors of ``step`` if a GPU
+        cannot return it.
+        """
         with computing_on(self.device, "a page that is read"):
             return self._pages.read(name)
 
     def write_page(self, name: bytes, content: PageBytes, before: bytes = b"") -> bool:
-        """Keeps a page that another worker computed, behind that named ``before``; False if all pages are in use. Raises as ``step`` where a GPU
-        cannot take it."""
+        """Cache a page that another worker computed, after the page named ``before``. Return False if all pages
+        are in use. Raises the errors of ``step`` if a GPU cannot store it.
+        """
         with computing_on(self.device, "a page that is written"):
             return self._pages.write(name, content, before)
 
     @property
     def spec(self) -> ModelSpec:
-        """The shape of the model."""
+        """Architecture of the model."""
         return self._spec
 
     @property
     def dtype(self) -> torch.dtype:
-        """The number format of weights, keys and values."""
+        """Number format of weights, keys and values."""
         return self._dtype
 
     def forget_pages(self) -> None:
-        """Drops the pages that no running request uses."""
+        """Drop the pages that no running request uses."""
         self._pages.table.drop_unused()
 
     def prepare(self, model: Transformer) -> Prepared:
-        """Makes ``model``, of the same description, ready to take over. From any thread, while this computes. Raises EngineError for a model of another
-        kind."""
+        """Prepare ``model``, of the same architecture, to replace the weights. Any thread may call it while the
+        engine computes. Raises ServeError for another architecture.
+        """
         if self._far is not None:
-            raise EngineError(
-                "weights of a model in several stages cannot be exchanged: start another server"
-            )
+            raise ServeError("weights of a model in several stages cannot be exchanged: start another server")
         weight = next(model.parameters())
         if model.spec != self._spec or weight.dtype != self._dtype or weight.device != self.device:
-            raise EngineError(
+            raise ServeError(
                 "the weights are of another model, or in another format or place, than those served: start another server for them"
             )
         return Prepared(self._computing(model), Drafter(model, self._drafts) if self._drafts else None)
 
     def swap(self, prepared: Prepared, weights_id: str, *, pages: KeptPages) -> None:
-        """Computes with what ``prepare`` gave from the next step on; each token tells the ``weights`` that made it.
+        """Compute with the weights that ``prepare`` returned from the next step on. Each token names the ``weights``
+        that made it.
 
-        Keys and values of texts that go on are computed again by the new weights (``recompute``), so that the next tokens have the bits of a
-        text that only these weights have read; or, of texts that have a token already, are left as they are (``mixed``), which costs
-        nothing and gives what no weights give by themselves.
+        With ``recompute``, the new weights compute the keys and values of running texts again, so the next tokens
+        have the bits of a text that only these weights have read. With ``mixed``, texts that have a token keep their
+        keys and values. That costs nothing, but no single set of weights gives the result.
         """
         self._runner, self._drafter, self.weights_id = prepared.runner, prepared.drafter, weights_id
         self._pages.made_by(weights_id, self.numerics_id)

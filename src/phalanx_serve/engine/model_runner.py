@@ -40,47 +40,49 @@ from phalanx.run.kinds.grouped_attention import window_of
 from phalanx.run.spec import ModelSpec
 from phalanx.train.step.loss import log_probabilities
 from phalanx_serve.engine.sampler import SamplerOutput, SamplingRequest, sample_rows
-from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, RowSpan, Rule
 from phalanx_serve.kv_cache.memory import PageBox, PageBytes
-from phalanx_serve.traffic.events import EngineError, Request, RequestError
+from phalanx_serve.traffic.events import GenerationRequestError, Request, ServeError
 
 # Models that an engine can serve, and requests that it can compute.
 
 
 def require_supported(model: Transformer, *, drafts: int = 0) -> None:
-    """Raises EngineError for a model that cannot be served; the message says why and what to do."""
+    """Raise ServeError for a model that cannot be served. The message has the reason and the remedy."""
     if drafts > len(model.mtp):
-        raise EngineError(
+        raise ServeError(
             f"{drafts} tokens cannot be drafted in a step: the model predicts {len(model.mtp)} ahead (model.mtp_depth)"
         )
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "the model's layers"
         core = block.attention.core
         if not isinstance(core, CausalCore):
-            raise EngineError(
+            raise ServeError(
                 f"layer {layer} divides attention over ranks or tiles, which the engine does not: build the model whole"
             )
 
 
 def require_computable(request: Request, vocab: int, context: int) -> None:
-    """Raises RequestError for a request that a model of ``vocab`` tokens and a ``context`` cannot compute."""
+    """Raise GenerationRequestError for a request that a model with ``vocab`` tokens and a ``context`` cannot
+    compute.
+    """
     if not request.prompt:
-        raise RequestError("the prompt is empty: begin with the end-of-document token", "prompt")
+        raise GenerationRequestError("the prompt is empty: begin with the end-of-document token", "prompt")
     for field_name, tokens in (("prompt", request.prompt), ("told", request.told)):
         for token in tokens:
             if not 0 <= token < vocab:
-                raise RequestError(
+                raise GenerationRequestError(
                     f"token id {token} is outside the model's vocabulary of {vocab}: encode with the run's own tokenizer",
                     field_name,
                 )
     if request.max_tokens <= len(request.told):
-        raise RequestError(
-            f"max_tokens = {request.max_tokens}, and {len(request.told)} were told: ask for at least one more",
+        raise GenerationRequestError(
+            f"max_tokens = {request.max_tokens}, and {len(request.told)} are generated already: ask for at least one more",
             "max_tokens",
         )
     length = len(request.prompt) + request.max_tokens
     if length > context:
-        raise RequestError(
+        raise GenerationRequestError(
             f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into a context of {context}: "
             "shorten the prompt, or ask for fewer tokens",
             "prompt" if len(request.prompt) >= context else "max_tokens",
@@ -97,7 +99,9 @@ class FastProducts:
         self._product = operations().mm
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``(..., inputs)`` times the transpose of ``(outputs, inputs)``, plus ``(outputs,)``: ``(..., outputs)``."""
+        """Return ``x`` ``(..., inputs)`` times the transpose of ``matrix`` ``(outputs, inputs)``, plus ``bias``
+        ``(outputs,)``: ``(..., outputs)``.
+        """
         outputs, inputs = matrix.shape
         # A model may have been moved since it got these products.
         on_cpu = matrix.dtype == torch.bfloat16 and x.device.type == "cpu"
@@ -133,7 +137,7 @@ def use_fast_products(model: nn.Module) -> FastProducts | None:
 
 @functools.cache
 def _products() -> FastProducts | None:
-    # One object, so that layers that have these products are known.
+    # One object, so that layers with these products can be recognized.
     return FastProducts() if is_available() else None
 
 
@@ -142,15 +146,17 @@ def _products() -> FastProducts | None:
 
 _FORMATS = (torch.float32, torch.bfloat16)
 _TURNS = 1024
-"""Positions at least whose rotation is kept."""
+"""Least number of positions whose rotation is cached."""
 MOST_TURNS = 8192
-"""Positions at most, since it takes four times the bytes of a head for each: those behind are computed for each step."""
+"""Most positions whose rotation is cached, since each takes four times the bytes of a head. Later positions are
+computed in each step.
+"""
 _Table = tuple[Tensor, Tensor]
 """Cosines and sines ``(rows, rotated)``."""
 
 
 class FewRows:
-    """The layers of a model whose rows one call a layer takes further."""
+    """Layers of a model, computed by one kernel call per layer."""
 
     def __init__(self, model: Transformer, layers: list[LayerWeights]) -> None:
         self.model = model
@@ -164,13 +170,15 @@ class FewRows:
         if longest_short(model.spec) or max(positions) >= MOST_TURNS:
             return model.tables(at, self.kernel.dtype, length)
         if max(positions) >= len(self._turns[0][0]):
-            whole = torch.arange(min(max(_TURNS, 2 * max(positions)), MOST_TURNS))
-            self._turns = model.tables(whole, self.kernel.dtype, 0)
+            positions_to_keep = torch.arange(min(max(_TURNS, 2 * max(positions)), MOST_TURNS))
+            self._turns = model.tables(positions_to_keep, self.kernel.dtype, 0)
         full, windowed = ((cos[at], sin[at]) for cos, sin in self._turns)
         return full, windowed
 
     def _plain_scale(self) -> float | None:
-        """Return the factor of scores; None if layers have what the kernel's attention does not know (windows, sinks, caps), so that PyTorch's attends text for text."""
+        """Return the factor of the attention scores. Return None if a layer has windows, sinks or caps, which the
+        kernel lacks; then PyTorch's attention runs text by text.
+        """
         spec, (_, some) = self.model.spec, self._attentions[0]
         cores = [attention.core for _, attention in self._attentions]
         if not all(
@@ -180,8 +188,10 @@ class FewRows:
         scale: float = (spec.score_width or some.head_dim) ** -0.5
         return scale
 
-    def __call__(self, x: Tensor, spans: Sequence[Span], rule: Rule, length: int) -> Tensor:
-        """Tokens ``(rows,)`` or states ``(rows, dim)``, those of ``spans`` in turn, to the states after the layers; ``length`` as ``Transformer.forward`` takes it."""
+    def __call__(self, x: Tensor, spans: Sequence[RowSpan], rule: Rule, length: int) -> Tensor:
+        """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through all layers.
+        ``length`` is that of ``Transformer.forward``.
+        """
         model = self.model
         positions = [position for span in spans for position in range(span.begin, span.end)]
         rows = None
@@ -211,7 +221,7 @@ class FewRows:
 
 
 def few_rows(model: Transformer) -> FewRows | None:
-    """Return the kernel's way through a model; None if it has none, or a layer that is of another kind."""
+    """Return the kernel path of a model. Return None if the kernel does not support one of its layers."""
     if not model.blocks or model._forward_hooks or model._forward_pre_hooks:
         return None
     layers = [_weights(block, model) for block in model.blocks.values()]
@@ -241,9 +251,9 @@ def _weights(block: nn.Module, model: Transformer) -> LayerWeights | None:
     linears = (attention.query, attention.key, attention.value, attention.output, ffn.gate, ffn.up, ffn.down)
     usual = (
         ffn.spec.ffn == "swiglu"
-        and all(one is not None and _plain_norm(one) for one in norms)
+        and all(norm is not None and _plain_norm(norm) for norm in norms)
         and after == (None, None)
-        and all(one is None or (attention.normalizes_heads and _plain_norm(one)) for one in kept)
+        and all(norm is None or (attention.normalizes_heads and _plain_norm(norm)) for norm in kept)
         and all(map(_plain, linears))
         and not any(part._forward_hooks or part._forward_pre_hooks for part in block.modules())
     )
@@ -294,12 +304,12 @@ def _plain_norm(norm: RMSNorm) -> bool:
 
 
 _MOST_BESIDE_LIBRARY = 2
-"""Rows up to which the kernel of few rows is faster than a library with bf16 instructions, which reads a matrix as fast and multiplies faster."""
+"""Rows up to which the few-rows kernel is faster than a library with bf16 instructions."""
 
 
 @dataclass(frozen=True)
 class FarSpan:
-    """A ``Span`` as it is sent to other processes: by the number of its text."""
+    """A ``RowSpan`` as it is sent to other processes, with the number of its text."""
 
     piece: int
     begin: int
@@ -307,28 +317,30 @@ class FarSpan:
 
 
 class FarLayers(Protocol):
-    """Layers of a model that other processes have.
+    """Layers of a model that run in other processes.
 
-    Calls on keys and values apply to the texts and pages of their layers, in the order of the calls.
+    Calls on keys and values apply to the texts and pages of those layers, in the order of the calls.
     """
 
     kv_spec: ModelSpec
-    """The model as the process with the most keys and values has it."""
+    """Architecture of the process that has the most keys and values."""
     shares: int
-    """Processes that each layer that is here is divided among."""
+    """Number of processes that each local layer is divided among."""
     max_in_flight: int
-    """Steps that can be in flight at a time, each of other texts."""
+    """Most steps in flight at a time, each with other texts."""
     own: PageBox
-    """The part of a page that this process has."""
+    """This process's part of a page."""
     boxes: Sequence[PageBox]
-    """The part of a page that each of the others has."""
+    """Each other process's part of a page."""
 
     def hold(self, pages: int) -> None:
         """Allocate ``pages`` in each process, before any other call."""
         ...
 
     def attach(self, model: Transformer, *, exact: bool) -> Affine | None:
-        """Let the layers of this process compute with the others; return the product of the output projection, None for that of the runner."""
+        """Connect the layers of this process with the others. Return the product of the output projection, or None
+        for the runner's own.
+        """
         ...
 
     def step(
@@ -372,10 +384,12 @@ class RunnerOutput:
 
 
 class ModelRunner:
-    """Layers of a model. Exact numerics are those of PyTorch's operations, which have portable kernels then."""
+    """Layers of a model. With exact numerics, PyTorch's operations are the portable kernels."""
 
     def __init__(self, model: Transformer, rule: Rule, projection: Affine | None = None) -> None:
-        """``projection`` is the product of the output projection; by default PyTorch's, or with fast numerics one that is faster."""
+        """``projection`` is the product of the output projection. By default it is PyTorch's, or a faster one with
+        fast numerics.
+        """
         products = None if rule.exact else use_fast_products(model)
         self._model, self._rule, self._projection = model, rule, projection or products
         self._few = few_rows(model)
@@ -384,7 +398,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def compute(
-        self, x: Tensor, spans: Sequence[Span], length: int, requests: Sequence[SamplingRequest]
+        self, x: Tensor, spans: Sequence[RowSpan], length: int, requests: Sequence[SamplingRequest]
     ) -> RunnerOutput:
         """Compute tokens ``(rows,)`` or states ``(rows, dim)``, in the order of ``spans``, through the layers.
 

@@ -43,7 +43,7 @@ class SamplingRequest:
     position: int
     """Index, in prompt and text, of the token to sample."""
     given: int
-    """The token to score, which is there already; -1 to draw one."""
+    """Token to score, which is part of the text already; -1 to draw one."""
     sampling: Sampling
     top: int
     """Number of the likeliest tokens to return; -1 returns no log-probability of a drawn token."""
@@ -184,11 +184,11 @@ _AT_ONCE = 1 << 24  # logits that are drawn from together: 128 MiB for each of s
 
 
 class LogitsError(ValueError):
-    """Logits from which nothing can be drawn."""
+    """Logits that no token can be drawn from."""
 
 
 def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
-    """The token at ``position`` of prompt and text, by its logits ``(vocab,)`` of any dtype and device.
+    """Draw the token at ``position`` of prompt and text from its logits ``(vocab,)`` of any dtype and device.
 
     ``-inf`` rules a token out. Ties go to the lower id. Raises LogitsError for other logits that are not finite.
     """
@@ -196,7 +196,7 @@ def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
 
 
 def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """``draw`` of each row of ``(rows, vocab)``, with one wait for the device. Raises LogitsError."""
+    """Draw a token for each row of ``(rows, vocab)``, with one device synchronization. Raises LogitsError."""
     if not len(logits) == len(samplings) == len(positions):
         raise ValueError(
             f"{len(logits)} rows of logits, {len(samplings)} samplings and {len(positions)} positions: one each"
@@ -206,17 +206,19 @@ def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence
     if logits.device.type != "cpu":
         drawn = drawn_together(logits, samplings, positions)
         both = torch.stack((drawn, has_number(logits).to(torch.int64)))
-        found, finite = fetched(both).tolist()
+        tokens, finite = fetched(both).tolist()
         if not all(finite):
             _require_numbers(logits)
-        return [int(token) for token in found]
+        return [int(token) for token in tokens]
     _require_numbers(logits)
     rows = zip(logits, samplings, positions, strict=True)
     return [int(token) for token in torch.stack([_drawn(*row) for row in rows]).tolist()]
 
 
 def likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The ``count`` likeliest tokens and their log-probabilities, of ``(vocab,)``; falling, ties by lower id; none for 0 and less."""
+    """Return the ``count`` likeliest tokens of ``(vocab,)`` and their log-probabilities, in falling order; ties go
+    to the lower id. Empty if ``count`` is below 1.
+    """
     if count <= 0:
         return ()
     ids = _likeliest(log_probs, min(count, len(log_probs)))[:count]
@@ -224,7 +226,7 @@ def likeliest(log_probs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
 
 
 def require_sampling(sampling: Sampling) -> None:
-    """Raises ValueError, beginning with the field's name, for a number out of range."""
+    """Raise ValueError for a number out of range. The message begins with the field's name."""
     if not 0 <= sampling.temperature < math.inf:
         raise ValueError(f"temperature = {sampling.temperature}: at least 0, and finite")
     if sampling.top_k < 0:
@@ -236,7 +238,7 @@ def require_sampling(sampling: Sampling) -> None:
 
 
 def has_number(logits: Tensor) -> Tensor:
-    """Whether something can be drawn from each row of ``(rows, vocab)``: bool ``(rows,)``."""
+    """Return, as bool ``(rows,)``, which rows of ``(rows, vocab)`` a token can be drawn from."""
     return torch.isfinite(logits.amax(dim=-1))  # NaN wherever one of them is
 
 
@@ -244,9 +246,11 @@ def _require_numbers(logits: Tensor) -> None:
     if bool(has_number(logits).all()):
         return
     wrong = (torch.isnan(logits) | (logits == math.inf)).nonzero()
-    what = f"that of token {int(wrong[0, 1])} is {float(logits[*wrong[0]])}" if len(wrong) else "all are -inf"
+    detail = (
+        f"that of token {int(wrong[0, 1])} is {float(logits[*wrong[0]])}" if len(wrong) else "all are -inf"
+    )
     raise LogitsError(
-        f"the model's logits are not finite ({what}): its weights are not, or are too large for the format computed in; "
+        f"the model's logits are not finite ({detail}): its weights are not, or are too large for the format computed in; "
         "take an earlier step"
     )
 
@@ -279,7 +283,9 @@ def _key(sampling: Sampling, position: int) -> int:
 
 
 def _scores(logits: Tensor, temperature: float) -> Tensor:
-    """fp64, the likeliest 0. Less the largest first: a tiny temperature then cannot overflow to NaN."""
+    """Return fp64 scores whose maximum is 0. The maximum is subtracted first, so that a tiny temperature cannot
+    overflow to NaN.
+    """
     wide = logits.double()
     return (wide - wide.max()) * _factor(temperature)
 
@@ -292,36 +298,40 @@ def _factor(temperature: float) -> float:
 
 
 _Keep = Callable[[Tensor, Tensor, Sequence[Sampling]], Tensor | None]
-"""Logits and scores ``(rows, vocab)`` to the tokens that are kept, bool ``(rows, vocab)``; ``None`` for all."""
+"""Function from logits and scores ``(rows, vocab)`` to the kept tokens, bool ``(rows, vocab)``; None keeps all."""
 
 
 def drawn_together(
     logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], *, max_logits: int = _AT_ONCE
 ) -> Tensor:
-    """The tokens ``(rows,)``, int64, that ``draw`` gives for the rows of ``(rows, vocab)``, without a wait for their device.
+    """Return the tokens ``(rows,)``, int64, that ``draw`` returns for the rows of ``(rows, vocab)``, without
+    synchronizing the device.
 
-    Any token for a row that nothing can be drawn from (``has_number``). Rows are drawn from in groups of at most ``max_logits`` logits, or one by one.
+    A row that no token can be drawn from (``has_number``) gets any token. Rows are drawn in groups of at most
+    ``max_logits`` logits.
     """
     logits = without_unknown(logits, samplings)
-    greedy = [row for row, one in enumerate(samplings) if one.temperature == 0]
-    drawn = [row for row, one in enumerate(samplings) if one.temperature > 0]
+    greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0]
+    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     if not drawn:
         return logits.argmax(-1)
-    whole = [row for row in drawn if _keeps_all(samplings[row])]
+    uncut = [row for row in drawn if _keeps_all(samplings[row])]
     cut = [row for row in drawn if not _keeps_all(samplings[row])]
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     most = max(1, max_logits // logits.shape[1])
-    kinds: list[tuple[list[int], _Keep | None]] = [(greedy, None), (whole, _all_kept), (cut, _left_in)]
+    kinds: list[tuple[list[int], _Keep | None]] = [(greedy, None), (uncut, _all_kept), (cut, _left_in)]
     for of_kind, find in kinds:
         for first in range(0, len(of_kind), most):
             some = of_kind[first : first + most]
             rows = brought(torch.tensor(some), logits.device)
-            asked = logits if len(some) == len(logits) else logits.index_select(0, rows)
+            logits_of_rows = logits if len(some) == len(logits) else logits.index_select(0, rows)
             if find is None:
-                found = asked.argmax(-1)
+                tokens_of_rows = logits_of_rows.argmax(-1)
             else:
-                found = _drawn_rows(asked, [samplings[i] for i in some], [positions[i] for i in some], find)
-            tokens.index_copy_(0, rows, found)
+                tokens_of_rows = _drawn_rows(
+                    logits_of_rows, [samplings[i] for i in some], [positions[i] for i in some], find
+                )
+            tokens.index_copy_(0, rows, tokens_of_rows)
     return tokens
 
 
@@ -333,9 +343,9 @@ def _drawn_rows(
     logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], keep: _Keep
 ) -> Tensor:
     wide, device = logits.double(), logits.device
-    factors = [_factor(one.temperature) for one in samplings]
+    factors = [_factor(sampling.temperature) for sampling in samplings]
     scores = (wide - wide.amax(-1, keepdim=True)) * _column(factors, torch.float64, device)
-    named = [_key(one, position) for one, position in zip(samplings, positions, strict=True)]
+    named = [_key(sampling, position) for sampling, position in zip(samplings, positions, strict=True)]
     ids = torch.arange(logits.shape[1], device=device)
     drawn = scores + gumbel(keys_of(named, device)[:, None], ids)
     kept = keep(logits, scores, samplings)
@@ -348,13 +358,15 @@ def _all_kept(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> 
 
 
 def _left_in(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """The tokens that ``kept`` gives for each row."""
+    """Return the tokens that ``kept`` keeps, for each row."""
     vocab, device = logits.shape[1], logits.device
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     masses, rank = _masses(scores).gather(1, order), torch.arange(vocab, device=device)
-    top_k = _column([min(one.top_k or vocab, vocab) for one in samplings], torch.int64, device)
-    top_p = _column([one.top_p for one in samplings], torch.float64, device)
-    least = _column([math.ceil(one.min_p * (1 << _WEIGHT)) for one in samplings], torch.int64, device)
+    top_k = _column([min(sampling.top_k or vocab, vocab) for sampling in samplings], torch.int64, device)
+    top_p = _column([sampling.top_p for sampling in samplings], torch.float64, device)
+    least = _column(
+        [math.ceil(sampling.min_p * (1 << _WEIGHT)) for sampling in samplings], torch.int64, device
+    )
     total = (masses * (rank < top_k)).sum(-1, keepdim=True)
     reached = (masses.cumsum(-1) - masses >= (total.double() * top_p).ceil().to(torch.int64)) & (top_p < 1)
     count = ((rank < top_k) & ~reached).sum(-1, keepdim=True).clamp(min=1)
@@ -370,7 +382,9 @@ def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -
 
 
 def kept(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The ids that ``sampling`` leaves in, the likeliest first, ties by id; at least one. ``temperature`` is above 0."""
+    """Return the ids that ``sampling`` keeps, at least one, the likeliest first, ties by id. ``temperature`` is
+    above 0.
+    """
     return _kept(logits, _scores(logits, sampling.temperature), sampling)
 
 
@@ -394,14 +408,16 @@ def _kept(logits: Tensor, scores: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """Ids of the ``count`` likeliest, falling, and of all that equal the last of them."""
+    """Return the ids of the ``count`` likeliest tokens, in falling order, and of all tokens that equal the last of
+    them.
+    """
     least = logits.topk(count).values[-1]
     ids = (logits >= least).nonzero()[:, 0]
     return ids[logits[ids].sort(descending=True, stable=True).indices]
 
 
 def _nucleus(ids: Tensor, masses: Tensor, total: int, top_p: float) -> Tensor:
-    """The beginning of ``ids`` up to the one that reaches ``top_p`` of ``total``."""
+    """Return the first ``ids``, up to the one whose cumulative mass reaches ``top_p`` of ``total``."""
     if top_p == 1:
         return ids
     before = masses.cumsum(dim=0) - masses
@@ -410,13 +426,13 @@ def _nucleus(ids: Tensor, masses: Tensor, total: int, top_p: float) -> Tensor:
 
 @functools.cache
 def _power_table() -> tuple[int, ...]:
-    """2^-x at 4097 places from 0 to 1, in units of 2^-40."""
+    """Return 2^-x at 4097 points from 0 to 1, in units of 2^-40."""
     steps = 1 << _POWER_CELLS
     return tuple(round(2.0 ** (-i / steps) * (1 << _WEIGHT)) for i in range(steps + 1))
 
 
 def _masses(scores: Tensor) -> Tensor:
-    """``exp(score)`` in units of 2^-40, int64; scores are at most 0."""
+    """Return ``exp(score)`` in units of 2^-40, int64. Scores are at most 0."""
     halvings = (scores * -_OCTAVE).clamp(max=float(63 << _EXPONENT)).round().to(torch.int64)
     fraction = halvings & ((1 << _EXPONENT) - 1)
     rest = _EXPONENT - _POWER_CELLS
@@ -431,10 +447,11 @@ def _masses(scores: Tensor) -> Tensor:
 
 @functools.cache
 def _gumbel_table() -> tuple[int, ...]:
-    """Gumbel's quantiles, in units of 2^-30, where ``x`` runs over the octaves from 2^-54 to 1/2: at 1 - x, and then at x.
+    """Return Gumbel quantiles in units of 2^-30, for ``x`` over the octaves from 2^-54 to 1/2: at 1 - x, and then at
+    x.
 
-    Steps shrink with the octave, so both tails are as exact as the middle. Rounding is coarser than any disagreement between mathematical
-    libraries.
+    Steps shrink with the octave, so both tails are as exact as the middle. Rounding is coarser than any disagreement
+    between mathematical libraries.
     """
     places = [
         math.ldexp(1 + (i % (1 << _CELLS)) / (1 << _CELLS), (i >> _CELLS) - _OCTAVES - 1)
@@ -446,8 +463,8 @@ def _gumbel_table() -> tuple[int, ...]:
 
 
 def gumbel(key: int | Tensor, index: Tensor) -> Tensor:
-    """A number for each element of the int64 ``index``: of Gumbel's standard distribution, from -3.7 to 37.5; fp64. ``key`` is as
-    ``random_words`` takes it.
+    """Return a standard Gumbel number, fp64 from -3.7 to 37.5, for each element of the int64 ``index``. ``key`` is
+    that of ``random_words``.
 
     The value is an integer times 2^-30, exact in fp64.
     """

@@ -1,1 +1,1 @@
-"""OpenAI's HTTP interface over engines: requests read and refused, admitted, streamed, and given up."""
+"""OpenAI's HTTP interface: parsing, admission, streaming and cancellation of requests."""

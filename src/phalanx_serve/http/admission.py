@@ -1,7 +1,7 @@
-"""Admission of requests: accept one now, or refuse it with a time to retry. A decision on values alone.
+"""Admission of requests: accept one now, or refuse it with a time to retry. A pure decision.
 
-Texts wait for two things: for pages of keys and values, where those of the texts before them do not leave enough, and for the prompts
-before them to be computed. Both are predicted in seconds from the pace that was measured while the server was busy.
+Texts wait for KV pages, and for the prompts before them. Both waits are predicted in seconds, from the throughput
+measured while the server was busy.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from phalanx_serve.traffic.block_table import PAGE
 
 # Admitted requests in flight, and their completion rate, which admission reads.
 #
-# The pace is what ended in a second in which there was anything to do, later seconds counting for more: sums that fade with a time of a minute.
-# Pages are those that texts need at their longest, on both sides of the reckoning, so that texts that end early show as a higher pace.
+# The rate is the completions per busy second, as sums that decay with a time constant of one minute.
+# Pages are counted at a text's longest on both sides, so texts that end early raise the rate.
 
 _FADE_S = 60.0
 
 
-class Workload:
-    """Texts, pages and prompt tokens under way; times are those of a monotonic clock, in seconds."""
+class AdmittedLoad:
+    """Admitted texts, pages and prompt tokens; times are seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self.texts = self._pages = self._unread = 0
@@ -29,31 +29,31 @@ class Workload:
         self._last = 0.0
 
     def began(self, demand: Demand, now: float) -> None:
-        """A request was admitted."""
+        """Record that a request was admitted."""
         self._pass(now)
         self.texts += demand.texts
         self._pages += demand.pages
         self._unread += demand.prompt_tokens
 
     def read(self, tokens: int, now: float) -> None:
-        """The prompt of one text, of so many tokens, was computed."""
+        """Record that a prompt of ``tokens`` tokens was computed."""
         self._pass(now)
         self._unread -= tokens
         self._tokens_done += tokens
 
     def left_unread(self, tokens: int) -> None:
-        """A text was given up before its prompt was computed."""
+        """Record that a text was canceled before its prompt was computed."""
         self._unread -= tokens
 
     def ended(self, demand: Demand, now: float) -> None:
-        """A request has ended or was given up."""
+        """Record that a request ended or was canceled."""
         self._pass(now)
         self.texts -= demand.texts
         self._pages -= demand.pages
         self._pages_done += demand.pages
 
     def measured(self, pages: int, now: float) -> Measured:
-        """All of it as admission reads it, of a worker that has so many ``pages``."""
+        """Return the load as admission reads it, for a worker with ``pages`` pages."""
         self._pass(now)
         busy = self._busy_s
         return Measured(
@@ -93,9 +93,10 @@ class LengthLimit:
         return min(self.context, self.pages * PAGE) if self.pages else self.context
 
     def require_text(self, text: str, longest_token: int, prompt_field: str) -> None:
-        """Raise RefusedError, with the numbers, for a text that is too long whatever its tokens; ``longest_token`` has the most bytes.
+        """Raise RefusedError, with the numbers, for a text that is too long for any tokenization; ``longest_token``
+        is the longest token in bytes.
 
-        Tokenizing takes time in proportion to the text, so it is looked at before.
+        Tokenizing takes time in proportion to the text, so this check comes first.
         """
         size, most = len(text.encode("utf-8", "surrogatepass")), self.tokens * longest_token
         if size > most:
@@ -133,9 +134,9 @@ class Limits:
     """Limits of one server."""
 
     requests: int = 256
-    """Texts that are computed or wait, at most."""
+    """Most texts that are computed or wait."""
     wait_s: float = 60.0
-    """The longest wait for the first token that is promised."""
+    """Longest predicted wait for the first token."""
     body_bytes: int = 8 << 20
     prompts: int = 128
     connections: int = 0
@@ -154,32 +155,34 @@ class Demand:
 
 @dataclass(frozen=True)
 class Measured:
-    """Admitted requests in flight, and their completion rates; a rate of 0 is not known yet."""
+    """Admitted requests in flight and their completion rates. A rate of 0 is not measured yet."""
 
     texts: int = 0
     pages_needed: int = 0
-    """By the texts at their longest."""
+    """Pages of the admitted texts at their longest."""
     pages: int = 0
-    """Pages there are; 0 where memory is not counted in pages."""
+    """Pages of the KV cache; 0 if memory is not counted in pages."""
     unread_tokens: int = 0
-    """Tokens of prompts whose text has no first token yet."""
+    """Prompt tokens of texts without a first token."""
     pages_per_s: float = 0.0
     tokens_per_s: float = 0.0
-    """Tokens of prompts that are computed in a second."""
+    """Prompt tokens computed per second."""
 
     def wait_s(self, demand: Demand) -> float:
-        """The seconds up to the first token of a request that comes now, as predicted."""
+        """Return the predicted seconds to the first token of a new request."""
         surplus = max(0, self.pages_needed + demand.pages - self.pages) if self.pages else 0
         return _seconds(surplus, self.pages_per_s) + _seconds(self.unread_tokens, self.tokens_per_s)
 
 
 def pages_of(tokens: int) -> int:
-    """The pages that a text of so many tokens takes."""
+    """Return the number of pages of a text of ``tokens`` tokens."""
     return -(-tokens // PAGE)
 
 
 def retry_after(limits: Limits, measured: Measured, demand: Demand) -> int:
-    """0 if the request is admitted, else the seconds after which to retry. An idle server admits anything."""
+    """Return 0 if the request is admitted, else the seconds after which to retry. An idle server admits every
+    request.
+    """
     if not measured.texts:
         return 0
     if (surplus := measured.texts + demand.texts - limits.requests) > 0:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.run.peers import host_name
-from phalanx_serve.http.admission import Demand, LengthLimit, Limits, Workload, retry_after
+from phalanx_serve.http.admission import AdmittedLoad, Demand, LengthLimit, Limits, retry_after
 from phalanx_serve.http.counts import CONTENT_TYPE, Counts
 from phalanx_serve.http.keys import Keys, KeyUse
 from phalanx_serve.http.protocol import Chat, Completion, RefusedError, read_body
@@ -75,7 +75,7 @@ class WriteTimeout:
 
 
 _SERVERS_SEND = "phalanx.send"
-"""The scope's entry for the server's own ``send``, which starlette wraps three times: a stream's pieces need none of that."""
+"""Scope entry of the server's own ``send``, which streams use directly: starlette wraps it three times."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Gateway:
 
     def __post_init__(self) -> None:
         self.counts = Counts(self.model.name)
-        self.workload = Workload()
+        self.workload = AdmittedLoad()
         self.framing = asyncio.Semaphore(1)
         """Held while a conversation is framed: templates that take long keep no thread from other requests."""
 
@@ -127,7 +127,7 @@ class Gateway:
         measured = self.workload.measured(self.port.load().pages, time.monotonic())
         if wait := retry_after(self.limits, measured, demand):
             raise RefusedError(
-                f"there is too much to do ({measured.texts} texts): ask again in {wait} s",
+                f"there is too much to do ({measured.texts} texts): retry in {wait} s",
                 status=429,
                 code="overloaded",
                 retry_after=wait,
@@ -270,7 +270,7 @@ def _explained(gateway: Gateway, routes: Sequence[Route], request: Request, erro
 
 
 def _ending() -> RefusedError:
-    return RefusedError("this server is about to end: ask another one", status=503, retry_after=5)
+    return RefusedError("this server is about to end: use another one", status=503, retry_after=5)
 
 
 def _model(gateway: Gateway) -> dict[str, Any]:
@@ -324,7 +324,7 @@ async def _converted(
 
 @contextmanager
 def _charged(gateway: Gateway, client: KeyUse | None) -> Iterator[ExitStack]:
-    """Take a request from the limits of its key before anything is done for it. Closing the stack gives its place among those at a time back."""
+    """Reserve a request in the limits of its key. Closing the stack frees its concurrent slot."""
     gateway.require_open()
     with ExitStack() as stack:
         if client is not None:
@@ -363,7 +363,7 @@ async def _body(gateway: Gateway, request: Request) -> bytes:
 
 
 class _CancellableResponse(Response):
-    """A response that is cancelled as soon as its client leaves, or leaves it unread."""
+    """Response that is cancelled if its client leaves or stops reading."""
 
     def __init__(
         self, gateway: Gateway, generation: GenerationResponse, client: KeyUse | None, *, stream: bool
@@ -421,7 +421,7 @@ def too_many(gateway: Gateway, most: int) -> ASGIApp:
     """Return the application that refuses connections beyond the limit."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        reason = f"all {most} connections that this server may hold have requests going on: ask again, or another one"
+        reason = f"all {most} connections of this server have running requests: retry, or use another server"
         response = refusal(gateway, RefusedError(reason, status=503, code="overloaded", retry_after=1))
         response.headers["Connection"] = "close"
         await response(scope, receive, send)

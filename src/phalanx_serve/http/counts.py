@@ -66,18 +66,18 @@ class Histogram:
         self._bounds, self._counts, self._sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """Counts a value."""
+        """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     @property
     def mean(self) -> float | None:
-        """The mean of all values; ``None`` without any."""
+        """Mean of all values; None without any."""
         count = sum(self._counts)
         return self._sum / count if count else None
 
     def family(self, name: str, about: str, model: str) -> HistogramMetricFamily:
-        """The buckets as Prometheus has them, each with those below it."""
+        """Return the cumulative buckets as a Prometheus metric."""
         bounds = [*map(str, map(float, self._bounds)), "+Inf"]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         family = HistogramMetricFamily(name, about, labels=["model_name"])
@@ -86,7 +86,7 @@ class Histogram:
 
 
 class Counts:
-    """Counters and histograms of what a gateway has answered since its start."""
+    """Counters and histograms of a gateway since its start."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -106,13 +106,13 @@ class Counts:
         self._registry.register(self)
 
     def ended(self, finish: str, seconds: float) -> None:
-        """Counts a text that has ended after ``seconds``."""
+        """Count a text that ended after ``seconds``."""
         self._finished[finish] += 1
         self._duration.observe(seconds)
 
     @property
     def finished(self) -> int:
-        """Texts that have ended, for whatever reason."""
+        """Texts that have ended, for any reason."""
         return sum(self._finished.values())
 
     @property
@@ -121,16 +121,16 @@ class Counts:
         return sum(self._refused.values())
 
     def refused(self, status: int) -> None:
-        """Counts a request that was answered with an error."""
+        """Count a request that was answered with an error."""
         self._refused[str(status)] += 1
 
     def render(self, load: WorkerLoad) -> bytes:
-        """All numbers as Prometheus' text, with what the worker has to do now."""
+        """Return all metrics in Prometheus' text format, with the worker's current load."""
         self._load = load
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """All numbers, as the registry asks for them."""
+        """Yield all metrics, for the Prometheus registry."""
         load = self._load
         used = load.pages_used / load.pages if load.pages else 0.0
         for name, about, value in (

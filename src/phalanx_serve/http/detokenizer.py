@@ -24,7 +24,7 @@ _REPLACEMENT = "\ufffd"
 
 
 class IncrementalDetokenizer:
-    """Turns ids into text one at a time; special tokens give none."""
+    """Incremental decoder of ids to text; special tokens have no text."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, at_start: bool = True, token_texts: dict[int, str] | None = None
@@ -78,7 +78,9 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Pass text on up to the first stop string; where two begin at one position, either ends the text there."""
+    """Filter that passes text up to the first stop string. If two begin at one position, either ends the text
+    there.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """``stops``: none of them empty. Raises ValueError."""
@@ -128,7 +130,7 @@ class StopStrings:
 
 @dataclass
 class TextDelta:
-    """The part of a text that is sent at once."""
+    """A part of a text that is sent at once."""
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -138,7 +140,7 @@ class TextDelta:
     cached_tokens: int = 0
 
     def without_text(self) -> TextDelta:
-        """Return what it has of the prompt alone."""
+        """Return only the fields of the prompt."""
         return replace(self, text="", tokens=[], finish="length" if self.finish else "")
 
 

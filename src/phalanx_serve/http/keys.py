@@ -4,8 +4,8 @@ Keys are 256 random bits, so one hash is enough: there is no dictionary to try. 
 A line is ``SALT:SHA-256 name=NAME requests=60 tokens=100000 concurrent=4``; what is left out is not limited.
 
 A bucket holds a minute's worth and is full at first, so that a client may send bursts but not more than its limit in the long run
-(the token bucket, RFC 2697). Tokens are taken for a request's longest course when it is admitted, since nobody knows where it will end, and what was
-not made is put back.
+(the token bucket, RFC 2697). Admission takes the most tokens that a request may
+need, and the end of the request puts the unused ones back.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ class KeyLimits:
     """Limits of one key; 0 limits nothing."""
 
     requests: int = 0
-    """In a minute."""
+    """Requests per minute."""
     tokens: int = 0
-    """In a minute: of prompts, and as many new ones as requested; those that were not generated are given back."""
+    """Tokens per minute: those of prompts, and the requested new ones. Tokens that were not generated are put
+    back.
+    """
     concurrent: int = 0
     """Requests at a time."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """A client's key, of which only a hash is known."""
+    """A client's key. The server has only its hash."""
 
     name: str
     salt: str
@@ -64,7 +66,7 @@ class Keys:
         return {key.name for key in self._keys}
 
     def find(self, key: str) -> Key | None:
-        """The entry of a client's ``key``, if there is one."""
+        """Return the entry of a client's ``key``, or None."""
         match = None
         for entry in self._keys:  # all of them, so that the time does not depend on the key
             if hmac.compare_digest(_hash(entry.salt, key), entry.digest):
@@ -73,7 +75,7 @@ class Keys:
 
 
 def read_keys(file: Path) -> Keys:
-    """The keys in ``file``. Raises KeyFileError."""
+    """Read the keys in ``file``. Raises KeyFileError."""
     try:
         mode = file.stat().st_mode
         lines = file.read_text().split("\n")
@@ -99,7 +101,7 @@ def read_keys(file: Path) -> Keys:
 
 
 def add_key(file: Path, name: str = "", limits: KeyLimits | None = None) -> str:
-    """Makes a key, appends its hash to ``file``, and returns the key, which is kept nowhere. Raises KeyFileError."""
+    """Make a key, append its hash to ``file``, and return the key, which is not stored. Raises KeyFileError."""
     if name and not _NAME.fullmatch(name):
         raise KeyFileError(f"the key's name {name!r}: 1 to 64 letters, digits, dots, dashes or underscores")
     if name and file.exists() and name in read_keys(file).names:
@@ -119,7 +121,7 @@ def add_key(file: Path, name: str = "", limits: KeyLimits | None = None) -> str:
 
 
 def parse_limits(text: str) -> KeyLimits:
-    """Limits as they are written: ``requests=60,tokens=100000,concurrent=4``. Raises KeyFileError."""
+    """Parse limits of the form ``requests=60,tokens=100000,concurrent=4``. Raises KeyFileError."""
     return _limits(text.replace(",", " ").split(), "limits")
 
 
@@ -156,22 +158,22 @@ def _hash(salt: str, key: str) -> str:
 
 
 @dataclass
-class Bucket:
-    """So much of a limit as is left at a time; ``limit`` is what a minute gives."""
+class TokenBucket:
+    """Token bucket of one rate limit; ``limit`` is the refill per minute."""
 
     limit: int
     left: float
     at: float
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until ``amount`` can be taken, which is at most what a minute gives."""
+        """Return the seconds until ``amount`` can be taken, which is at most ``limit``."""
         self._fill(now)
-        # Rounding must not send away whom the bucket has just enough for.
+        # Rounding must not refuse a request that the bucket has just enough for.
         lacking = amount - self.left
         return 60 * lacking / self.limit if lacking > 1e-6 else 0.0
 
     def take(self, amount: float, now: float) -> None:
-        """Takes an amount, or puts a negative one back."""
+        """Take an amount. A negative amount is put back."""
         self._fill(now)
         self.left = min(float(self.limit), self.left - amount)
 
@@ -182,24 +184,24 @@ class Bucket:
 
 @dataclass
 class KeyUse:
-    """Requests of one key since the start, and the rest of its limits."""
+    """Requests of one key since the start, and its remaining limits."""
 
     key: Key
-    requests: Bucket | None = None
-    tokens: Bucket | None = None
+    requests: TokenBucket | None = None
+    tokens: TokenBucket | None = None
     running: int = 0
     admitted: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    """Requests that were sent away, by limit."""
+    """Refused requests, by limit."""
 
     @classmethod
     def of(cls, key: Key, now: float) -> KeyUse:
-        """A key that has used nothing."""
+        """Return the record of a key that has not been used."""
 
-        def full(limit: int) -> Bucket | None:
-            return Bucket(limit, float(limit), now) if limit else None
+        def full(limit: int) -> TokenBucket | None:
+            return TokenBucket(limit, float(limit), now) if limit else None
 
         return cls(key, full(key.limits.requests), full(key.limits.tokens))
 
@@ -224,7 +226,7 @@ class KeyUse:
             )
         self._take("tokens", self.tokens, tokens, now)
 
-    def _take(self, name: str, bucket: Bucket | None, amount: int, now: float) -> None:
+    def _take(self, name: str, bucket: TokenBucket | None, amount: int, now: float) -> None:
         if bucket is None:
             return
         if wait := bucket.wait_s(amount, now):
@@ -232,7 +234,7 @@ class KeyUse:
         bucket.take(amount, now)
 
     def ended(self, taken: int, prompt_tokens: int, generated_tokens: int, now: float) -> None:
-        """A request has ended for which ``taken`` tokens had been taken."""
+        """Record the end of a request that had reserved ``taken`` tokens."""
         self.running -= 1
         self.prompt_tokens += prompt_tokens
         self.generated_tokens += generated_tokens
@@ -242,7 +244,7 @@ class KeyUse:
     def _over(self, limit: str, words: str, wait: int) -> RefusedError:
         self.refused[limit] += 1
         return RefusedError(
-            f"the key {self.key.name!r} has {words}: ask again in {wait} s",
+            f"the key {self.key.name!r} has {words}: retry in {wait} s",
             status=429,
             code="rate_limit_exceeded",
             retry_after=wait,

@@ -100,7 +100,7 @@ class Detokenize(Struct, kw_only=True):
 
 
 _UNUSED = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store", "metadata")
-"""Fields for whoever keeps or bills requests, which change no text: accepted with any value."""
+"""Fields for storage and billing, which change no text: any value is accepted."""
 _NO_GUIDE = "ask for the form in a message or in the prompt, and check the answer"
 _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "tool_choice": (("none", "auto"), "read from the text whether the model calls a tool"),

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx_serve.http.admission import Workload
+from phalanx_serve.http.admission import AdmittedLoad
 from phalanx_serve.http.counts import Counts
 from phalanx_serve.http.detokenizer import TextDelta, text_deltas
 from phalanx_serve.http.protocol import RefusedError
@@ -42,7 +42,7 @@ def error_body(error: RefusedError) -> dict[str, Any]:
 
 
 _TEXT_HOLE = "\ue000 text \ue000"
-"""A text that no field of an event has by chance."""
+"""Placeholder text that no field of an event contains by chance."""
 
 
 def sse_event(content: Mapping[str, Any]) -> bytes:
@@ -211,7 +211,7 @@ class TextOffsets:
     """Places of tokens in the characters of their text: a token within a character has the place of that character."""
 
     def __init__(self, dropped: int = 0) -> None:
-        """``dropped`` is how many characters before the text its first token has that are not the text's."""
+        """``dropped`` is the number of leading characters of the first token that are not part of the text."""
         self._characters = -dropped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -270,7 +270,7 @@ class GenerationResponse:
         model: ModelText,
         port: WorkerPort,
         counts: Counts,
-        workload: Workload,
+        workload: AdmittedLoad,
     ) -> None:
         self.request, self._model, self._port = request, model, port
         self._counts, self._workload = counts, workload
@@ -452,7 +452,7 @@ def _merge_choice(before: dict[str, Any], choice: dict[str, Any]) -> dict[str, A
 
 
 class _TaskGroup:
-    """Tasks that are all cancelled when the block is left."""
+    """Tasks that are all cancelled at the end of the block."""
 
     async def __aenter__(self) -> _TaskGroup:
         self._tasks: list[asyncio.Task[Any]] = []

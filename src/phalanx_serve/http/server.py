@@ -1,11 +1,12 @@
 """The HTTP server: uvicorn with a limit on connections, which drains on a signal.
 
-On a signal the server accepts nothing new and lets running requests finish. There are as many connections as the process may have
-descriptors for. Beyond that the connection that was idle for the longest time is closed.
+On a signal the server accepts no new requests and finishes the running ones. The limit is the number of descriptors
+that the process may have. Beyond it, the connection that was idle for the longest time is closed.
 
-A connection that waits costs a descriptor and nothing else, so a flood of idle ones must not keep out clients with requests. As nginx does with its keep-alive
-connections (``worker_connections are not enough, reusing connections``), a new connection takes the place of an idle one: one without a request, or whose head is not whole. Where
-all have requests, a few more are let in for as long as it takes to send 503, or to answer ``/health`` and ``/ready``, which are answered at any time.
+An idle connection costs only a descriptor, so a flood of them must not keep out clients with requests. As in nginx
+(``worker_connections are not enough, reusing connections``), a new connection replaces an idle one: one without a
+request, or with an incomplete head. If all have requests, a few more are accepted to send 503, or to answer
+``/health`` and ``/ready``, which are always answered.
 """
 
 from __future__ import annotations
@@ -40,30 +41,34 @@ from phalanx_serve.http.app import Gateway, application, misread, too_many
 
 
 MOST = 65_536
-"""Each connection takes some tens of KiB of memory, so that a limit of a million descriptors is no reason to hold a million."""
+"""Most connections. Each takes some tens of KiB of memory, so a descriptor limit of a million must not allow a
+million.
+"""
 _MOST_REFUSED = 64
 """Connections beyond the limit that may wait for their refusal."""
 _ALWAYS = ("/health", "/ready")
 
 
 def descriptors() -> int:
-    """Return how many connections this process may hold beside what it needs; raises its limit on open files first."""
+    """Return the number of connections that this process may have besides its other descriptors; raises its limit
+    on open files first.
+    """
     return max(1, min(MOST, raise_open_file_limit() - len(os.listdir("/proc/self/fd")) - RESERVE))
 
 
 @dataclass
 class ConnectionLimiter:
-    """All connections of a server. Belongs to its event loop."""
+    """All connections of a server, in its event loop."""
 
     most: int
     head_s: float = 60.0
-    """How long a connection may be idle, or take to send the head of a request."""
+    """Seconds that a connection may be idle, or take to send the head of a request."""
     reader_s: float = 30.0
-    """How long a connection may take nothing of an answer that waits for it."""
+    """Seconds that a connection may leave a pending response unread."""
     misread: Callable[[str, int], bytes] | None = None
-    """Returns the JSON error for bytes that are no HTTP request, given the parser's reason and the status."""
+    """Function from the parser's reason and the status to the JSON error for malformed requests."""
     full: ASGIApp | None = None
-    """The application for connections beyond ``most``, but for paths that are always answered."""
+    """Application for connections beyond ``most``, except for paths that are always answered."""
     there: set[Connection] = field(default_factory=set)
     idle: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
     """Connections without a request, idle for the longest first."""
@@ -160,7 +165,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer malformed requests with the application's JSON error, and close the connection.
 
-        uvicorn calls this where h11 has raised the reason (``handle_events``), and would send ``msg`` as plain text: no application receives such a request.
+        uvicorn calls this after h11 has raised the reason (``handle_events``), and would send ``msg`` as plain text,
+        because no application receives such a request.
         """
         error = sys.exception()
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
@@ -227,7 +233,9 @@ class Connection(H11Protocol):
 _WAITING = 1024
 """Connections that the kernel keeps for a server that has not accepted them yet."""
 _AT_ONCE = 16
-"""Connections that asyncio accepts before it calls a protocol, which may end another one: beyond the limit so many and a few times as many are open."""
+"""Connections that asyncio accepts before it calls a protocol, which may close another one. So the limit may be
+exceeded by a few times this number.
+"""
 
 
 class DrainingServer(uvicorn.Server):
@@ -256,13 +264,13 @@ class DrainingServer(uvicorn.Server):
         self._gateway, self._drain_s, self._tell = gateway, drain_s, tell
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to take connections; asyncio gives the kernel the number that it accepts at once, which are too few to keep."""
+        """Start to accept connections, with a larger kernel backlog than asyncio's."""
         await super().startup(sockets)
         for sock in sockets or ():
             sock.listen(_WAITING)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """The first signal drains, the second ends."""
+        """Drain on the first signal, end on the second."""
         if self._gateway.draining:
             self.should_exit = self.force_exit = True
             return
@@ -288,7 +296,7 @@ def serve(
     tell: Callable[[str], None],
     note: ServingNote | None = None,
 ) -> None:
-    """Serves until a signal, and ends the worker; ``note`` records its state meanwhile."""
+    """Serve until a signal, and ends the worker; ``note`` records its state meanwhile."""
     try:
         if note is not None:
             note.start()

@@ -30,7 +30,7 @@ class WorkerFacts:
     """starting, ready, late, draining, waiting (for its next start), or left (for good)."""
     pid: int = 0
     jobs: int = 0
-    why: str = ""
+    reason: str = ""
     ended: int = 0
     """How often its process has ended."""
 
@@ -57,23 +57,23 @@ class WorkerLoad:
     pages: int = 0
     """Pages there are in all; 0 where memory is not counted in pages."""
     workers: tuple[WorkerFacts, ...] = ()
-    """Where there are several."""
+    """Set if there are several workers."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Counts of their events: ``phalanx_serve.traffic.dispatch.Traffic.counts``, and pages pulled or not."""
+    """Counts of their events: ``phalanx_serve.traffic.dispatch.RouterState.counts``, and pages pulled or not."""
     weights_step: int | None = None
-    """The step whose weights compute, where other steps take over."""
+    """Step of the current weights, if they can be swapped."""
     swaps: int = 0
-    """How often they did."""
+    """Number of weight swaps."""
     drafted: int = 0
-    """Tokens that predictions ahead have guessed and the model has computed."""
+    """Drafted tokens that were computed."""
     accepted: int = 0
-    """Guessed tokens that the model drew."""
+    """Drafted tokens that were accepted."""
     streaming: Streaming | None = None
-    """Where weights are streamed by one process."""
+    """Set if one process streams weights."""
 
 
 @dataclass(frozen=True)
-class Identity:
+class ModelIdentity:
     """Facts besides its request on which a token's bits depend."""
 
     weights_sha: str
@@ -87,7 +87,7 @@ class Identity:
 class WorkerPort(Protocol):
     """Interface of workers, one or many, to the HTTP server."""
 
-    identity: Identity
+    identity: ModelIdentity
 
     def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
         """Yield the outputs of the request, up to ``Ended``."""
@@ -110,8 +110,8 @@ class WorkerPort(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """An engine, called by one thread alone."""
+class EngineInterface(Protocol):
+    """Engine that one thread calls."""
 
     def submit(self, request: Request) -> None: ...
 
@@ -138,7 +138,7 @@ class Swap:
     step: int
     weights_sha: str
     take_over: Callable[[], None]
-    """Called by the engine's thread. Raises ValueError if the engine refuses them, and those of before go on."""
+    """Called by the engine's thread. Raises ValueError if the engine refuses the weights; the old ones stay."""
 
 
 class EngineWorker:
@@ -146,8 +146,8 @@ class EngineWorker:
 
     def __init__(
         self,
-        engine: Engine,
-        identity: Identity,
+        engine: EngineInterface,
+        identity: ModelIdentity,
         streaming: Callable[[], Streaming] | None = None,
         step: int | None = None,
         trouble: Callable[[], str] | None = None,
@@ -202,7 +202,7 @@ class EngineWorker:
         )
 
     def swap(self, swap: Swap) -> None:
-        """Has other weights take over before the engine's next step; from any thread."""
+        """Swap the weights before the engine's next step; any thread may call it."""
         self._inbox.put(swap)
 
     def trouble(self) -> str:

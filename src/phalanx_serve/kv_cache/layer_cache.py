@@ -24,13 +24,13 @@ from phalanx.model.layers.attention.mla import LatentExpansion, attend_together,
 from phalanx_serve.kv_cache.memory import KVFormat, TextKV
 
 TOGETHER = 768
-"""Queries of all heads from which on a kernel takes them head by head."""
+"""Number of queries of all heads from which a kernel computes head by head."""
 _CHAIN = 256
 """Keys of a chain of portable attention: of keys that weigh nothing, so many can be left out without a change of a bit."""
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSpan:
     """Consecutive rows of one text in a step, from token ``begin`` up to ``end``."""
 
     kv: TextKV
@@ -58,7 +58,7 @@ class LayerKVCache:
         return not self._rule.exact
 
     def __init__(
-        self, layer: int, spans: Sequence[Span], rule: Rule, masks: dict[tuple[int, ...], Tensor]
+        self, layer: int, spans: Sequence[RowSpan], rule: Rule, masks: dict[tuple[int, ...], Tensor]
     ) -> None:
         self._layer, self._spans, self._rule, self._masks = layer, spans, rule, masks
 
@@ -89,7 +89,7 @@ class LayerKVCache:
         self,
         core: CausalCore,
         query: Tensor,
-        span: Span,
+        span: RowSpan,
         cached: tuple[Tensor, ...],
         sinks: Tensor | None,
         expand: Expand | None,

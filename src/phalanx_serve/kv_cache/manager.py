@@ -19,7 +19,7 @@ from phalanx.run.spec import ModelSpec
 from phalanx_serve.engine.drafts import DraftState
 from phalanx_serve.engine.model_runner import FarLayers
 from phalanx_serve.engine.sampler import SampledToken, SamplerOutput, SamplingRequest
-from phalanx_serve.kv_cache.layer_cache import Span
+from phalanx_serve.kv_cache.layer_cache import RowSpan
 from phalanx_serve.kv_cache.memory import KVFormat, PageBox, PageBytes, PageMemory, PageShape, TextKV
 from phalanx_serve.traffic.block_table import PAGE, BlockTable, next_name, page_names, root_name
 from phalanx_serve.traffic.events import Request
@@ -51,12 +51,12 @@ class RunningText:
 
     @property
     def progress(self) -> RequestProgress:
-        """Its progress, for the scheduler."""
+        """Progress for the scheduler."""
         return RequestProgress(self.request.id, self.computed, len(self.tokens), len(self.drafts))
 
     @property
     def scores_prompt(self) -> bool:
-        """True if log-probabilities of its prompt are still to be returned."""
+        """True if log-probabilities of its prompt are not returned yet."""
         return self.request.prompt_logprobs and not self.scored
 
     @property
@@ -79,7 +79,7 @@ class KVCacheManager:
         far: FarLayers | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """This process has the keys and values of ``layers``, on ``device``; ``far`` has those of the other layers."""
+        """This process caches ``layers`` on ``device``; ``far`` caches the other layers."""
         own = PageBox(layers, range(kept.heads))
         self._shape = PageShape.around([own] if far is None else [far.own, *far.boxes], kept)
         self._spec, self._dtype, self._prefix_cache = spec, kept.dtype, prefix_cache
@@ -223,7 +223,7 @@ class Batch:
     """Rows of several texts that the model computes together."""
 
     texts: list[tuple[RunningText, ScheduledRows]]
-    spans: list[Span]
+    spans: list[RowSpan]
     """The rows of the texts, in the same order."""
     tokens: list[int]
     """The token of each row."""
@@ -269,7 +269,7 @@ def build_batch(scheduled: SchedulerOutput, running: Mapping[str, RunningText]) 
         text = running[rows.id]
         first_row = len(batch.tokens)
         batch.texts.append((text, rows))
-        batch.spans.append(Span(text.kv, rows.begin, rows.end))
+        batch.spans.append(RowSpan(text.kv, rows.begin, rows.end))
         batch.tokens.extend([*text.tokens, *text.drafts][rows.begin : rows.end])
         for position in range(rows.begin, rows.end):
             scored = text.scores_prompt and position + 1 < len(text.request.prompt)

@@ -29,7 +29,7 @@ from phalanx.model.narrow import SHARING, Quantized, dequantize, quantize
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
 from phalanx_serve.traffic.block_table import PAGE
-from phalanx_serve.traffic.events import EngineError
+from phalanx_serve.traffic.events import ServeError
 
 # Formats: that of the computation, or eight bits with a power-of-two scale for 32 neighbors.
 
@@ -91,13 +91,13 @@ class KVFormat:
 
 
 def kv_format(name: KVFormatName, spec: ModelSpec, dtype: torch.dtype) -> KVFormat:
-    """Return the format ``name`` for a model that computes in ``dtype``. Raises EngineError for widths that are no multiple of a block."""
+    """Return the format ``name`` for a model that computes in ``dtype``. Raises ServeError for widths that are no multiple of a block."""
     heads, first, second = attention_kind(spec).cache_row(spec)
     narrow = (name != "compute", name != "compute" and spec.mla is None)
     for width, rounds in zip((first, second), narrow, strict=True):
         if rounds and width % SHARING:
             field_name = "mla.kv_rank" if spec.mla is not None else "head_dim"
-            raise EngineError(
+            raise ServeError(
                 f"keys and values in {name} share a scale among {SHARING} neighbors, and model.{field_name} = {width} is no multiple of that: "
                 "keep them in the format computed in (--kv compute)"
             )

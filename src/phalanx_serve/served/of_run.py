@@ -1,12 +1,13 @@
-"""A run's directory or a pack as a served model: its weights in an engine, or streamed, or followed to newer checkpoints; and its words.
+"""A run directory or a pack as a served model: weights in an engine, or streamed, or followed to newer checkpoints;
+and its text side.
 
-Streaming leaves no memory for later: it is divided first (``phalanx_serve.weights.budget``), and only as many texts are computed at a time as
-there is memory for. The others wait.
+Streaming divides the memory first (``phalanx_serve.weights.budget``), and computes only as many texts at a time as
+fit. The others wait.
 
-Following takes over each newer checkpoint of the run as it is committed, without dropping a request: for reinforcement learning, and to watch
-a run. The weights are read beside the running steps (for that time they are in memory twice), and replace the old ones between two steps of the
-engine. A damaged checkpoint is reported once and skipped. One that cannot be read at present, for want of memory or by a fault of the storage, is
-reported and read again, after waits that double.
+Following swaps in each newer checkpoint of the run as it is committed, without dropping a request: for reinforcement
+learning, and to watch a run. The weights are read beside the running steps, so they are in memory twice for that
+time. They replace the old ones between two engine steps. A damaged checkpoint is reported once and skipped. If memory
+or the storage fails, the read is reported and retried with doubling waits.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from phalanx.run.spec import ModelSpec
 from phalanx.train.score import restored_model
 from phalanx_serve.engine.engine import Engine as PagedEngine
 from phalanx_serve.engine.engine import KeptPages
-from phalanx_serve.http.worker import Engine, EngineWorker, Identity, Streaming, Swap
+from phalanx_serve.http.worker import EngineInterface, EngineWorker, ModelIdentity, Streaming, Swap
 from phalanx_serve.numerics import begin_exact, bits_of, computing_on, numerics_id, shown_device
 from phalanx_serve.prompt import ModelText, read_model_text
 from phalanx_serve.served.opened import OpenedEngine, TurnsEngine, context_of, device_of, open_divided
 from phalanx_serve.served.served_run import ServedRun
 from phalanx_serve.stages.shares import tensor_digests
 from phalanx_serve.traffic.block_table import PAGE
-from phalanx_serve.traffic.events import DeviceMemoryError, EngineError, PartLostError
-from phalanx_serve.weights.budget import LIBRARIES, Budget, Computing, divide_budget, text_bytes
+from phalanx_serve.traffic.events import DeviceMemoryError, PartLostError, ServeError
+from phalanx_serve.weights.budget import LIBRARIES, Computing, MemoryBudget, divide_budget, text_bytes
 from phalanx_serve.weights.open_model import (
     empty_model,
     free_to_use,
     packed,
     read_weights,
+    resident_memory,
     run_folder,
     stream_weights,
-    taken,
 )
 from phalanx_serve.weights.ring import StreamStatistics
 
@@ -63,7 +64,9 @@ from phalanx_serve.weights.ring import StreamStatistics
 
 
 def open_packed(served: ServedRun) -> OpenedEngine:
-    """The engine of a pack, or of a run that is packed for streaming. Raises EngineError, and as ``open_model`` does."""
+    """Open the engine of a pack, or of a run that is packed for streaming. Raises ServeError, and the errors of
+    ``open_model``.
+    """
     dtype, device = getattr(torch, served.dtype), device_of(served)
     file = packed(served.path, served.step, dtype)
     with run_folder(file.index) as folder:
@@ -85,7 +88,7 @@ def open_packed(served: ServedRun) -> OpenedEngine:
         with computing_on(device, f"the weights in {served.dtype}"):
             model.to(device)
     digest = weights_name(file.index, dtype)
-    engine: Engine
+    engine: EngineInterface
     if isinstance(model, Transformer):
         paged = PagedEngine(
             model,
@@ -106,12 +109,14 @@ def open_packed(served: ServedRun) -> OpenedEngine:
     bits = bits_of(served.numerics, run, served.dtype, kept=served.kept)
     if bits == "trainer" and file.index.format in ("fp8", "int8"):
         bits = "request"  # the trainer's weights are not rounded
-    identity = Identity(digest, computed, context, bits)
+    identity = ModelIdentity(digest, computed, context, bits)
     return OpenedEngine(engine, identity, spec, note=note, streaming=streaming, device=device)
 
 
 def weights_name(index: PackIndex, dtype: torch.dtype) -> str:
-    """16 digits that name a pack's weights as they are computed with: of an fp32 pack in fp32 the first of what ``phalanx hash`` prints."""
+    """Return 16 digits that identify a pack's weights as they are computed with. For an fp32 pack in fp32 they are
+    the first digits of ``phalanx hash``.
+    """
     if index.format == "fp32" and dtype == torch.float32:
         return index.weights_sha256[:16]
     return hashlib.sha256(f"{index.weights_id} {dtype_name(dtype)}".encode()).hexdigest()[:16]
@@ -126,15 +131,15 @@ def _streaming(statistics: StreamStatistics) -> Streaming:
 
 def _budget(
     file: PackFile, model: Transformer | Chain, spec: ModelSpec, served: ServedRun, context: int
-) -> Budget:
+) -> MemoryBudget:
     keeps = isinstance(model, Transformer)
     # A user's own model computes whole texts, one after another, and keeps nothing of them.
     rows = served.rows if keeps else context
-    process = taken() + LIBRARIES
+    process = resident_memory() + LIBRARIES
     return divide_budget(
         file.index,
         served.dtype,
-        served.memory_bytes or taken() + free_to_use() * 4 // 5,
+        served.memory_bytes or resident_memory() + free_to_use() * 4 // 5,
         process=process,
         computing=Computing(rows, rows, context, served.numerics == "fast").nbytes(spec, served.dtype),
         of_text=text_bytes(spec, served.dtype, context) if keeps else 0,
@@ -151,7 +156,9 @@ _log = logging.getLogger(__name__)
 def open_run(
     served: ServedRun, name: str | None, tell: Callable[[str], None]
 ) -> tuple[ModelText, EngineWorker]:
-    """The model of a run or a pack, ready to be asked. Raises EngineError, and as ``restored_model`` and ``load_run_tokenizer`` do."""
+    """Open the model of a run or a pack for requests. Raises ServeError, and the errors of ``restored_model`` and
+    ``load_run_tokenizer``.
+    """
     opened = open_engine(served, tell)
     with served_folder(served) as folder:
         words = read_model_text(folder, served.text_name(name), opened.spec.vocab_size, served.chat_template)
@@ -162,7 +169,9 @@ def open_run(
 
 
 def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> OpenedEngine:
-    """The engine of a run or a pack; ``tell`` hears what is waited for. Raises EngineError, and as ``restored_model`` and ``open_model`` do."""
+    """Open the engine of a run or a pack; ``tell`` receives progress messages. Raises ServeError, and the errors
+    of ``restored_model`` and ``open_model``.
+    """
     device = device_of(served)
     if served.stages > 1 or served.tensor > 1:
         return open_divided(served, tell)
@@ -174,7 +183,7 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
     depths = prediction_ahead.depths(run.model)
     drafts = depths if served.drafts is None else served.drafts
     if drafts > depths:
-        raise EngineError(
+        raise ServeError(
             f"--drafts {drafts}: the run's model predicts {depths} tokens ahead (model.mtp_depth), so no more can be drafted"
         )
     with computing_on(device, f"the weights in {served.dtype}"):
@@ -182,7 +191,7 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
             served.path, served.step, device=device, dtype=dtype, ahead=drafts > 0
         )
     context, digest = context_of(served, run, served.path), weights_digest(model)
-    engine: Engine
+    engine: EngineInterface
     if isinstance(model, Transformer):
         paged = PagedEngine(
             model,
@@ -200,13 +209,15 @@ def open_engine(served: ServedRun, tell: Callable[[str], None] = _log.info) -> O
         engine = TurnsEngine(model, context, kept=served.kept)
         computed = numerics_id("turns", dtype, device=device)
     bits = bits_of(served.numerics, run, served.dtype, kept=served.kept)
-    return OpenedEngine(engine, Identity(digest, computed, context, bits), spec, step=step, device=device)
+    return OpenedEngine(
+        engine, ModelIdentity(digest, computed, context, bits), spec, step=step, device=device
+    )
 
 
 def require_drafts(served: ServedRun) -> None:
-    """Raises EngineError if drafts are asked of a pack, or of a run that is packed for streaming."""
+    """Raise ServeError if drafts are requested for a pack, or for a run that is packed for streaming."""
     if served.drafts and (served.stream or is_pack(served.path)):
-        raise EngineError(
+        raise ServeError(
             f"--drafts {served.drafts}: a pack is served without its predictions ahead, so nothing can be drafted: serve the run's directory, "
             "without --stream"
         )
@@ -214,7 +225,7 @@ def require_drafts(served: ServedRun) -> None:
 
 @contextmanager
 def served_folder(served: ServedRun) -> Iterator[Path]:
-    """The folder of the small files of what is served: the run's directory, or for a while those that a pack has of it."""
+    """Yield the folder of the run's small files: the run directory, or a temporary folder with those of a pack."""
     if not is_pack(served.path):
         yield served.path
         return
@@ -225,7 +236,9 @@ def served_folder(served: ServedRun) -> Iterator[Path]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """The first 16 digits of the hash of the weights as they are computed with: in fp32, of the one that ``phalanx hash`` prints."""
+    """Return the first 16 digits of the hash of the weights as they are computed with. In fp32 it is the hash of
+    ``phalanx hash``.
+    """
     return combine(tensor_digests(model))[:16]
 
 
@@ -233,24 +246,24 @@ def weights_digest(model: nn.Module) -> str:
 
 
 _LOOK_S = 2.0
-"""How long until the run's folder is looked at again."""
+"""Seconds between two polls of the run's folder."""
 _MOST_LOOKS = 64
-"""The most looks between two tries of a step: two minutes."""
+"""Most polls between two attempts at a step: two minutes."""
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """A step that could not be read, and when it is tried again."""
+    """A step that could not be read, and the time of its next attempt."""
 
     again: int
-    """The look at which it is tried again; 0: at none."""
+    """Number of the poll at which the step is tried again; 0 for never."""
     wait: int = 1
-    """Looks from one try to the next."""
+    """Polls from one attempt to the next."""
     message: str = ""
 
 
-class Follower:
-    """Looks for newer checkpoints of a run and has their weights take over."""
+class CheckpointFollower:
+    """Poller that swaps in the newer checkpoints of a run."""
 
     def __init__(
         self,
@@ -263,9 +276,10 @@ class Follower:
         *,
         look_pause_s: float = _LOOK_S,
     ) -> None:
-        """``step`` is the one whose weights compute; ``pages`` says what becomes of texts that go on (``PagedEngine.swap``).
+        """``step`` is the step of the current weights; ``pages`` is the treatment of running texts
+        (``PagedEngine.swap``).
 
-        ``look_pause_s``: Pause between two looks at the run's folder.
+        ``look_pause_s`` is the pause between two polls of the run's folder.
         """
         self.step, self._look_pause_s = step, look_pause_s
         self._served, self._engine, self._worker, self._pages, self._tell = (
@@ -279,7 +293,7 @@ class Follower:
         self._looks = 0
 
     def start(self) -> None:
-        """Looks again and again, in a thread that ends with the process."""
+        """Poll in a thread that ends with the process."""
 
         def go_on() -> None:
             wait, reported = threading.Event(), ""
@@ -297,9 +311,10 @@ class Follower:
         threading.Thread(target=go_on, name="follower", daemon=True).start()
 
     def look(self) -> None:
-        """Has the newest checkpoint that can be read take over, if it is newer than the one that computes.
+        """Swap in the newest readable checkpoint, if it is newer than the current one.
 
-        Raises RunDirectoryError for a run that has been removed, and CheckpointError where its checkpoints cannot be listed.
+        Raises RunDirectoryError for a run that has been removed, and CheckpointError if its checkpoints cannot be
+        listed.
         """
         self._looks += 1
         folder = RunDirectory(self._served.path).checkpoints
@@ -317,13 +332,13 @@ class Follower:
         try:
             swap = self._swap_to(step)
         except DeviceMemoryError as error:
-            self._try_again(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
+            self._try_again(step, f"step {step} cannot take over, and step {self.step} continues: {error}")
             return False
-        except EngineError as error:
-            self._give_up(step, f"step {step} cannot take over, and step {self.step} goes on: {error}")
+        except ServeError as error:
+            self._give_up(step, f"step {step} cannot take over, and step {self.step} continues: {error}")
             return False
         except Exception as error:  # Whatever it is must not end the following of a run for days.
-            message = f"step {step} cannot be read, and step {self.step} goes on: {_message_of(error)}"
+            message = f"step {step} cannot be read, and step {self.step} continues: {_message_of(error)}"
             if _is_lasting(error):
                 self._give_up(step, message)
             else:
@@ -336,8 +351,9 @@ class Follower:
         return True
 
     def _swap_to(self, step: int) -> Swap:
-        """The weights of ``step``, ready to take over. Raises EngineError for those of another model, DeviceMemoryError where a GPU has no memory for
-        them beside those that compute, and whatever reading may raise."""
+        """Return the weights of ``step``, ready to swap in. Raises ServeError for another model, DeviceMemoryError
+        if a GPU lacks memory for both sets of weights, and the errors of reading.
+        """
         with computing_on(
             self._engine.device, "a second copy of the weights, which --follow needs for a while"
         ):
@@ -349,7 +365,7 @@ class Follower:
                 ahead=self._engine.spec.mtp_depth > 0,
             )
             if not isinstance(model, Transformer) or spec != self._engine.spec:
-                raise EngineError("it is of another model than the one that is served: start another server")
+                raise ServeError("it is of another model than the one that is served: start another server")
             digest = weights_digest(model)
             prepared = self._engine.prepare(model)
         return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
@@ -367,8 +383,9 @@ class Follower:
 
 
 def _is_lasting(error: Exception) -> bool:
-    """True for what is wrong with a checkpoint itself, and false for what may pass: memory, the storage's answer, or what is wrong with the run's
-    own file, of which no step is at fault."""
+    """Return True if the checkpoint itself is damaged, and False for errors that may pass: memory, storage, or the
+    run's own file.
+    """
     return isinstance(error, CheckpointError) and not isinstance(error, StorageError | StorageFullError)
 
 
@@ -383,17 +400,18 @@ def _message_of(error: Exception) -> str:
 def open_followed(
     served: ServedRun, name: str | None, pages: KeptPages, tell: Callable[[str], None]
 ) -> tuple[ModelText, EngineWorker]:
-    """``open_run`` of the newest step, and of each newer one as it comes. Raises as that does, and EngineError for a model whose blocks
-    keep no keys and values."""
+    """``open_run`` of the newest step, and of each newer one as it is committed. Raises the errors of
+    ``open_run``, and ServeError for a model without a KV cache.
+    """
     opened = open_engine(served)
     if not isinstance(opened.engine, PagedEngine):
-        raise EngineError(
+        raise ServeError(
             "a model of your own (model.factory) computes a text by one pass for each token: serve each step by itself"
         )
     if opened.step is None:
-        raise EngineError(f"{served.path} is a pack, which has no newer steps: serve the run's directory")
+        raise ServeError(f"{served.path} is a pack, which has no newer steps: serve the run's directory")
     words = read_model_text(served.path, served.text_name(name), opened.spec.vocab_size, served.chat_template)
     tell(f"computing on {shown_device(opened.device)}")
     worker = EngineWorker(opened.engine, opened.identity, step=opened.step)
-    Follower(served, opened.engine, worker, opened.step, pages, tell).start()
+    CheckpointFollower(served, opened.engine, worker, opened.step, pages, tell).start()
     return words, worker

@@ -1,12 +1,14 @@
-"""Opened models: an engine with identity, spec and device; one for users' own models, which takes turns; one for a model in several processes.
+"""Opened models: an engine with its identity, spec and device; one for users' own models; one for a model in several
+processes.
 
-Blocks of a user's own model keep no keys and values, so requests take turns of one token.
-Each token costs a pass over its whole text, by the arithmetic of ``phalanx generate``, and nothing is batched: this is for a handful of
-clients. A text does not depend on what is computed beside it.
+A user's own model has no KV cache. Its requests take turns of one token, each a pass over the full text by the
+arithmetic of ``phalanx generate``. Nothing is batched, so it serves only a few clients. A text does not depend on the
+others.
 
-A model that no one process, or no one machine, holds is divided by layers, or each layer by itself. The engine is with the first layers, or
-shares. Every process reads what it has of the same step; the hash of the weights is made of all their digests, so it is that of the whole
-model. Exact numerics must have one id everywhere: then tokens have the bits of one process.
+A model that is too large for one process or machine is divided by layers, or within each layer. The engine runs with
+the first layers or shares. Every process reads its part of the same step. The hash of the weights is made of all
+their digests, so it is that of the full model. Exact numerics need one id in all processes: then tokens have the bits
+of one process.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.wire.messages import WireError
 from phalanx_serve.engine.engine import Engine as PagedEngine
 from phalanx_serve.engine.sampler import draw, likeliest
-from phalanx_serve.http.worker import Engine, Identity, Streaming
+from phalanx_serve.http.worker import EngineInterface, ModelIdentity, Streaming
 from phalanx_serve.kv_cache.memory import KVFormatName
 from phalanx_serve.numerics import bits_of, computing_on, device_named
 from phalanx_serve.served.served_run import ServedRun
@@ -56,12 +58,12 @@ from phalanx_serve.stages.shares import (
 )
 from phalanx_serve.traffic.events import (
     Ended,
-    EngineError,
     EngineOutput,
+    GenerationRequestError,
     PartLostError,
     PromptScored,
     Request,
-    RequestError,
+    ServeError,
     Token,
 )
 
@@ -70,31 +72,37 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class OpenedEngine:
-    """An engine of a run or a pack, and what it computes."""
+    """Engine of a run or a pack, with its identity."""
 
-    engine: Engine
-    identity: Identity
+    engine: EngineInterface
+    identity: ModelIdentity
     spec: ModelSpec
     step: int | None = None
-    """The step whose weights compute; ``None`` for those of a pack."""
+    """Step of the weights; None for a pack."""
     note: str = ""
     """A note for the person who started the server."""
     streaming: Callable[[], Streaming] | None = None
     """Counts of streaming so far, if weights are streamed."""
     trouble: Callable[[], str] | None = None
-    """Why nothing can be computed any more, empty if it can, where that depends on other processes; from any thread."""
+    """Returns why the engine can no longer compute, or an empty string; set if it depends on other processes. Any
+    thread may call it.
+    """
     device: torch.device = _CPU
-    """Where it is computed."""
+    """Device of the engine."""
 
 
 def device_of(served: ServedRun, number: int = 0) -> torch.device:
-    """Where a run is computed, as it is asked for, in the process of this ``number`` of those that serve it here. Raises EngineError."""
+    """Return the device of the serving process with this ``number`` on this machine. Raises ServeError."""
     return device_named(served.device, gpus(), only_cpu=served.only_cpu, number=number)
 
 
 def context_of(served: ServedRun, run: RunSpec, folder: Path) -> int:
-    """The most tokens of a request: as many as asked for, else those of the published model that the run in ``folder`` is or goes on from, else of a
-    training sequence. Streaming sets memory aside for a whole text, so there it is the sequence. Raises HuggingFaceError for a damaged ``config.json``."""
+    """Return the most tokens of a request: the requested number, else that of the published model that the run in
+    ``folder`` comes from, else the training sequence length.
+
+    Streaming reserves memory for a full text, so its default is the sequence length. Raises HuggingFaceError for a
+    damaged ``config.json``.
+    """
     sequence = run.train.seq_len
     if served.context or served.stream:
         return served.context or sequence
@@ -105,12 +113,14 @@ def context_of(served: ServedRun, run: RunSpec, folder: Path) -> int:
 
 
 class TurnsEngine:
-    """Requests that take turns of one token."""
+    """Engine whose requests take turns of one token."""
 
     def __init__(self, model: Chain, context: int, *, kept: KVFormatName = "compute") -> None:
-        """``kept`` is the requested format of keys and values. Raises EngineError for another format than that of the computation."""
+        """``kept`` is the requested format of keys and values. Raises ServeError for another format than that of
+        the computation.
+        """
         if kept != "compute":
-            raise EngineError(
+            raise ServeError(
                 f"--kv {kept}: a model of your own (model.factory) keeps no keys and values; leave it out"
             )
         self._model, self._context = model, context
@@ -123,17 +133,17 @@ class TurnsEngine:
         return bool(self._running or self._cancelled)
 
     def pages(self) -> tuple[int, int]:
-        """None: nothing is kept of a text but its ids."""
+        """Return (0, 0): only the ids of a text are kept."""
         return 0, 0
 
     def drafts(self) -> tuple[int, int]:
-        """None: a model of one's own predicts one token."""
+        """Return (0, 0): a user's own model predicts one token."""
         return 0, 0
 
     def submit(self, request: Request) -> None:
-        """Takes a request. Raises RequestError for what the model cannot do."""
+        """Add a request. Raises GenerationRequestError for a feature that the model lacks."""
         if len(request.prompt) + request.max_tokens > self._context:
-            raise RequestError(
+            raise GenerationRequestError(
                 f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} new ones do not fit into the "
                 f"context of {self._context}",
                 "max_tokens",
@@ -145,7 +155,7 @@ class TurnsEngine:
             self._cancelled.append(request_id)
 
     def step(self) -> list[EngineOutput]:
-        """A token of each request. Raises PartLostError where a GPU does not answer any more."""
+        """Return a token of each request. Raises PartLostError if a GPU no longer answers."""
         outputs: list[EngineOutput] = [Ended(name, "cancelled") for name in self._cancelled]
         self._cancelled.clear()
         for name, text in list(self._running.items()):
@@ -210,8 +220,11 @@ def _token(request: Request, index: int, token: int, scores: torch.Tensor) -> To
 
 
 def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine:
-    """The engine of a run whose layers, or each of them, are divided over several processes. Without a step, a newest one that is damaged is passed over,
-    as ``tell`` hears. Raises EngineError, and as ``restored_part`` does."""
+    """Open the engine of a run whose layers are divided over several processes, or each layer is.
+
+    Without a step, a damaged newest step is skipped and reported by ``tell``. Raises ServeError, and the errors of
+    ``restored_part``.
+    """
     run = read_resolved(RunDirectory(served.path))
     parts = _divided(served, run.model)
     step = newest_step(served.path) if served.step is None else served.step
@@ -222,7 +235,7 @@ def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine
             older = older_than_damaged(served.path, step) if served.step is None else None
             if older is None:
                 raise
-            tell(f"step {step} cannot be read and is passed over: {error}")
+            tell(f"step {step} cannot be read and is skipped: {error}")
             step = older
 
 
@@ -238,7 +251,7 @@ def _opened_at(
         return _opened(served, door, parts, step, run)
     except PartLostError as error:
         door.close()
-        raise EngineError(str(error)) from error
+        raise ServeError(str(error)) from error
     except BaseException:
         with suppress(OSError):
             door.close()
@@ -246,7 +259,7 @@ def _opened_at(
 
 
 def require_divisible(served: ServedRun) -> None:
-    """Raises EngineError for a run whose model cannot be divided so, before any process is started."""
+    """Raise ServeError, before any process starts, for a run whose model cannot be divided as requested."""
     if served.tensor > 1 or served.stages > 1:
         _divided(served, read_resolved(RunDirectory(served.path)).model)
 
@@ -254,7 +267,7 @@ def require_divisible(served: ServedRun) -> None:
 def _divided(served: ServedRun, model: ModelSpec) -> _Stages | _Shares:
     _require_dividable(served)
     if model.factory:
-        raise EngineError(
+        raise ServeError(
             "a model of your own (model.factory) cannot be divided: serve it without --pipeline and --tensor"
         )
     spec = resolve(prediction_ahead.without(model))
@@ -266,7 +279,7 @@ def _divided(served: ServedRun, model: ModelSpec) -> _Stages | _Shares:
 
 @dataclass(frozen=True)
 class _Stages:
-    """Some layers for each process."""
+    """Division by layers."""
 
     layers: list[range]
 
@@ -274,9 +287,9 @@ class _Stages:
     def count(self) -> int:
         return len(self.layers)
 
-    def opens(self, served: ServedRun, step: int) -> list[m.Open]:
+    def opens(self, served: ServedRun, step: int) -> list[m.OpenStage]:
         return [
-            m.Open(served, step, stage, part.start, part.stop)
+            m.OpenStage(served, step, stage, part.start, part.stop)
             for stage, part in enumerate(self.layers)
             if stage
         ]
@@ -296,12 +309,12 @@ class _Stages:
 
 @dataclass(frozen=True)
 class _Shares:
-    """A share of each layer for each process."""
+    """Division within each layer."""
 
     count: int
 
-    def opens(self, served: ServedRun, step: int) -> list[m.Open]:
-        return [m.Open(served, step, number, 0, 0, self.count) for number in range(1, self.count)]
+    def opens(self, served: ServedRun, step: int) -> list[m.OpenStage]:
+        return [m.OpenStage(served, step, number, 0, 0, self.count) for number in range(1, self.count)]
 
     def own(self, run_dir: Path, step: int, dtype: torch.dtype) -> _Restored:
         return restored_share(run_dir, step, Share(0, self.count), dtype)
@@ -335,7 +348,7 @@ def _over(
         try:
             link.send(opening)  # all read at the same time
         except WireError as error:
-            raise EngineError(
+            raise ServeError(
                 f"the process at {link.peer} ended before it opened its layers: {error}"
             ) from error
         link.expect_life(served.silence_s)
@@ -360,17 +373,17 @@ def _over(
     checkpoint = checkpoint_name(served.path, step)
     for process, stage in zip(far, ready, strict=True):
         if stage.checkpoint != checkpoint:
-            raise EngineError(
+            raise ServeError(
                 f"{process} has another checkpoint of step {step} ({stage.checkpoint}) than this process ({checkpoint}): give every process the same run"
             )
         if served.numerics == "exact" and stage.numerics_id != engine.numerics_id:
-            raise EngineError(
+            raise ServeError(
                 f"{process} computes by numerics {stage.numerics_id}, and this process by {engine.numerics_id}: they would not give the bits of one; "
                 "install the same release on all machines"
             )
     return OpenedEngine(
         engine,
-        Identity(
+        ModelIdentity(
             digest, engine.numerics_id, context, bits_of(served.numerics, run, served.dtype, kept=served.kept)
         ),
         spec,
@@ -399,19 +412,19 @@ def threads_of_each(processes: int) -> int:
 
 def _require_dividable(served: ServedRun) -> None:
     if served.tensor > 1 and served.stages > 1:
-        raise EngineError("--tensor shares out each layer, and --pipeline the layers: give one of them")
+        raise ServeError("--tensor shares out each layer, and --pipeline the layers: give one of them")
     if served.stream or is_pack(served.path):
-        raise EngineError(
+        raise ServeError(
             "--pipeline and --tensor divide the model of a run directory: give that, without --stream, and no pack"
         )
     if served.drafts:
-        raise EngineError(
+        raise ServeError(
             f"--drafts {served.drafts}: a model that is divided over processes drafts nothing: leave it out"
         )
 
 
 def newest_step(run_dir: Path) -> int:
-    """The newest step that is committed: a run that goes on has another one a moment later."""
+    """Return the newest committed step. A running run may commit another one a moment later."""
     steps = candidates(weights_tier(RunDirectory(run_dir)))
     if not steps:
         raise RunDirectoryError(f"{run_dir}: no checkpoint is committed; let the run save one first")
@@ -419,7 +432,9 @@ def newest_step(run_dir: Path) -> int:
 
 
 def older_than_damaged(run_dir: Path, step: int) -> int | None:
-    """The newest step before ``step`` if that one is damaged, which reading all of it tells; ``None`` if there is none, or another reason for trouble."""
+    """Return the newest step before ``step`` if ``step`` is damaged, which a full read detects. Return None if
+    there is none, or if the step is intact.
+    """
     root = RunDirectory(run_dir).checkpoints
     if not root.is_dir():  # a tier would make it
         return None

@@ -11,42 +11,42 @@ from phalanx_serve.traffic.events import NOT_EXACT, ONLY_STREAMED
 
 
 class ServedRun(Struct, frozen=True):
-    """A run's weights as they are to be served; workers get it as JSON."""
+    """Description of a served run; workers receive it as JSON."""
 
     run_dir: str
-    """Or a pack."""
+    """Run directory or pack."""
     step: int | None
-    """``None`` is the newest that can be read."""
+    """None is the newest readable step."""
     dtype: str
     context: int | None
-    """The most tokens of a request; ``None`` is the length that was trained on."""
+    """Most tokens of a request; None is the training sequence length."""
     memory_bytes: int
-    """For pages of keys and values; with ``stream`` for the whole process, 0 for four fifths of what is free."""
+    """Memory of KV pages; with ``stream`` that of the process, where 0 is four fifths of the free memory."""
     rows: int
-    """The most tokens of a pass."""
+    """Most tokens of a pass."""
     numerics: Literal["exact", "fast"]
     drafts: int | None = 0
-    """Tokens that the run's predictions ahead guess in each step; ``None`` is as many as there are."""
+    """Tokens that the run's multi-token prediction drafts in each step; None is as many as the model has."""
     kept: Literal["compute", "int8", "fp8"] = "compute"
-    """The format of keys and values."""
+    """Storage format of keys and values."""
     stream: bool = False
     """True if weights are streamed while they compute."""
     stages: int = 1
-    """Processes that have a part of the layers each."""
+    """Pipeline degree: processes that have some layers each."""
     tensor: int = 1
-    """Processes that have a share of each layer."""
+    """Tensor-parallel degree: processes that have a share of each layer."""
     stages_at: str = ""
-    """Where all but the first are waited for, HOST:PORT; without it they are started on this machine."""
+    """HOST:PORT where all stages but the first join; without it they are started on this machine."""
     token_file: str = ""
-    """With ``stages_at``, the file of the token that they prove to know."""
+    """With ``stages_at``, the file of the shared token."""
     silence_s: float = 30.0
-    """Seconds after which one of these processes that gives no sign of life is given up."""
+    """Seconds without a heartbeat after which a stage counts as lost."""
     texts: int = 256
-    """The most texts that are computed at a time where weights are streamed."""
+    """Most texts computed at a time while weights are streamed."""
     chat_template: str = ""
     """File of the chat template; empty for the model's own."""
     device: str = "cpu"
-    """The device: "cpu", "cuda", "cuda:1", or "auto" (a GPU if there is one, and if it can compute what is asked for)."""
+    """Device: "cpu", "cuda", "cuda:1", or "auto" (a GPU if there is one that can compute the request)."""
 
     @property
     def path(self) -> Path:
@@ -55,7 +55,7 @@ class ServedRun(Struct, frozen=True):
 
     @property
     def only_cpu(self) -> str:
-        """Why nothing but a CPU can compute this; empty if a GPU can."""
+        """Reason why only a CPU can compute this; empty if a GPU can."""
         if self.stream:
             return ONLY_STREAMED
         if self.stages > 1 or self.tensor > 1:

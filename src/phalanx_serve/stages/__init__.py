@@ -1,1 +1,1 @@
-"""One model in several processes: each has some of its layers, and a row goes through all of them, or a share of each layer."""
+"""One model in several processes: pipeline stages with some layers each, or tensor-parallel shares of each layer."""

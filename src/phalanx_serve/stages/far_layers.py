@@ -1,13 +1,14 @@
-"""Other processes of a divided model, as the process with its first layers or shares has them.
+"""Proxies for the other processes of a divided model, in the process with its first layers or shares.
 
-All connections end in the first process. They go back and forth once for each stage, which is small beside what the layers compute, and a stage
-knows nothing of the others.
+All connections end in the first process; stages do not know each other. States cross the network once per stage and
+back, which is cheap beside the computation.
 
-Stages: work is a *visit*, which goes from stage to stage in the order in which it was sent. Each stage has a thread here, so while it computes
-some texts, those before it compute others. What becomes of texts and pages waits for the next visit, in its order.
+Stages: a *visit* is a unit of work that passes through the stages in order of sending. Each stage has a thread here,
+so stages compute different texts at the same time. Operations on texts and pages wait for the next visit, in order.
 
-Shares: the first process sends the rows of a step, and every process takes them through its share of each layer at the same time. Wherever all
-results are needed together (``phalanx_serve.stages.shares``), each sends its piece to the first, which sends all of them to each.
+Shares: the first process sends the rows of a step, and all processes compute their share of each layer at the same
+time. Where full results are needed (``phalanx_serve.stages.shares``), each process sends its piece to the first,
+which sends the gathered result to all.
 """
 
 from __future__ import annotations
@@ -33,35 +34,35 @@ from phalanx_serve.engine.model_runner import FarSpan
 from phalanx_serve.engine.sampler import SamplerOutput, SamplingRequest
 from phalanx_serve.kv_cache.memory import PageBox, PageBytes
 from phalanx_serve.stages import messages as m
-from phalanx_serve.stages.messages import StageLink, StepFailedError, Talk, gone, loss_of_idle
+from phalanx_serve.stages.messages import StageLink, StepFailedError, Talk, loss_message, loss_of_idle
 from phalanx_serve.stages.shares import Share, assemble, held_share, keeps_heads
-from phalanx_serve.traffic.events import EngineError, PartLostError
+from phalanx_serve.traffic.events import PartLostError, ServeError
 
 # Stages.
 
 
 _R = TypeVar("_R")
 _LOOK_S = 1.0
-"""How often it is asked of a stage that has nothing to do whether it is there."""
+"""Seconds between two liveness checks of an idle stage."""
 
 
 @dataclass
 class FarStage:
-    """One of them."""
+    """Proxy of one stage."""
 
     number: int
-    """From 1: the first stage is the process itself."""
+    """Stage number, from 1; the first stage is this process."""
     layers: range
     link: StageLink
     errands: deque[tuple[int, m.Errand]] = field(default_factory=deque)
-    """What it is to do at the visit of that number, or the first one after it."""
+    """Pending operations, each due at the visit of its number or the next one."""
 
     def due(self, visit: int) -> tuple[m.Errand, ...]:
-        """The errands that go with a visit."""
-        found = []
+        """Return the operations that are due at a visit."""
+        due = []
         while self.errands and self.errands[0][0] <= visit:
-            found.append(self.errands.popleft()[1])
-        return tuple(found)
+            due.append(self.errands.popleft()[1])
+        return tuple(due)
 
     def __str__(self) -> str:
         return f"stage {self.number} (layers {self.layers.start} to {self.layers.stop - 1}, {self.link.peer})"
@@ -69,7 +70,7 @@ class FarStage:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Something that every stage does in turn."""
+    """A unit of work that passes through all stages."""
 
     number: int
     at: Callable[[FarStage, Talk], None]
@@ -79,34 +80,36 @@ class _Visit:
 
 @dataclass
 class _Rows:
-    """The states of a step's rows on their way, and what the last stage reads of them."""
+    """States of a step between stages, and the last stage's sampler output."""
 
     states: Tensor
     readings: SamplerOutput = ()
 
 
 class FarStages:
-    """``phalanx_serve.engine.model_runner.FarLayers`` of connected processes. Once one of them is gone, methods and futures raise PartLostError."""
+    """``phalanx_serve.engine.model_runner.FarLayers`` of connected stages. If one is lost, methods and futures
+    raise PartLostError.
+    """
 
     def __init__(self, stages: Sequence[FarStage], spec: ModelSpec, most_layers: int) -> None:
-        """``most_layers`` of ``spec`` are the most that a process has."""
+        """``most_layers`` is the largest number of layers of ``spec`` in one process."""
         self._far, self.shares = list(stages), 1
         self.max_in_flight = len(stages) + 1
         self.kv_spec = replace(spec, layers=most_layers)
         heads = range(attention_kind(spec).cache_row(spec)[0])
         self.own = PageBox(range(stages[0].layers.start), heads)
-        self.boxes: Sequence[PageBox] = [PageBox(one.layers, heads) for one in stages]
+        self.boxes: Sequence[PageBox] = [PageBox(stage.layers, heads) for stage in stages]
         self._number, self._lost, self._sending = 0, "", Lock()
         self._queues: list[queue.SimpleQueue[_Visit]] = [queue.SimpleQueue() for _ in stages]
         for place in range(len(stages)):
             Thread(target=self._relay, args=(place,), name=f"stage {place + 1}", daemon=True).start()
 
     def attach(self, model: Transformer, *, exact: bool) -> Affine | None:  # noqa: ARG002
-        """See ``FarLayers``: layers of other processes change nothing of those that are here."""
+        """See ``FarLayers``: layers of other processes do not change those of this one."""
         return None
 
     def hold(self, pages: int) -> None:
-        """Has each stage make room for so many pages."""
+        """Allocate ``pages`` pages in each stage."""
 
         def at(_: FarStage, talk: Talk) -> None:
             talk.request(m.Hold(pages), m.Held)
@@ -133,9 +136,9 @@ class FarStages:
 
         def at(stage: FarStage, talk: Talk) -> None:
             body = bytes_of(rows.states)
-            wanted = tuple(requests) if stage is self._far[-1] else ()
+            sampled = tuple(requests) if stage is self._far[-1] else ()
             passed = talk.request(
-                m.Compute(stage.due(number), tuple(spans), length, wanted, len(body)), m.Passed, body
+                m.Compute(stage.due(number), tuple(spans), length, sampled, len(body)), m.Passed, body
             )
             if passed.nbytes:
                 rows.states = tensor_of(talk.body(passed.nbytes), states.dtype, states.shape[1])
@@ -176,27 +179,27 @@ class FarStages:
         self._send(at, lambda: None)
 
     def trouble(self) -> str:
-        """Which stage is gone; empty if none is. From any thread."""
-        ended = (gone(stage, "its connection has ended") for stage in self._far if stage.link.ended())
+        """Return which stage is lost; empty if none is. Any thread may call it."""
+        ended = (loss_message(stage, "its connection has ended") for stage in self._far if stage.link.ended())
         return self._lost or next(ended, "")
 
     def close(self) -> None:
-        """Ends all connections, with which the stages end."""
-        self._lose(gone(self._far[0], "its connection was closed here"))
+        """Close all connections; the stages then end."""
+        self._lose(loss_message(self._far[0], "its connection was closed here"))
 
     def _later(self, errand: m.Errand) -> None:
         for stage in self._far:
             stage.errands.append((self._number + 1, errand))
 
     def _send(self, at: Callable[[FarStage, Talk], None], result: Callable[[], _R]) -> Future[_R]:
-        """Sends a visit through all stages; its ``result`` once the last one has answered."""
+        """Send a visit through all stages; return a future of its ``result``."""
         self._number += 1
         done: Future[_R] = Future()
         self._pass_on(0, _Visit(self._number, at, lambda: done.set_result(result()), done.set_exception))
         return done
 
     def _pass_on(self, place: int, visit: _Visit) -> None:
-        """To the stage at ``place``, or to its end behind the last."""
+        """Queue a visit for the stage at ``place``, or complete it after the last stage."""
         with self._sending:  # behind the loss of a stage nothing is put into a queue whose thread has ended
             if self._lost:
                 visit.failed(PartLostError(self._lost))
@@ -213,36 +216,38 @@ class FarStages:
             try:
                 visit = waiting.get(timeout=_LOOK_S)
             except queue.Empty:
-                if why := loss_of_idle(stage, stage.link):
-                    self._lose(why)
+                if reason := loss_of_idle(stage, stage.link):
+                    self._lose(reason)
                 continue
             try:
                 visit.at(stage, Talk(stage, stage.link))
             except StepFailedError as error:
                 visit.failed(error)
-            except Exception as error:  # an answer may be on its way, which nobody would take for another's
-                self._lose(str(error) if isinstance(error, PartLostError) else gone(stage, repr(error)))
+            except Exception as error:  # a late answer must not be read as that of another request
+                self._lose(
+                    str(error) if isinstance(error, PartLostError) else loss_message(stage, repr(error))
+                )
                 visit.failed(PartLostError(self._lost))
             else:
                 self._pass_on(place + 1, visit)
         while not waiting.empty():
             waiting.get().failed(PartLostError(self._lost))
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         with self._sending:
-            self._lost = self._lost or why
+            self._lost = self._lost or reason
         for stage in self._far:
             stage.link.close()
 
 
 def bytes_of(states: Tensor) -> memoryview:
-    """The bytes of states, straight from their memory."""
+    """Return the bytes of states, without a copy."""
     data: memoryview = states.contiguous().flatten().view(torch.uint8).numpy().data
     return data
 
 
 def tensor_of(body: bytearray, dtype: torch.dtype, dim: int) -> Tensor:
-    """States ``(rows, dim)`` of their bytes."""
+    """Return the states ``(rows, dim)`` in ``body``."""
     return torch.frombuffer(body, dtype=torch.uint8).view(dtype).view(-1, dim)
 
 
@@ -251,7 +256,7 @@ def tensor_of(body: bytearray, dtype: torch.dtype, dim: int) -> Tensor:
 
 @dataclass
 class FarShare:
-    """One of them."""
+    """Proxy of one share."""
 
     share: Share
     link: StageLink
@@ -259,21 +264,23 @@ class FarShare:
 
     @property
     def talk(self) -> Talk:
-        """A conversation with it."""
+        """Request channel to the process."""
         return Talk(self, self.link)
 
     def due(self) -> tuple[m.Errand, ...]:
-        """What it is to do before anything else."""
-        found = tuple(self.errands)
+        """Return and clear the pending operations, which come before any other message."""
+        due = tuple(self.errands)
         self.errands.clear()
-        return found
+        return due
 
     def __str__(self) -> str:
         return f"share {self.share.number} of {self.share.of} (of every layer, {self.link.peer})"
 
 
 class FarShares:
-    """``phalanx_serve.engine.model_runner.FarLayers`` and ``Assembly`` of connected processes. Once one of them is gone, methods raise PartLostError."""
+    """``phalanx_serve.engine.model_runner.FarLayers`` and ``Assembly`` of connected shares. If one is lost,
+    methods raise PartLostError.
+    """
 
     max_in_flight = 1
 
@@ -299,33 +306,35 @@ class FarShares:
         return assemble(model, Share(0, self.shares), self, exact=exact)
 
     def hold(self, pages: int) -> None:
-        """Has each process make room for so many pages."""
+        """Allocate ``pages`` pages in each process."""
         with self._all() as far:
-            for one in far:
-                one.talk.send(m.Hold(pages))
-            for one in far:
-                one.talk.receive(m.Held)
+            for share in far:
+                share.talk.send(m.Hold(pages))
+            for share in far:
+                share.talk.receive(m.Held)
 
     @contextmanager
     def step(
         self, tokens: Tensor, spans: Sequence[FarSpan], length: int, requests: Sequence[SamplingRequest]
     ) -> Iterator[Tensor]:
-        """See ``FarLayers``: all compute the same rows within it."""
+        """See ``FarLayers``: all processes compute the same rows within the block."""
         assert self._model is not None, "the engine attaches it first"
         states = self._model.embedded(tokens)
         body = bytes_of(states)
         with self._all() as far:
-            for one in far:
-                one.talk.send(m.Compute(one.due(), tuple(spans), length, tuple(requests), len(body)), body)
+            for share in far:
+                share.talk.send(
+                    m.Compute(share.due(), tuple(spans), length, tuple(requests), len(body)), body
+                )
             yield states
 
-    def whole(self, piece: Tensor, dim: int = -1) -> Tensor:
+    def gather(self, piece: Tensor, dim: int = -1) -> Tensor:
         """See ``Assembly``."""
-        found = self._gathered(piece, dim)
-        body = bytes_of(found)
-        for one in self._far:
-            one.talk.send(m.Whole(len(body)), body)
-        return found
+        gathered = self._gathered(piece, dim)
+        body = bytes_of(gathered)
+        for share in self._far:
+            share.talk.send(m.Whole(len(body)), body)
+        return gathered
 
     def scores(self, piece: Tensor) -> Tensor:
         """See ``Assembly``."""
@@ -333,8 +342,8 @@ class FarShares:
 
     def _gathered(self, piece: Tensor, dim: int) -> Tensor:
         pieces = [piece]
-        for one in self._far:
-            body = one.talk.body(one.talk.receive(m.Piece).nbytes)
+        for share in self._far:
+            body = share.talk.body(share.talk.receive(m.SharePiece).nbytes)
             pieces.append(shaped(body, piece, dim))
         return torch.cat(pieces, dim)
 
@@ -345,7 +354,7 @@ class FarShares:
         length: int,  # noqa: ARG002
         requests: Sequence[SamplingRequest],  # noqa: ARG002
     ) -> Future[SamplerOutput]:
-        """See ``FarLayers``: there are no layers behind these."""
+        """See ``FarLayers``: no layers follow these."""
         raise AssertionError("the last layer is here")
 
     def drop(self, piece: int) -> None:
@@ -364,32 +373,34 @@ class FarShares:
         """See ``FarLayers``."""
         with self._all() as far:
             return [
-                bytes(one.talk.body(one.talk.request(m.ReadPage(one.due(), place), m.Page).nbytes))
-                for one in far
+                bytes(share.talk.body(share.talk.request(m.ReadPage(share.due(), place), m.Page).nbytes))
+                for share in far
             ]
 
     def write(self, place: int, parts: Sequence[PageBytes]) -> None:
         """See ``FarLayers``."""
         with self._all() as far:
-            for one, part in zip(far, parts, strict=True):
-                one.talk.send(m.WritePage(one.due(), place, len(part)), memoryview(part))
+            for share, part in zip(far, parts, strict=True):
+                share.talk.send(m.WritePage(share.due(), place, len(part)), memoryview(part))
 
     def trouble(self) -> str:
-        """Which process is gone; empty if none is. From any thread."""
-        ended = (gone(one, "its connection has ended") for one in self._far if one.link.ended())
+        """Return which process is lost; empty if none is. Any thread may call it."""
+        ended = (loss_message(share, "its connection has ended") for share in self._far if share.link.ended())
         return self._lost or next(ended, "")
 
     def close(self) -> None:
-        """Ends all connections, with which the processes end."""
-        self._lose(gone(self._far[0], "its connection was closed here"))
+        """Close all connections; the processes then end."""
+        self._lose(loss_message(self._far[0], "its connection was closed here"))
 
     def _later(self, errand: m.Errand) -> None:
-        for one in self._far:
-            one.errands.append(errand)
+        for share in self._far:
+            share.errands.append(errand)
 
     @contextmanager
     def _all(self) -> Iterator[list[FarShare]]:
-        """Within which all processes are talked to; if it does not come to its end, none of them knows where the others are."""
+        """Yield all shares for an exchange. If the block fails, the state of the processes is unknown and all
+        count as lost.
+        """
         with self._talking:
             if self._lost:
                 raise PartLostError(self._lost)
@@ -400,51 +411,53 @@ class FarShares:
                 raise
             except Exception as error:
                 self._lose(
-                    f"a step has failed in the first of the processes that share each layer, and the others cannot go on: {error!r}"
+                    f"a step has failed in the first of the processes that share each layer, and the others cannot continue: {error!r}"
                 )
                 raise PartLostError(self._lost) from error
 
-    def _lose(self, why: str) -> None:
-        self._lost = self._lost or why
-        for one in self._far:
-            one.link.close()
+    def _lose(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        for share in self._far:
+            share.link.close()
 
     def _look(self) -> None:
-        """Whether all are there while nothing is asked of them."""
+        """Check that all processes are alive while they are idle."""
         while not self._lost:
             time.sleep(_LOOK_S)
             if not self._talking.acquire(blocking=False):
                 continue
             try:
-                if why := next((why for one in self._far if (why := loss_of_idle(one, one.link))), ""):
-                    self._lose(why)
+                if reason := next(
+                    (reason for share in self._far if (reason := loss_of_idle(share, share.link))), ""
+                ):
+                    self._lose(reason)
             finally:
                 self._talking.release()
 
 
 class NearShare:
-    """``Assembly`` of a process that is not the first, over its connection to that."""
+    """``Assembly`` of a process other than the first, over its connection to the first."""
 
     def __init__(self, link: StageLink) -> None:
         self._link = link
 
-    def whole(self, piece: Tensor, dim: int = -1) -> Tensor:
-        """See ``Assembly``. Raises EngineError where the first process does not go on with the step."""
+    def gather(self, piece: Tensor, dim: int = -1) -> Tensor:
+        """See ``Assembly``. Raises ServeError if the first process aborts the step."""
         self.scores(piece)
         answer = self._link.receive(m.TO_STAGE)
         if not isinstance(answer, m.Whole):
-            raise EngineError(f"a step was broken off by {type(answer).__name__}")
+            raise ServeError(f"a step was broken off by {type(answer).__name__}")
         return shaped(self._link.receive_body(answer.nbytes), piece, dim)
 
     def scores(self, piece: Tensor) -> Tensor:
         """See ``Assembly``."""
         body = bytes_of(piece)
-        self._link.send(m.Piece(len(body)), body)
+        self._link.send(m.SharePiece(len(body)), body)
         return piece
 
 
 def shaped(body: bytearray, like: Tensor, dim: int) -> Tensor:
-    """The tensor of some bytes: of the format and shape of another, but along ``dim``."""
+    """Return the tensor in ``body``, with the dtype and shape of ``like`` except along ``dim``."""
     shape = list(like.shape)
     shape[dim] = 0
     if not body:

@@ -1,4 +1,4 @@
-"""A stage at work: layers of a model, with keys and values of their own, that do what the process with the first layers says."""
+"""Stage worker: layers of a model with their own KV cache, driven by the process with the first layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec
 from phalanx.wire.messages import WireError
 from phalanx_serve.engine.model_runner import ModelRunner, RunnerOutput, require_supported
-from phalanx_serve.kv_cache.layer_cache import Rule, Span
+from phalanx_serve.kv_cache.layer_cache import RowSpan, Rule
 from phalanx_serve.kv_cache.memory import PageMemory, TextKV, kv_format
 from phalanx_serve.numerics import begin_exact, numerics_id
 from phalanx_serve.stages import messages as m
@@ -31,16 +31,18 @@ from phalanx_serve.stages.shares import (
     restored_share,
 )
 from phalanx_serve.traffic.block_table import PAGE
-from phalanx_serve.traffic.events import EngineError
+from phalanx_serve.traffic.events import ServeError
 
 _log = logging.getLogger(__name__)
 
 
 class FarPart:
-    """The layers of an ``Open``, ready to compute."""
+    """Layers of an ``OpenStage`` message, ready to compute."""
 
-    def __init__(self, opened: m.Open, run_dir: Path, link: StageLink) -> None:
-        """Reads their weights from the run at ``run_dir``. Raises EngineError, and as ``restored_part`` does."""
+    def __init__(self, opened: m.OpenStage, run_dir: Path, link: StageLink) -> None:
+        """Read the layers' weights from the run at ``run_dir``. Raises ServeError, and the errors of
+        ``restored_part``.
+        """
         served = opened.served
         self._dtype = getattr(torch, served.dtype)
         self._layers = range(opened.begin, opened.end)
@@ -55,15 +57,18 @@ class FarPart:
         else:
             model, self._spec, digests = restored_part(run_dir, opened.step, self._layers, self._dtype)
         require_supported(model)
-        self._held = held_share(self._spec, opened.shares)
-        self._kept = kv_format(served.kept, self._held, self._dtype)
+        self._kv_spec = held_share(self._spec, opened.shares)
+        self._kept = kv_format(served.kept, self._kv_spec, self._dtype)
         rule = Rule(exact, self._kept if served.kept != "compute" else None)
         projection = assemble(model, share, NearShare(link), exact=exact) if self._shares else None
         self._runner = ModelRunner(model, rule, projection)
         self._memory = PageMemory(len(self._layers), 0, self._kept)
         self._pieces: dict[int, TextKV] = {}
-        self.ready = m.Ready(
-            {name: m.Digest(one.dtype, tuple(one.shape), one.sha256) for name, one in digests.items()},
+        self.ready = m.StageReady(
+            {
+                name: m.Digest(digest.dtype, tuple(digest.shape), digest.sha256)
+                for name, digest in digests.items()
+            },
             checkpoint_name(run_dir, opened.step),
             numerics_id(
                 served.numerics,
@@ -75,11 +80,11 @@ class FarPart:
 
     @property
     def spec(self) -> ModelSpec:
-        """The shape of the whole model."""
+        """Architecture of the full model."""
         return self._spec
 
     def work(self, link: StageLink) -> None:
-        """Carry out messages until the connection ends. Raises WireError then, and EngineError if the stage cannot continue."""
+        """Carry out messages until the connection ends. Raises WireError then, and ServeError if the stage cannot continue."""
         while True:
             message = link.receive(m.TO_STAGE)
             body = (
@@ -90,10 +95,10 @@ class FarPart:
             try:
                 self._keep(message, body)
             except Exception as error:
-                # Pages are then not what the others take them for, and an answer that nobody waits for would be taken for the next one.
+                # The pages then differ from the other processes' view, and an unexpected answer would be read as the next one.
                 _log.exception("keys and values are lost")
                 remedy = "; give the server less --memory" if isinstance(message, m.Hold) else ""
-                raise EngineError(f"{type(message).__name__}: {error!r}{remedy}"[:8000]) from error
+                raise ServeError(f"{type(message).__name__}: {error!r}{remedy}"[:8000]) from error
             match message:
                 case m.Hold():
                     link.send(m.Held())
@@ -105,7 +110,7 @@ class FarPart:
                     self._answer(link, partial(self._read, message.place))
 
     def _keep(self, message: m.ToStage, body: bytearray) -> None:
-        """Makes room for pages, and does with keys and values what is to be done before the answer."""
+        """Allocate pages, and apply the pending KV operations before the answer."""
         match message:
             case m.Hold(pages):
                 self._memory = PageMemory(len(self._layers), pages, self._kept)
@@ -114,13 +119,13 @@ class FarPart:
             case m.WritePage(errands, place):
                 self._run(errands)
                 self._memory.write(place, bytes(body))
-            case m.Open() | m.Refused() | m.Whole():
-                raise EngineError(f"nobody has asked for {type(message).__name__}")
+            case m.OpenStage() | m.StageRefused() | m.Whole():
+                raise ServeError(f"unexpected message {type(message).__name__}")
 
-    def _answer(self, link: StageLink, found: Callable[[], tuple[m.FromStage, memoryview]]) -> None:
+    def _answer(self, link: StageLink, compute: Callable[[], tuple[m.FromStage, memoryview]]) -> None:
         try:
-            answer, sent = found()
-        except Exception as error:  # The stage must outlive a defect, and the others must hear of it.
+            answer, sent = compute()
+        except Exception as error:  # the stage must survive a defect, and report it to the others
             _log.exception("a step has failed")
             answer, sent = m.Failed(repr(error)[:8000]), memoryview(b"")
         link.send(answer, sent)
@@ -130,21 +135,21 @@ class FarPart:
         return m.Page(len(page)), page
 
     def _share(self, step: m.Compute, body: bytearray) -> None:
-        """Computes with the other shares, which hear what is wrong as their step ends in the middle."""
+        """Compute a step with the other shares. If it fails, send the error to them."""
         try:
             self._passed(step, body)
         except WireError:
             raise
         except Exception as error:
             _log.exception("a step has failed")
-            raise EngineError(f"a step has failed: {error!r}"[:8000]) from error
+            raise ServeError(f"a step has failed: {error!r}"[:8000]) from error
 
     def _passed(self, step: m.Compute, body: bytearray) -> RunnerOutput:
         spans = []
-        for one in step.spans:
-            piece = self._piece(one.piece)
-            piece.grow(one.end)
-            spans.append(Span(piece, one.begin, one.end))
+        for span in step.spans:
+            piece = self._piece(span.piece)
+            piece.grow(span.end)
+            spans.append(RowSpan(piece, span.begin, span.end))
         states = tensor_of(body, self._dtype, self._spec.dim)
         return self._runner.compute(states, spans, step.length, step.asks)
 
@@ -163,26 +168,29 @@ class FarPart:
                 case m.Drop(piece):
                     self._pieces.pop(piece, None)
                 case m.CopyIn(piece, number, place):
-                    held = self._piece(piece)
-                    held.grow((number + 1) * PAGE)
-                    self._memory.copy_in(held, number, place)
+                    text = self._piece(piece)
+                    text.grow((number + 1) * PAGE)
+                    self._memory.copy_in(text, number, place)
                 case m.CopyOut(piece, number, place):
                     self._memory.copy_out(self._piece(piece), number, place)
 
     def _piece(self, number: int) -> TextKV:
         if number not in self._pieces:
-            self._pieces[number] = TextKV(self._held, self._dtype, self._layers, number)
+            self._pieces[number] = TextKV(self._kv_spec, self._dtype, self._layers, number)
         return self._pieces[number]
 
 
 def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> str:
-    """Serves as one stage until the service ends; why it could not, empty if it could. ``run_dir`` is where the run is here, by default where it is
-    there. Raises WireError where the connection breaks before the layers are open."""
+    """Serve as one stage until the service ends. Return why it could not, or an empty string.
+
+    ``run_dir`` is the run's path on this machine, by default the server's. Raises WireError if the connection breaks
+    before the layers are open.
+    """
     link.send(m.Here(number, pid))
     opened = link.receive(m.TO_STAGE)
-    if isinstance(opened, m.Refused):
-        return opened.why
-    if not isinstance(opened, m.Open):
+    if isinstance(opened, m.StageRefused):
+        return opened.reason
+    if not isinstance(opened, m.OpenStage):
         return "the other side is no server of stages"
     alive = link.keep_alive(opened.served.silence_s)
     try:
@@ -191,21 +199,21 @@ def run_stage(link: StageLink, number: int, pid: int, run_dir: Path | None) -> s
         alive.set()
 
 
-def _run_opened(link: StageLink, opened: m.Open, run_dir: Path | None) -> str:
+def _run_opened(link: StageLink, opened: m.OpenStage, run_dir: Path | None) -> str:
     try:
         part = FarPart(opened, run_dir or opened.served.path, link)
-    except (CheckpointError, RunDirectoryError, EngineError, OSError) as error:
-        link.send(m.Unable(str(error)[:8000]))
+    except (CheckpointError, RunDirectoryError, ServeError, OSError) as error:
+        link.send(m.StageUnable(str(error)[:8000]))
         return str(error)
     except Exception as error:
-        link.send(m.Unable(f"a defect: {error!r}"[:8000]))
+        link.send(m.StageUnable(f"a defect: {error!r}"[:8000]))
         raise
     link.send(part.ready)
     try:
         part.work(link)
-    except EngineError as error:
+    except ServeError as error:
         with suppress(WireError):
-            link.send(m.Unable(str(error)[:8000]))
+            link.send(m.StageUnable(str(error)[:8000]))
         return str(error)
     except (WireError, OSError) as error:
         _log.debug("the service has ended: %s", error)

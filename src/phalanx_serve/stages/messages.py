@@ -1,12 +1,14 @@
-"""Messages between the processes that have layers of one model, msgpack of tagged structs; and the sealed connection that carries them.
+"""Messages between the processes of a divided model, msgpack of tagged structs; and the authenticated connection that
+carries them.
 
-A stage connects, proves that it knows the service's token, and sends ``Here``. It is ``Refused``, or gets the layers to ``Open``, and sends
-``Ready`` or ``Unable``. From then on it answers requests, one after another. Keys and values are named by numbers: a *piece* is a running text's, a
-*place* a page's. States and pages follow their message as raw numbers, in sealed pieces.
+A stage connects, proves that it knows the service's token, and sends ``Here``. It receives ``StageRefused``, or the
+layers in ``OpenStage``, and sends ``StageReady`` or ``StageUnable``. From then on it answers requests in order. Keys
+and values have numbers: a *piece* is a running text's, a *place* a page's. States and pages follow their message as
+raw numbers, in sealed frames.
 
-Someone in between can read states and pages, and cut the connection, but cannot change a bit (``phalanx.wire``). TCP keep-alive detects a lost
-machine within half a minute, but not a stopped process, whose kernel still answers. So each stage sends heartbeats from a thread of its own, and
-is given up after ``silence_s`` without one.
+A man in the middle can read states and pages and cut the connection, but cannot change a bit (``phalanx.wire``). TCP
+keep-alive detects a lost machine within half a minute, but not a stopped process, whose kernel still answers. So each
+stage sends heartbeats from a thread of its own, and counts as lost after ``silence_s`` without one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from contextlib import suppress
 from threading import Event, Thread
 from typing import Annotated, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from phalanx.wire.connection import sealed
 from phalanx.wire.messages import EndedError, MessageDecoder, Role, SilentError, WireError, encode
@@ -49,63 +51,65 @@ class Digest(Struct, frozen=True):
 
 
 class Here(_Message, frozen=True):
-    """A process that takes layers; ``number`` is its place among those that the service has started, -1 for one that joins by itself."""
+    """A process that can take layers. ``number`` is its index among those that the service started, -1 if it
+    joined by itself.
+    """
 
     number: int
     pid: Count
 
 
-class Ready(_Message, frozen=True):
+class StageReady(_Message, frozen=True, tag="Ready"):
     """The layers are in memory."""
 
     digests: dict[str, Digest]
     """Digests of the layers' weights, by name."""
     checkpoint: str
-    """The name of the whole checkpoint that they are of (``phalanx_serve.stages.shares.checkpoint_name``)."""
+    """Name of the full checkpoint that the layers are part of (``phalanx_serve.stages.shares.checkpoint_name``)."""
     numerics_id: str
 
 
-class Alive(_Message, frozen=True):
-    """The process has not been stopped. Between any two other messages, and no answer to any."""
+class StageHeartbeat(_Message, frozen=True, tag="Alive"):
+    """Heartbeat of a stage. May come between any other messages, and answers none."""
 
 
 class Held(_Message, frozen=True):
-    """There is room for the pages."""
+    """The pages are allocated."""
 
 
-class Unable(_Message, frozen=True):
+class StageUnable(_Message, frozen=True, tag="Unable"):
     """The stage cannot open its layers, or has lost keys and values, and ends."""
 
-    why: Text
+    reason: Text = field(name="why")
 
 
 class Passed(_Message, frozen=True):
-    """The step's rows are through a stage; their states follow, or of the last stage what was asked for."""
+    """The step's rows are computed. Their states follow, or the last stage's sampler output."""
 
     nbytes: Count
     readings: tuple[SampledToken, ...] = ()
 
 
-class Piece(_Message, frozen=True):
-    """What this share has computed of a layer follows."""
+class SharePiece(_Message, frozen=True, tag="Piece"):
+    """This share's result in a layer follows."""
 
     nbytes: Count
 
 
 class Page(_Message, frozen=True):
-    """The page that was asked for follows."""
+    """The requested page follows."""
 
     nbytes: Count
 
 
 class Failed(_Message, frozen=True):
-    """A step did not come through, by a defect; keys and values are what they were."""
+    """A step failed by a defect; keys and values are unchanged."""
 
-    why: Text
+    reason: Text = field(name="why")
 
 
-class Open(_Message, frozen=True):
-    """Take these layers of a run's model."""
+class OpenStage(_Message, frozen=True, tag="Open"):
+    """Load these layers of a run's model."""
 
     served: ServedRun
     step: Count
@@ -114,29 +118,29 @@ class Open(_Message, frozen=True):
     end: Count
     """Layers from ``begin`` up to ``end``."""
     shares: Count = 1
-    """Where there are several, the process has share ``stage`` of each of the layers."""
+    """If above 1, the process has share ``stage`` of each layer."""
 
 
-class Refused(_Message, frozen=True):
+class StageRefused(_Message, frozen=True, tag="Refused"):
     """The process cannot be a stage of this server, and ends."""
 
-    why: Text
+    reason: Text = field(name="why")
 
 
 class Hold(_Message, frozen=True):
-    """Have room for so many pages."""
+    """Allocate this number of pages."""
 
     pages: Count
 
 
 class Drop(_Message, frozen=True):
-    """A text's keys and values are needed no more."""
+    """Free a text's keys and values."""
 
     piece: Count
 
 
 class CopyIn(_Message, frozen=True):
-    """The page at ``place`` is page ``number`` of a text."""
+    """Load the page at ``place`` as page ``number`` of a text."""
 
     piece: Count
     number: Count
@@ -144,7 +148,7 @@ class CopyIn(_Message, frozen=True):
 
 
 class CopyOut(_Message, frozen=True):
-    """Keep page ``number`` of a text at ``place``."""
+    """Store page ``number`` of a text at ``place``."""
 
     piece: Count
     number: Count
@@ -155,7 +159,7 @@ Errand = Drop | CopyIn | CopyOut
 
 
 class Compute(_Message, frozen=True):
-    """Take the rows that follow through the layers, after ``errands``."""
+    """Compute the following rows through the layers, after ``errands``."""
 
     errands: tuple[Errand, ...]
     spans: tuple[FarSpan, ...]
@@ -165,28 +169,28 @@ class Compute(_Message, frozen=True):
 
 
 class Whole(_Message, frozen=True):
-    """What all shares have computed follows, the answer to ``Piece``."""
+    """The gathered result of all shares follows; answers ``SharePiece``."""
 
     nbytes: Count
 
 
 class ReadPage(_Message, frozen=True):
-    """Tell the page at ``place``, after ``errands``."""
+    """Send the page at ``place``, after ``errands``."""
 
     errands: tuple[Errand, ...]
     place: Count
 
 
 class WritePage(_Message, frozen=True):
-    """Keep the page that follows at ``place``, after ``errands``. It is not answered."""
+    """Store the following page at ``place``, after ``errands``. There is no answer."""
 
     errands: tuple[Errand, ...]
     place: Count
     nbytes: Count
 
 
-FromStage = Here | Ready | Alive | Held | Unable | Passed | Piece | Page | Failed
-ToStage = Open | Refused | Hold | Compute | Whole | ReadPage | WritePage
+FromStage = Here | StageReady | StageHeartbeat | Held | StageUnable | Passed | SharePiece | Page | Failed
+ToStage = OpenStage | StageRefused | Hold | Compute | Whole | ReadPage | WritePage
 FROM_STAGE: MessageDecoder[FromStage] = MessageDecoder(FromStage)
 TO_STAGE: MessageDecoder[ToStage] = MessageDecoder(ToStage)
 
@@ -196,13 +200,13 @@ TO_STAGE: MessageDecoder[ToStage] = MessageDecoder(ToStage)
 
 PROOF_S = 20.0
 LONGEST_STEP_S = 600.0
-"""How long a stage that sends heartbeats may owe an answer."""
+"""Most seconds without an answer from a stage that sends heartbeats."""
 _CLOSED = getattr(select, "POLLRDHUP", 0)
-"""The peer sends nothing any more; a system without this event reports POLLHUP."""
+"""The peer has stopped sending. A system without this event reports POLLHUP."""
 _BEATS = 8
-"""Heartbeats in the time after which a stage without any is given up."""
+"""Heartbeats per silence timeout."""
 _ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
-_HEARTBEAT = encode(Alive())
+_HEARTBEAT = encode(StageHeartbeat())
 _T = TypeVar("_T")
 
 
@@ -240,7 +244,7 @@ class StageLink:
         def beat() -> None:
             with suppress(WireError):
                 while not over.wait(silence_s / _BEATS):
-                    self.send(Alive())
+                    self.send(StageHeartbeat())
 
         Thread(target=beat, name="alive", daemon=True).start()
         return over
@@ -337,7 +341,9 @@ class StepFailedError(RuntimeError):
 
 
 class Talk:
-    """A conversation with ``whom``, the process by its name for people. Methods raise PartLostError if it is gone, StepFailedError if a step failed there."""
+    """Request channel to the process ``whom`` (its name for people). Methods raise PartLostError if it is lost,
+    and StepFailedError if a step failed there.
+    """
 
     def __init__(self, whom: object, link: StageLink) -> None:
         self._whom, self._link = whom, link
@@ -355,10 +361,10 @@ class Talk:
             message = self._link.receive(FROM_STAGE)
         except WireError as error:
             raise self._lost(str(error)) from error
-        if isinstance(message, Unable):
-            raise self._lost(message.why)
+        if isinstance(message, StageUnable):
+            raise self._lost(message.reason)
         if isinstance(message, Failed):
-            raise StepFailedError(f"{self._whom}: {message.why}")
+            raise StepFailedError(f"{self._whom}: {message.reason}")
         if not isinstance(message, kind):
             raise self._lost(f"it answers with {type(message).__name__}")
         return message
@@ -376,10 +382,10 @@ class Talk:
             raise self._lost(str(error)) from error
 
     def _lost(self, reason: str) -> PartLostError:
-        return PartLostError(gone(self._whom, reason))
+        return PartLostError(loss_message(self._whom, reason))
 
 
-def gone(whom: object, reason: str) -> str:
+def loss_message(whom: object, reason: str) -> str:
     """Return the error's text for the loss of a part of the model."""
     return f"{whom} of the model is gone, so nothing can be computed: {reason}"
 
@@ -389,7 +395,9 @@ def loss_of_idle(whom: object, link: StageLink) -> str:
     try:
         message = link.look()
     except WireError as error:
-        return gone(whom, str(error))
+        return loss_message(whom, str(error))
     if message is None:
         return ""
-    return gone(whom, message.why if isinstance(message, Unable) else "it sends an answer without a request")
+    return loss_message(
+        whom, message.reason if isinstance(message, StageUnable) else "it sends an answer without a request"
+    )

@@ -52,37 +52,37 @@ from phalanx.run.kinds.mixture import dense_width
 from phalanx.run.spec import ModelSpec
 from phalanx.train.score import restored_model
 from phalanx_serve.engine.model_runner import fast_products
-from phalanx_serve.traffic.events import EngineError
+from phalanx_serve.traffic.events import ServeError
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which of how many."""
+    """One of ``of`` equal shares, by number."""
 
     number: int
     of: int
 
     def rows(self, count: int) -> range:
-        """Those of ``count`` that are of this share: neighbors."""
+        """Return the contiguous range of ``count`` rows that belong to this share."""
         return range(count * self.number // self.of, count * (self.number + 1) // self.of)
 
 
 class Assembly(Protocol):
-    """How what the processes have computed comes together; all of them call it in the same order."""
+    """Exchange of partial results between the shares. All processes call it in the same order."""
 
-    def whole(self, piece: Tensor, dim: int = -1) -> Tensor:
-        """The pieces of all shares, side by side along ``dim``."""
+    def gather(self, piece: Tensor, dim: int = -1) -> Tensor:
+        """Return the pieces of all shares, concatenated along ``dim``."""
         ...
 
     def scores(self, piece: Tensor) -> Tensor:
-        """The same along the last dimension, in the first process; others get back their piece."""
+        """Gather along the last dimension in the first process; the others get back their piece."""
         ...
 
 
 def require_shares(spec: ModelSpec, shares: int) -> None:
-    """Raises EngineError for a model that so many processes cannot share."""
+    """Raise ServeError for a model that ``shares`` processes cannot share."""
     if spec.qk_norm and spec.qk_norm_width != "head":
-        raise EngineError(
+        raise ServeError(
             f"--tensor {shares}: the model normalizes queries and keys over all heads (model.qk_norm_width), which cannot be shared: serve it "
             "without --tensor, or with --pipeline"
         )
@@ -97,7 +97,7 @@ def require_shares(spec: ModelSpec, shares: int) -> None:
             if possible
             else "--pipeline, which divides by layers"
         )
-        raise EngineError(
+        raise ServeError(
             f"--tensor {shares}: the model's {' and '.join(wrong)} cannot be dealt out equally to {shares} processes: give {instead}"
         )
 
@@ -115,41 +115,43 @@ def _shared_counts(spec: ModelSpec) -> Iterator[tuple[str, int]]:
 
 
 def keeps_heads(spec: ModelSpec) -> bool:
-    """Whether keys and values are kept of each head by itself, so that they can be shared; latents are of all heads."""
+    """Return True if keys and values are cached per head and can be shared. Latents belong to all heads."""
     return attention_kind(spec) is grouped_attention
 
 
 def held_share(spec: ModelSpec, shares: int) -> ModelSpec:
-    """The description of the keys and values that one of ``shares`` processes keeps: those of its heads, or latents, which all keep."""
+    """Return the architecture of one share's KV cache: that of its heads, or latents, which every process keeps."""
     if not keeps_heads(spec):
         return spec
     return replace(spec, heads=spec.heads // shares, kv_heads=spec.kv_heads // shares)
 
 
 def cut(model: Transformer, share: Share) -> dict[str, Rows]:
-    """Leaves to a whole model without weights those of a share; where the tensors that are smaller now lie in those of the whole, by name."""
-    found: dict[str, Rows] = {}
+    """Reduce a weightless full model to one share. Return, by name, the row range of each reduced tensor in the
+    full one.
+    """
+    rows_by_name: dict[str, Rows] = {}
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "the model's layers"
         for name, module, own in _divided(block):
-            found[f"blocks.{layer}.{name}"] = _take_rows(module, own, share)
+            rows_by_name[f"blocks.{layer}.{name}"] = _take_rows(module, own, share)
     # A tied embedding is the projection of the other processes, and the first one's own.
     if model.head is not None:
-        found["head.weight"] = _take_rows(model.head, "weight", share)
+        rows_by_name["head.weight"] = _take_rows(model.head, "weight", share)
         if share.number:
             model.embedding = None
     elif share.number:
         assert model.embedding is not None, "it is the projection"
-        found["embedding.weight"] = _take_rows(model.embedding, "weight", share)
-    return found
+        rows_by_name["embedding.weight"] = _take_rows(model.embedding, "weight", share)
+    return rows_by_name
 
 
 def _divided(block: Block) -> Iterator[tuple[str, nn.Module, str]]:
-    """The tensors of a layer that are divided: a name in the layer, the module, and the tensor's name there."""
+    """Yield the divided tensors of a layer: name in the layer, module, and name in the module."""
     attention = block.attention
-    whole = {*attention.BY_TOKENS, "query_norm", "key_norm"}
+    undivided = {*attention.BY_TOKENS, "query_norm", "key_norm"}
     parts: list[tuple[str, nn.Module]] = [
-        (f"attention.{name}", part) for name, part in attention.named_children() if name not in whole
+        (f"attention.{name}", part) for name, part in attention.named_children() if name not in undivided
     ]
     if isinstance(attention, Attention) and attention.sinks is not None:
         yield "attention.sinks", attention, "sinks"
@@ -165,14 +167,14 @@ def _divided(block: Block) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _take_rows(module: nn.Module, name: str, share: Share) -> Rows:
-    whole: Tensor = getattr(module, name)
-    rows = share.rows(whole.shape[0])
-    setattr(module, name, nn.Parameter(whole[rows.start : rows.stop].clone(), requires_grad=False))
-    return Rows(rows.start, whole.shape[0])
+    tensor: Tensor = getattr(module, name)
+    rows = share.rows(tensor.shape[0])
+    setattr(module, name, nn.Parameter(tensor[rows.start : rows.stop].clone(), requires_grad=False))
+    return Rows(rows.start, tensor.shape[0])
 
 
 def settle_projection(model: Transformer, share: Share) -> None:
-    """Gives a model whose output projection is tied to the embedding one of its own: the share's rows."""
+    """Give a model with tied embeddings its own output projection: the share's rows."""
     if model.head is not None:
         return
     assert model.embedding is not None, "it is the projection"
@@ -186,7 +188,7 @@ def settle_projection(model: Transformer, share: Share) -> None:
 
 
 def projection_by(matrix: torch.Tensor) -> OutputProjection:
-    """An output projection with this ``matrix`` ``(vocabulary, dim)``, which nothing is copied of."""
+    """Return an output projection with ``matrix`` ``(vocabulary, dim)``, without a copy."""
     with torch.device("meta"):
         head = OutputProjection(matrix.shape[1], matrix.shape[0], bias=False)
     head.weight = nn.Parameter(matrix.detach(), requires_grad=False)
@@ -194,7 +196,9 @@ def projection_by(matrix: torch.Tensor) -> OutputProjection:
 
 
 def assemble(model: Transformer, share: Share, assembly: Assembly, *, exact: bool) -> Affine:
-    """Has a share of each layer compute with the others; the product of its output projection. ``exact`` numerics are those of PyTorch's operations."""
+    """Connect the layers of a share with the other shares, and return the product of the output projection.
+    ``exact`` numerics are those of PyTorch's operations.
+    """
     fast = None if exact else fast_products(model)
     through: Affine = fast or F.linear
     for block in model.blocks.values():
@@ -213,49 +217,53 @@ def assemble(model: Transformer, share: Share, assembly: Assembly, *, exact: boo
 
 
 class _Assembled:
-    """A product of what all processes have, whose result all of them have: ``(..., inputs here)`` to ``(..., outputs of all)``."""
+    """Column-parallel product with a gathered result: ``(..., local inputs)`` to ``(..., all outputs)``."""
 
     def __init__(self, assembly: Assembly, product: Affine) -> None:
         self._assembly, self._product = assembly, product
 
     def __call__(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        return self._assembly.whole(self._product(self._assembly.whole(x), matrix, bias))
+        return self._assembly.gather(self._product(self._assembly.gather(x), matrix, bias))
 
 
 class SharedExperts:
-    """The exchange of processes that have some experts each, and all tokens: each computes the rows of its own, and gets those of all."""
+    """Expert-parallel exchange: all processes have all tokens, compute the rows of their own experts, and gather
+    the rows of the others.
+    """
 
     def __init__(self, count: int, share: Share, assembly: Assembly) -> None:
-        """``count`` is that of all experts."""
+        """``count`` is the total number of experts."""
         self._count, self._share, self._assembly = count, share, assembly
 
     def __call__(self, tokens: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
+        """Compute ``tokens`` ``(n, d)`` through their experts: ``(n, d)``."""
         order = order_by_expert(routing.experts, self._count)
         own = self._share.rows(self._count)
         ends = order.counts.cumsum(0).tolist()
         begin, end = (ends[place - 1] if place else 0 for place in (own.start, own.stop))
         rows = copies_by_expert(tokens, order)[begin:end]
         here = experts(rows, groups_of_one_slot(order.counts[own.start : own.stop]))
-        return combine(self._assembly.whole(here, 0), order, routing.weights)
+        return combine(self._assembly.gather(here, 0), order, routing.weights)
 
 
 # Weights of a part: only what it needs is read.
 
 
 def divided(spec: ModelSpec, stages: int) -> list[range]:
-    """The layers of each of ``stages`` processes, such that the one with most weights has least. Raises EngineError."""
+    """Return the layers of each of ``stages`` processes, so that the largest part has the fewest weights. Raises
+    ServeError.
+    """
     if stages > spec.layers:
-        raise EngineError(
+        raise ServeError(
             f"--pipeline {stages}: the model has {spec.layers} layers, so at most so many processes can have a part of it"
         )
     sizes = [0] * spec.layers
-    for one in parameters(spec):
-        first, last = one.section == "embedding", one.section == "end"
-        layer = 0 if first else spec.layers - 1 if last else one.layer
-        sizes[layer] += math.prod(one.shape)
+    for parameter in parameters(spec):
+        first, last = parameter.section == "embedding", parameter.section == "end"
+        layer = 0 if first else spec.layers - 1 if last else parameter.layer
+        sizes[layer] += math.prod(parameter.shape)
         if first and spec.tie_embeddings and stages > 1:
-            sizes[-1] += math.prod(one.shape)
+            sizes[-1] += math.prod(parameter.shape)
     boundaries = [0, *accumulate(balance(sizes, stages))]
     return [range(begin, end) for begin, end in pairwise(boundaries)]
 
@@ -263,8 +271,12 @@ def divided(spec: ModelSpec, stages: int) -> list[range]:
 def restored_part(
     run_dir: Path, step: int, layers: range, dtype: torch.dtype
 ) -> tuple[Transformer, ModelSpec, dict[str, TensorDigest]]:
-    """These layers with the weights of ``step``, of the last ones also norm and output projection; the whole model's description; and
-    the digest of each tensor by its name in the whole. Raises as ``restored_model`` does."""
+    """Load these layers with the weights of ``step``. Return the model, the full model's spec, and the digest of each
+    tensor.
+
+    The last layers include the norm and the output projection. Digests have the tensors' names in the full model.
+    Raises the errors of ``restored_model``.
+    """
     model, spec, _ = restored_model(run_dir, step, dtype=dtype, cut=partial(_cut, layers=layers))
     assert isinstance(model, Transformer), "others are refused where they are cut"
     digests = tensor_digests(model)
@@ -274,8 +286,10 @@ def restored_part(
 
 
 def checkpoint_name(run_dir: Path, step: int) -> str:
-    """16 digits that name a step's checkpoint: two places that have it under the same name have the same weights of all layers. A published
-    model's name is of its files on this machine."""
+    """Return 16 digits that identify a step's checkpoint: two copies with the same name have the same weights.
+
+    The name of a published model is that of its files on this machine.
+    """
     tier = weights_tier(RunDirectory(run_dir))
     named = tier.version() if isinstance(tier, FolderTier) else encode_index(tier.index(step))
     return hashlib.sha256(named).hexdigest()[:16]
@@ -283,8 +297,8 @@ def checkpoint_name(run_dir: Path, step: int) -> str:
 
 def _cut(model: Transformer, layers: range) -> dict[str, Rows]:
     if layers.stop > model.spec.layers:
-        raise EngineError(
-            f"layer {layers.stop - 1} is asked for, and the model of this run has {model.spec.layers} layers: give every stage the same run"
+        raise ServeError(
+            f"layer {layers.stop - 1} is requested, and the model of this run has {model.spec.layers} layers: give every stage the same run"
         )
     first, last = layers.start == 0, layers.stop == model.spec.layers
     # A tied output projection is the embedding, which the last part then reads too.
@@ -295,8 +309,12 @@ def _cut(model: Transformer, layers: range) -> dict[str, Rows]:
 def restored_share(
     run_dir: Path, step: int, share: Share, dtype: torch.dtype
 ) -> tuple[Transformer, ModelSpec, dict[str, TensorDigest]]:
-    """A share of each layer with the weights of ``step``, in the first also the embedding; the whole model's description; and the digests of
-    the whole tensors that it is this process's to tell. Raises as ``restored_model`` does."""
+    """Load a share of each layer with the weights of ``step``. Return the model, the full model's spec, and the
+    digests of some full tensors.
+
+    The first share includes the embedding. The full tensors are divided among the shares for hashing. Raises the
+    errors of ``restored_model``.
+    """
     # A share has no whole tensors to hash: each process reads some of them for that alone, before its own.
     names: list[str] = []
 
@@ -315,7 +333,7 @@ def restored_share(
 
 
 def _keep_tensors(model: nn.Module, names: Collection[str]) -> None:
-    """Takes all others away: the model computes nothing any more."""
+    """Remove all other tensors; the model cannot compute any more."""
     for prefix, module in list(model.named_modules()):
         for own in [
             *dict(module.named_parameters(recurse=False)),
@@ -326,14 +344,14 @@ def _keep_tensors(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _take_projection(model: Transformer) -> None:
-    """Leaves a tied embedding to the last part as its output projection alone: what it is given is no tokens."""
+    """Keep a tied embedding in the last part as its output projection only, since that part receives no tokens."""
     if model.embedding is None:
         return
     model.head, model.embedding = projection_by(model.embedding.weight), None
 
 
 def tensor_digests(model: nn.Module) -> dict[str, TensorDigest]:
-    """The digest of every tensor as it is computed with, by name."""
+    """Return the digest of every tensor as it is computed with, by name."""
     return {
         # What guesses has no part in the bits of a text, which are the same without it.
         name: tensor_digest(dtype_name(tensor.dtype), tuple(tensor.shape), [_bytes(tensor)])

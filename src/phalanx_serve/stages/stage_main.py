@@ -1,7 +1,7 @@
-"""The process of a stage that a server has started on its machine; it ends with the connection.
+"""Process of a stage that a server started on its machine; it ends with the connection.
 
-``python -m phalanx_serve.stages.stage_main`` reads where to connect, and the token, as JSON from standard input, so that neither command line nor
-environment shows it.
+``python -m phalanx_serve.stages.stage_main`` reads the address and the token as JSON from standard input, so that
+neither command line nor environment shows them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AGAIN_S = 0.5
 
 
 class StageTask(Struct, frozen=True):
-    """Whose stage a process is."""
+    """Address, token and number of a stage process."""
 
     host: str
     port: int
@@ -34,22 +34,23 @@ class StageTask(Struct, frozen=True):
 
 
 def main() -> None:
-    """The process."""
+    """Run the stage process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=StageTask)
     die_with_parent()
     try:
-        why = join(task, None)
+        reason = join(task, None)
     except (WireError, OSError) as error:
-        why = str(error) or type(error).__name__
-    if why:
-        print(f"stage {task.number}: {why}", file=sys.stderr, flush=True)
-    os._exit(1 if why else 0)
+        reason = str(error) or type(error).__name__
+    if reason:
+        print(f"stage {task.number}: {reason}", file=sys.stderr, flush=True)
+    os._exit(1 if reason else 0)
 
 
 def join(task: StageTask, run_dir: Path | None) -> str:
-    """Is a stage of the server that listens there until it ends; why it could not be one, empty if it could. Raises OSError and
-    WireError if there is no such server."""
+    """Run a stage of the server until the server ends. Return why that failed, or an empty string. Raises OSError
+    and WireError if there is no such server.
+    """
     from phalanx_serve.stages.far_part import run_stage
 
     with _connected(task.host, task.port) as connection:
@@ -58,7 +59,7 @@ def join(task: StageTask, run_dir: Path | None) -> str:
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """A connection to the server, which may be started later than its stages."""
+    """Connect to the server, which may start after its stages."""
     end = time.monotonic() + _WAIT_S
     while True:
         try:

@@ -1,1 +1,1 @@
-"""Decisions of serving: what a request is, whose rows a step computes, which worker does it. No clock, no I/O, no torch."""
+"""Decisions of serving: scheduling, routing, leases and audits. No clock, no I/O, no torch."""

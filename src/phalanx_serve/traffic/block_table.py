@@ -4,8 +4,8 @@ A page's name is a hash chained over all tokens up to its last, rooted in the we
 equal bits, and any request whose text begins with these tokens can use the page (the hashed blocks of vLLM, arXiv 2309.06180). Unused pages
 stay until their place is needed. The least recently used leaf of the prefix tree is evicted first.
 
-A page that a worker offers to others is under a lease until it was fetched, or until nobody fetched it in time. It stays whatever the
-worker's own cache evicts. So a fetcher that dies costs memory for the time of a lease and no longer.
+A page that a worker offers to others is under a lease until it is fetched, or until the lease expires. The worker's own cache does not
+evict it. So a fetcher that dies costs memory only for the time of a lease.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class BlockTable:
 
 @dataclass
 class Leases:
-    """Who may still fetch which pages."""
+    """Leases on pages: which pages other workers may still fetch."""
 
     lease_s: float = 30.0
     until_s: dict[Hashable, float] = field(default_factory=dict)
@@ -155,31 +155,31 @@ class Leases:
     expired: int = 0
 
     def offer(self, job: Hashable, names: Sequence[bytes], now_s: float) -> None:
-        """Begins a lease on pages under the number of the job that computed them."""
+        """Begin a lease on the pages of a job."""
         self.until_s[job], self.names[job] = now_s + self.lease_s, tuple(names)
 
     def offered(self, job: Hashable, now_s: float) -> tuple[bytes, ...]:
-        """The names of a lease that still holds; () of any other."""
+        """Return the names under a job's lease; () if it has ended."""
         return self.names[job] if self.until_s.get(job, now_s) > now_s else ()
 
-    def done(self, job: Hashable) -> bool:
-        """Ends a lease; whether there was one."""
+    def end(self, job: Hashable) -> bool:
+        """End a lease. Return True if there was one."""
         self.names.pop(job, None)
         return self.until_s.pop(job, None) is not None
 
     def end_all(self) -> None:
-        """Ends all leases."""
+        """End all leases."""
         self.until_s.clear()
         self.names.clear()
 
     def expire(self, now_s: float) -> list[Hashable]:
-        """Ends the leases that are over, and returns their jobs."""
+        """End the expired leases, and return their jobs."""
         over = [job for job, until_s in self.until_s.items() if until_s <= now_s]
         for job in over:
-            self.done(job)
+            self.end(job)
         self.expired += len(over)
         return over
 
-    def held(self) -> set[bytes]:
-        """Pages under any lease."""
+    def leased_pages(self) -> set[bytes]:
+        """Return the pages under any lease."""
         return {name for names in self.names.values() for name in names}

@@ -1,12 +1,13 @@
-"""The router of a service: every decision over requests and workers, as ``(state, event, now) -> (state, commands)``.
+"""Router of a service: every decision about requests and workers, as ``(state, event, now) -> (state, commands)``.
 
-No clock, no I/O, no randomness; total: every event is handled in every state, most often by counting it as stale. It puts together the
-journal (what left for the client), the route (who is cheapest), the pool (who is there) and audits (who is right). The live gateway and the
-simulator drive this same function.
+The function has no clock, I/O or randomness, and handles every event in every state; stale ones are counted. It
+combines the journal (tokens that clients have), the route (cheapest worker), the pool (live workers) and audits
+(correct workers). The live gateway and the simulator drive this same function.
 
-A request runs as a job on one worker. On a prefill worker it makes one token, which leaves at once, and its pages are offered; then a decode
-worker pulls these and goes on. Whatever happens to a job (its worker dies, is late, drained, found wrong, or breaks the order of tokens), the
-request goes on under another job with the tokens that left for the client; a failed pull of pages is the worker's own business, which then computes.
+A request runs as a job on one worker. A prefill worker computes one token, which is sent at once, and offers its
+pages; then a decode worker pulls the pages and continues. If a job's worker dies, is late, drains, miscomputes or
+sends tokens out of order, the request continues under another job with the tokens that the client has. If a pull of
+pages fails, the worker computes them itself.
 """
 
 from __future__ import annotations
@@ -20,46 +21,57 @@ from phalanx_serve.traffic.events import (
     NOBODY,
     Abandoned,
     Beat,
+    CancelJob,
     Command,
-    Drain,
+    ComputeJob,
+    DeliverOutput,
+    DrainWorker,
     Ended,
     Event,
     Forget,
-    Heard,
     Lost,
+    OutputReceived,
     PoolCommand,
     PromptScored,
     Request,
-    Run,
-    Stop,
-    Submitted,
-    Tell,
+    RequestSubmitted,
     Token,
 )
-from phalanx_serve.traffic.journal import Audit, Entry, GapError, Verdict, bits, chosen, evidence, judge
+from phalanx_serve.traffic.journal import (
+    AuditResult,
+    Entry,
+    GapError,
+    TextAudit,
+    bits,
+    chosen,
+    evidence,
+    judge,
+)
 
 Names = Callable[[Sequence[int]], Sequence[bytes]]
-"""The names of the whole pages of a text, chained from its beginning."""
+"""Function that returns the chained names of a text's full pages."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the router decides."""
+class DispatchSettings:
+    """Settings of the router's decisions."""
 
     link: pools.Link = field(default_factory=pools.Link)
     small_rows: int = pools.PAGE_ROWS
     audit_share: float = 0.0
     most_losses: int = 8
-    """A request that so many workers in a row were lost or failed with, without one token, is given up: it may be what kills them."""
+    """Number of consecutive lost or failed workers without a new token after which a request is canceled: it may
+    be the cause.
+    """
 
 
 @dataclass
-class Job:
-    """One piece of work on one worker."""
+class RouterJob:
+    """A unit of work on one worker."""
 
     worker: int
     rows: int
-    """Counted in the worker's queue until it tells something."""
+    """Rows counted in the worker's queue until the first output."""
     request: str = ""
     audit: int = 0
     prefill: bool = False
@@ -69,44 +81,44 @@ class Job:
 
 
 @dataclass
-class Traffic:
-    """The router's state. A caller of ``step`` gives it away and uses the one returned."""
+class RouterState:
+    """The router's state. ``step`` consumes it: use the returned one."""
 
     names: Names
-    settings: Settings = Settings()
+    settings: DispatchSettings = DispatchSettings()
     pool: pools.Pool = field(default_factory=pools.Pool)
     entries: dict[str, Entry] = field(default_factory=dict)
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, RouterJob] = field(default_factory=dict)
     waiting: dict[str, None] = field(default_factory=dict)
-    """Requests that nobody can take now, in their order."""
-    audits: dict[int, Audit] = field(default_factory=dict)
+    """Requests that no worker can take now, in order."""
+    audits: dict[int, TextAudit] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    """What happened so often: moved, stale, audits, differences, ..."""
+    """Number of events by kind: moved, stale, audits, differences, ..."""
     numbers: int = 0
 
 
-def step(state: Traffic, event: Event, now_s: float) -> tuple[Traffic, list[Command]]:
-    """The state after ``event``, and the commands that follow from it, in their order."""
+def step(state: RouterState, event: Event, now_s: float) -> tuple[RouterState, list[Command]]:
+    """Return the state after ``event``, and the resulting commands in order."""
     commands: list[Command] = []
     match event:
-        case Submitted():
+        case RequestSubmitted():
             _submit(state, event, now_s, commands)
         case Abandoned(request):
             _abandon(state, request, commands)
-        case Heard():
+        case OutputReceived():
             _hear(state, event, now_s, commands)
         case _:
             state.pool, orders = pools.step(state.pool, event, now_s)
             _follow(state, orders, now_s, commands)
             if isinstance(event, Beat):
                 _reconcile(state, event, now_s, commands)
-            elif isinstance(event, Drain):
+            elif isinstance(event, DrainWorker):
                 _hand_over(state, event.worker, now_s, commands)
     _place_waiting(state, now_s, commands)
     return state, commands
 
 
-def _submit(state: Traffic, event: Submitted, now_s: float, commands: list[Command]) -> None:
+def _submit(state: RouterState, event: RequestSubmitted, now_s: float, commands: list[Command]) -> None:
     request = event.request
     if request.id in state.entries:
         state.counts["repeated"] += 1
@@ -116,7 +128,7 @@ def _submit(state: Traffic, event: Submitted, now_s: float, commands: list[Comma
     _place(state, request.id, now_s, commands)
 
 
-def _abandon(state: Traffic, request: str, commands: list[Command]) -> None:
+def _abandon(state: RouterState, request: str, commands: list[Command]) -> None:
     entry = state.entries.get(request)
     if entry is None:
         return
@@ -127,7 +139,7 @@ def _abandon(state: Traffic, request: str, commands: list[Command]) -> None:
 # --- placing ------------------------------------------------------------------------------------
 
 
-def _place_waiting(state: Traffic, now_s: float, commands: list[Command]) -> None:
+def _place_waiting(state: RouterState, now_s: float, commands: list[Command]) -> None:
     while state.waiting and state.pool.open_to_work():
         request = next(iter(state.waiting))
         del state.waiting[request]
@@ -135,9 +147,11 @@ def _place_waiting(state: Traffic, now_s: float, commands: list[Command]) -> Non
 
 
 def _place(
-    state: Traffic, request_id: str, now_s: float, commands: list[Command], avoid: int = NOBODY
+    state: RouterState, request_id: str, now_s: float, commands: list[Command], avoid: int = NOBODY
 ) -> None:
-    """Gives a request without a job to the cheapest worker, or lets it wait; ``avoid`` only if there is nobody else."""
+    """Assign a request without a job to the cheapest worker, or queue it. Use ``avoid`` only if there is no other
+    worker.
+    """
     entry = state.entries[request_id]
     entry.job = 0
     if entry.complete:  # its worker was lost between the last token and the last word
@@ -149,7 +163,7 @@ def _place(
         )
         _close(state, entry, Ended(request_id, "error", message), commands)
         return
-    request = journal.rest(entry)
+    request = journal.remaining_request(entry)
     text = request.prompt + request.told
     names = tuple(state.names(text))
     workers = state.pool.open_to_work()
@@ -174,7 +188,7 @@ def _place(
 
 
 def _start(
-    state: Traffic,
+    state: RouterState,
     entry: Entry,
     request: Request,
     route: pools.Route,
@@ -187,7 +201,7 @@ def _start(
     cached_pages = worker.holds(names)
     rows = max(len(request.prompt) + len(request.told) - pools.PAGE_ROWS * cached_pages, 1)
     number = _number(state)
-    state.jobs[number] = Job(
+    state.jobs[number] = RouterJob(
         worker.number, rows, entry.request.id, 0, route.prefill, route.source, names, now_s
     )
     worker.jobs.add(number)
@@ -198,16 +212,18 @@ def _start(
     pull = names[cached_pages:] if route.source != NOBODY else ()
     if pull:
         entry.pages_from.add(route.source)
-    commands.append(Run(worker.number, number, request, route.source, source_job, pull, route.prefill))
+    commands.append(ComputeJob(worker.number, number, request, route.source, source_job, pull, route.prefill))
 
 
-def _number(state: Traffic) -> int:
+def _number(state: RouterState) -> int:
     state.numbers += 1
     return state.numbers
 
 
-def _drop(state: Traffic, number: int, commands: list[Command], *, gone: bool = False) -> Job | None:
-    """Forgets a job, and tells its worker so if it still listens."""
+def _drop(
+    state: RouterState, number: int, commands: list[Command], *, is_gone: bool = False
+) -> RouterJob | None:
+    """Remove a job, and cancel it on its worker unless the worker is gone."""
     job = state.jobs.pop(number, None)
     if job is None:
         return None
@@ -215,28 +231,28 @@ def _drop(state: Traffic, number: int, commands: list[Command], *, gone: bool = 
     if worker is not None and number in worker.jobs:
         worker.jobs.discard(number)
         worker.queued_rows -= job.rows
-    if worker is not None and not gone:
-        commands.append(Stop(job.worker, number))
+    if worker is not None and not is_gone:
+        commands.append(CancelJob(job.worker, number))
     return job
 
 
-def _close(state: Traffic, entry: Entry, output: Ended, commands: list[Command]) -> None:
+def _close(state: RouterState, entry: Entry, output: Ended, commands: list[Command]) -> None:
     del state.entries[entry.request.id]
     state.waiting.pop(entry.request.id, None)
-    commands.append(Tell(journal.ended(entry, output)))
+    commands.append(DeliverOutput(journal.ended(entry, output)))
     state.counts[output.outcome] += 1
 
 
 def _move(
-    state: Traffic, number: int, now_s: float, commands: list[Command], *, gone: bool, loss: bool
+    state: RouterState, number: int, now_s: float, commands: list[Command], *, is_gone: bool, loss: bool
 ) -> None:
-    """Lets what a job computed go on elsewhere."""
-    job = _drop(state, number, commands, gone=gone)
+    """Continue a job's request or audit on another worker."""
+    job = _drop(state, number, commands, is_gone=is_gone)
     if job is None:
         return
     if job.audit:
         audit = state.audits[job.audit]
-        audit.asked.discard(job.worker)
+        audit.scoring.discard(job.worker)
         _go_on(state, job.audit, now_s, commands)
         return
     entry = state.entries[job.request]
@@ -246,41 +262,45 @@ def _move(
     _place(state, job.request, now_s, commands, avoid=job.worker)
 
 
-# --- what workers do and say ----------------------------------------------------------------------
+# --- worker events --------------------------------------------------------------------------------
 
 
-def _follow(state: Traffic, orders: list[PoolCommand], now_s: float, commands: list[Command]) -> None:
+def _follow(state: RouterState, orders: list[PoolCommand], now_s: float, commands: list[Command]) -> None:
     for order in orders:
         if isinstance(order, Lost):
-            state.counts["lost" if order.gone else "late"] += 1
+            state.counts["lost" if order.is_gone else "late"] += 1
             for number in order.jobs:
-                _move(state, number, now_s, commands, gone=order.gone, loss=order.gone)
+                _move(state, number, now_s, commands, is_gone=order.is_gone, loss=order.is_gone)
         else:
             commands.append(order)
 
 
-def _reconcile(state: Traffic, beat: Beat, now_s: float, commands: list[Command]) -> None:
-    """Compares what a worker holds with what it should; a job that was sent long ago and that it does not know is lost."""
+def _reconcile(state: RouterState, beat: Beat, now_s: float, commands: list[Command]) -> None:
+    """Compare a worker's jobs with the expected ones. A job that was sent long ago and that the worker lacks is
+    lost.
+    """
     worker = state.pool.current(beat.worker, beat.life)
     if worker is None:
         return
     for number in sorted(set(beat.jobs) - worker.jobs):
-        commands.append(Stop(worker.number, number))
+        commands.append(CancelJob(worker.number, number))
     patience_s = 2 * state.pool.settings.late_s
     for number in sorted(worker.jobs - set(beat.jobs)):
         if now_s - state.jobs[number].began_s > patience_s:
-            _move(state, number, now_s, commands, gone=False, loss=True)
+            _move(state, number, now_s, commands, is_gone=False, loss=True)
 
 
-def _hand_over(state: Traffic, number: int, now_s: float, commands: list[Command]) -> None:
-    """Moves the jobs of a draining worker, which stays a source of pages; if there is nobody else it ends them itself."""
+def _hand_over(state: RouterState, number: int, now_s: float, commands: list[Command]) -> None:
+    """Move the jobs of a draining worker, which still offers its pages. If there is no other worker, it finishes
+    them.
+    """
     worker = state.pool.workers.get(number)
     if worker is not None and state.pool.open_to_work():
         for job in sorted(worker.jobs):
-            _move(state, job, now_s, commands, gone=False, loss=False)
+            _move(state, job, now_s, commands, is_gone=False, loss=False)
 
 
-def _hear(state: Traffic, event: Heard, now_s: float, commands: list[Command]) -> None:
+def _hear(state: RouterState, event: OutputReceived, now_s: float, commands: list[Command]) -> None:
     worker = state.pool.current(event.worker, event.life)
     job = state.jobs.get(event.job)
     if worker is None or job is None or job.worker != event.worker:
@@ -297,28 +317,28 @@ def _hear(state: Traffic, event: Heard, now_s: float, commands: list[Command]) -
         _end_job(state, event.job, event.output, entry, now_s, commands)
         return
     try:
-        commands += [Tell(output) for output in journal.take(entry, event.output, event.worker)]
+        commands += [DeliverOutput(output) for output in journal.take(entry, event.output, event.worker)]
     except GapError:
         state.counts["gaps"] += 1
-        _move(state, event.job, now_s, commands, gone=False, loss=True)
+        _move(state, event.job, now_s, commands, is_gone=False, loss=True)
 
 
 def _end_job(
-    state: Traffic, number: int, output: Ended, entry: Entry, now_s: float, commands: list[Command]
+    state: RouterState, number: int, output: Ended, entry: Entry, now_s: float, commands: list[Command]
 ) -> None:
     if output.outcome == "cancelled" or (
         output.outcome == "length" and not entry.complete and not state.jobs[number].prefill
     ):
-        # Nobody asked for that: it goes on elsewhere.
-        _move(state, number, now_s, commands, gone=True, loss=True)
+        # Nobody canceled it here, so it continues elsewhere.
+        _move(state, number, now_s, commands, is_gone=True, loss=True)
         return
     if output.outcome == "error":
         state.counts["failed"] += 1
         entry.losses += 1
         if entry.losses < min(2, state.settings.most_losses):
-            _move(state, number, now_s, commands, gone=True, loss=False)
+            _move(state, number, now_s, commands, is_gone=True, loss=False)
             return
-    job = _drop(state, number, commands, gone=True)
+    job = _drop(state, number, commands, is_gone=True)
     assert job is not None
     if output.outcome == "length" and not entry.complete:
         entry.cached = output.cached_tokens if entry.moves == 0 else entry.cached
@@ -331,9 +351,11 @@ def _end_job(
 
 
 def _go_to_decode(
-    state: Traffic, entry: Entry, prefill: Job, number: int, now_s: float, commands: list[Command]
+    state: RouterState, entry: Entry, prefill: RouterJob, number: int, now_s: float, commands: list[Command]
 ) -> None:
-    """After its first token: the pages are offered by the prefill worker, and the cheapest decode worker pulls them."""
+    """Continue a request after its first token: the prefill worker offers the pages, and the cheapest decode
+    worker pulls them.
+    """
     workers = [w for w in state.pool.open_to_work() if w.role != "prefill"]
     if not workers:
         _place(state, entry.request.id, now_s, commands)
@@ -347,13 +369,13 @@ def _go_to_decode(
         ),
     )
     route = pools.Route(best.number, False, prefill.worker, 0.0)
-    _start(state, entry, journal.rest(entry), route, names, now_s, commands, source_job=number)
+    _start(state, entry, journal.remaining_request(entry), route, names, now_s, commands, source_job=number)
 
 
 # --- audits ---------------------------------------------------------------------------------------
 
 
-def _begin_audit(state: Traffic, entry: Entry, now_s: float, commands: list[Command]) -> None:
+def _begin_audit(state: RouterState, entry: Entry, now_s: float, commands: list[Command]) -> None:
     makers = frozenset(entry.makers) | entry.pages_from
     others = [w for w in state.pool.open_to_work() if w.number not in makers]
     if not others:
@@ -362,22 +384,24 @@ def _begin_audit(state: Traffic, entry: Entry, now_s: float, commands: list[Comm
     state.counts["audits"] += 1
     number = _number(state)
     tokens = entry.request.prompt + tuple(entry.tokens)
-    state.audits[number] = Audit(tokens, len(entry.tokens), bits(entry.logprobs), makers)
+    state.audits[number] = TextAudit(tokens, len(entry.tokens), bits(entry.logprobs), makers)
     least = min(others, key=lambda worker: (worker.queued_rows, worker.number))
     _ask(state, number, least.number, now_s, commands)
 
 
-def _ask(state: Traffic, number: int, worker_number: int, now_s: float, commands: list[Command]) -> None:
+def _ask(state: RouterState, number: int, worker_number: int, now_s: float, commands: list[Command]) -> None:
     audit, worker, job = state.audits[number], state.pool.workers[worker_number], _number(state)
-    audit.asked.add(worker_number)
-    state.jobs[job] = Job(worker_number, len(audit.tokens), "", number, began_s=now_s)
+    audit.scoring.add(worker_number)
+    state.jobs[job] = RouterJob(worker_number, len(audit.tokens), "", number, began_s=now_s)
     worker.jobs.add(job)
     worker.queued_rows += len(audit.tokens)
     request = Request(f"audit-{number}", audit.tokens, 1, prompt_logprobs=True, top_logprobs=0)
-    commands.append(Run(worker_number, job, request))
+    commands.append(ComputeJob(worker_number, job, request))
 
 
-def _hear_score(state: Traffic, event: Heard, job: Job, now_s: float, commands: list[Command]) -> None:
+def _hear_score(
+    state: RouterState, event: OutputReceived, job: RouterJob, now_s: float, commands: list[Command]
+) -> None:
     audit = state.audits[job.audit]
     if isinstance(event.output, PromptScored):
         audit.scores[job.worker] = bits(event.output.logprobs[len(event.output.logprobs) - audit.text :])
@@ -385,16 +409,16 @@ def _hear_score(state: Traffic, event: Heard, job: Job, now_s: float, commands: 
     elif isinstance(event.output, Token):
         return
     else:
-        _drop(state, event.job, commands, gone=True)
-    audit.asked.discard(job.worker)
+        _drop(state, event.job, commands, is_gone=True)
+    audit.scoring.discard(job.worker)
     _go_on(state, job.audit, now_s, commands)
 
 
-def _go_on(state: Traffic, number: int, now_s: float, commands: list[Command]) -> None:
-    """Judges an audit as far as it has come."""
+def _go_on(state: RouterState, number: int, now_s: float, commands: list[Command]) -> None:
+    """Advance an audit as far as its scores allow."""
     audit = state.audits[number]
     others = frozenset(worker.number for worker in state.pool.open_to_work())
-    if not audit.asked and not audit.scores:
+    if not audit.scoring and not audit.scores:
         fresh = sorted(others - audit.makers)
         if fresh:
             _ask(state, number, fresh[0], now_s, commands)
@@ -403,7 +427,7 @@ def _go_on(state: Traffic, number: int, now_s: float, commands: list[Command]) -
             state.counts["audits_skipped"] += 1
         return
     verdict = judge(audit, others)
-    if not isinstance(verdict, Verdict):
+    if not isinstance(verdict, AuditResult):
         for worker in sorted(verdict):
             _ask(state, number, worker, now_s, commands)
         return
@@ -415,11 +439,11 @@ def _go_on(state: Traffic, number: int, now_s: float, commands: list[Command]) -
         _condemn(state, worker, evidence(audit, worker, verdict.right), now_s, commands)
 
 
-def _condemn(state: Traffic, number: int, reason: str, now_s: float, commands: list[Command]) -> None:
-    """Takes a worker that miscomputes out of service, with all that may have come from it.
+def _condemn(state: RouterState, number: int, reason: str, now_s: float, commands: list[Command]) -> None:
+    """Quarantine a worker that miscomputes, and discard everything that may come from it.
 
-    Its pages went to others, and others computed pages from them, whose names do not tell. So all workers drop all pages, and all
-    requests begin anew from their journal: one prefill each, once in the life of a broken machine.
+    Other workers fetched its pages and computed pages from them, which their names do not show. So all workers drop
+    all pages, and all requests start again from their journal: one prefill each, once per broken machine.
     """
     if number in state.pool.quarantined:
         return

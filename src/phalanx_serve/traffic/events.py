@@ -28,16 +28,16 @@ class Sampling:
 
     temperature: float = 1.0
     top_k: int = 0
-    """The likeliest tokens that are left in; 0 leaves in all."""
+    """Number of likeliest tokens to keep; 0 keeps all."""
     top_p: float = 1.0
-    """Keeps of these the smallest set that holds so much of the probability."""
+    """Keeps the smallest set of these tokens with at least this probability."""
     min_p: float = 0.0
-    """Keeps of these those at least so likely as this share of the likeliest."""
+    """Keeps the tokens with at least this fraction of the highest probability."""
     seed: int = 0
     choice: int = 0
-    """The index of this text among the ``n`` of a request; each draws other numbers."""
+    """Index of this text among the ``n`` of a request; each draws different numbers."""
     vocab_size: int = 0
-    """Ids from here on are never drawn: a model may embed more than its tokenizer has. 0 leaves all in."""
+    """Ids from here on are never drawn: a model may embed more than its tokenizer has. 0 sets no limit."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Request:
     """A text to continue."""
 
     id: str
-    """Unique among those that a worker holds."""
+    """Unique among a worker's requests."""
     prompt: tuple[int, ...]
     max_tokens: int
     """Tokens to generate at most, including those in ``told``."""
@@ -69,11 +69,11 @@ class Token:
     """Its place in the generated text, from 0."""
     id: int
     logprob: float = 0.0
-    """In nats, of the model's own distribution (temperature 1, nothing cut), whatever ``Sampling`` says."""
+    """In nats, of the model's own distribution (temperature 1, nothing cut), independent of ``Sampling``."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log-probabilities, falling; ties by lower id."""
     weights: str = ""
-    """The weights that made it, of several with ``+`` between; empty where the worker has no others than those it began with."""
+    """Weights that computed the token, joined with ``+``; empty if the worker's weights were never swapped."""
 
 
 @dataclass(frozen=True)
@@ -111,28 +111,30 @@ ONLY_STREAMED = "--stream reads weights into the host's memory, where the CPU co
 """Why streamed weights are refused on a GPU."""
 
 
-class RequestError(ValueError):
-    """A request cannot be computed; the message says why and what to change, ``param`` names the field."""
+class GenerationRequestError(ValueError):
+    """A request that cannot be computed. The message has the reason and the remedy; ``param`` names the field."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
 
 
-class EngineError(ValueError):
-    """A model cannot be served as asked; the message says why and what to change."""
+class ServeError(ValueError):
+    """A model that cannot be served as requested. The message has the reason and the remedy."""
 
 
-class NotExactError(EngineError):
+class NotExactError(ServeError):
     """This process cannot compute with exact numerics; the message has the reason and the remedy."""
 
 
 class PartLostError(RuntimeError):
-    """A process that had layers of the model is gone, and the engine computes nothing any more; the message says which and why."""
+    """A process or GPU that had a part of the model is lost, so the engine stops. The message names the part and
+    the reason.
+    """
 
 
-class DeviceMemoryError(EngineError):
-    """A GPU has no memory for what was asked of it; the message says for what, and what would help."""
+class DeviceMemoryError(ServeError):
+    """A GPU is out of memory. The message has the allocation and the remedy."""
 
 
 # Events and commands of a service of several workers.
@@ -144,8 +146,8 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Identity:
-    """What must be equal of two workers for their bits to be equal."""
+class WorkerIdentity:
+    """Facts that two workers must share for equal bits."""
 
     weights: str
     numerics: str
@@ -154,12 +156,12 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A worker has proven itself and waits for work; a new life."""
+class WorkerJoined:
+    """A worker has authenticated and waits for work: a new life."""
 
     worker: int
     life: int
-    identity: Identity
+    identity: WorkerIdentity
     role: Role = "both"
     pages: int = 1 << 20
     rows_per_s: float = 1000.0
@@ -167,14 +169,14 @@ class Joined:
 
 @dataclass(frozen=True)
 class Beat:
-    """A worker's sign of life."""
+    """A worker's heartbeat."""
 
     worker: int
     life: int
     steps: int
-    """Steps of its engine so far. A worker that has jobs and makes no step for long is late, whatever it says."""
+    """Steps of its engine so far. A worker that has jobs and makes no step for long counts as late."""
     jobs: tuple[int, ...] = ()
-    """Those that it holds."""
+    """The worker's jobs."""
 
 
 @dataclass(frozen=True)
@@ -183,12 +185,12 @@ class Left:
 
     worker: int
     life: int
-    why: str = "its connection ended"
+    reason: str = "its connection ended"
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """A client asks for a text, of which it has the first ``seen`` tokens (from a gateway that is lost, say)."""
+class RequestSubmitted:
+    """A client requests a text, whose first ``seen`` tokens it has (from a lost gateway, for example)."""
 
     request: Request
     seen: int = 0
@@ -196,13 +198,13 @@ class Submitted:
 
 @dataclass(frozen=True)
 class Abandoned:
-    """A client takes back its request."""
+    """A client cancels its request."""
 
     request: str
 
 
 @dataclass(frozen=True)
-class Heard:
+class OutputReceived:
     """A worker has sent an output of a job. ``output.request`` is ignored; the job identifies the request."""
 
     worker: int
@@ -212,47 +214,49 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Drain:
-    """A worker is to be emptied and sent away."""
+class DrainWorker:
+    """Move a worker's jobs to others, and dismiss it."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Admit:
-    """A worker in quarantine may join again."""
+class AdmitWorker:
+    """Let a quarantined worker join again."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Tick:
+class ClockTick:
     """Time has passed."""
 
 
-PoolEvent = Joined | Beat | Left | Drain | Admit | Tick
-Event = PoolEvent | Submitted | Abandoned | Heard
+PoolEvent = WorkerJoined | Beat | Left | DrainWorker | AdmitWorker | ClockTick
+Event = PoolEvent | RequestSubmitted | Abandoned | OutputReceived
 
 
 @dataclass(frozen=True)
-class Run:
-    """Orders a worker to compute ``request``; pages are pulled from ``source`` first, and whatever does not come is computed."""
+class ComputeJob:
+    """Order a worker to compute ``request`` after pulling pages from ``source``; pages that do not arrive are
+    computed.
+    """
 
     worker: int
     job: int
     request: Request
     source: int = NOBODY
     source_job: int = 0
-    """The job of ``source`` under whose lease the pages are offered."""
+    """Job of ``source`` whose lease covers the pages."""
     pages: tuple[bytes, ...] = ()
-    """Names of those to pull."""
+    """Names of the pages to pull."""
     offer: bool = False
-    """Whether the pages are to be offered when the job ends."""
+    """True if the pages are offered to other workers when the job ends."""
 
 
 @dataclass(frozen=True)
-class Stop:
-    """Orders a worker to drop a job."""
+class CancelJob:
+    """Order a worker to drop a job."""
 
     worker: int
     job: int
@@ -260,42 +264,44 @@ class Stop:
 
 @dataclass(frozen=True)
 class Forget:
-    """Orders a worker to drop all pages, since one that miscomputes was found among those that they came from."""
+    """Order a worker to drop all pages, because a worker that miscomputed contributed to them."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Tell:
-    """Sends an output to the client."""
+class DeliverOutput:
+    """Send an output to the client."""
 
     output: EngineOutput
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """Ends the connection of a worker that may not work here."""
+    """Close the connection of a worker that may not work here."""
 
     worker: int
     life: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class Dismiss:
-    """Sends a drained worker away."""
+    """Dismiss a drained worker."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker's jobs are to go on elsewhere; for the dispatcher itself. ``gone`` if the worker will say no more."""
+    """A worker's jobs must continue elsewhere; for the dispatcher itself. ``is_gone`` if the worker sends nothing
+    more.
+    """
 
     worker: int
     jobs: tuple[int, ...]
-    gone: bool
+    is_gone: bool
 
 
-Command = Run | Stop | Forget | Tell | Refuse | Dismiss
+Command = ComputeJob | CancelJob | Forget | DeliverOutput | Refuse | Dismiss
 PoolCommand = Lost | Refuse | Dismiss

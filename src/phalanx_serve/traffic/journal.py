@@ -1,13 +1,15 @@
-"""Journal of requests, with what each client asked for and the tokens sent to it; and audits, which score some requests again elsewhere.
+"""Journal of requests, with each client's request and the tokens sent to it; and audits, which score some requests
+again on other workers.
 
-The journal is all that a death of a worker leaves of a request, and all that is needed: the next token is a function of prompt, sampling and the
-tokens before it, so that another worker that is given these continues with the same one. A token is taken from the current job alone and
-only at the place behind the last one; so none is sent twice and none is left out, whatever late workers still send.
+The journal survives the death of a worker, and suffices: the next token is a function of prompt, sampling and the
+tokens before it. So another worker continues with the same token. A token is accepted only from the current job and
+only at the next index, so none is sent twice or lost, even if late workers still send.
 
-Audits find a worker whose bits differ from the majority's. Equal weights and equal numerics give equal log-probabilities to the last bit, so a
-difference of one bit is a defect and needs no tolerance. The first comparison accuses nobody: it starts a vote in which all who had a hand in the
-text, whoever noticed, and others score the same tokens afresh; at least three, and more than half must agree. Where the text was wrong and all
-score it right, the difference is counted as unexplained: a transient fault, or a page from a worker that has left. Suspicion alone dismisses nobody.
+Audits find a worker whose bits differ from the majority's. Equal weights and numerics give equal log-probabilities to
+the last bit, so a difference of one bit is a defect and needs no tolerance. The first difference starts a vote: all
+workers that contributed to the text, the auditor, and others score the same tokens again. At least three must score,
+and more than half must agree. If the text was wrong and all workers score it right, the difference counts as
+unexplained: a transient fault, or a page from a worker that has left. No worker is quarantined on suspicion.
 """
 
 from __future__ import annotations
@@ -23,26 +25,26 @@ from phalanx_serve.traffic.events import Ended, EngineOutput, PromptScored, Requ
 
 @dataclass
 class Entry:
-    """The life of one request."""
+    """Record of one request."""
 
     request: Request
     seen: int = 0
-    """Tokens that its client has from before; they are computed and not told again."""
+    """Number of tokens that the client already has; they are not sent again."""
     audited: bool = False
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     makers: list[int] = field(default_factory=list)
-    """The worker that computed each token."""
+    """Worker that computed each token."""
     pages_from: set[int] = field(default_factory=set)
     """Workers whose pages were used."""
     job: int = 0
-    """The one whose tokens are taken; 0 while it waits."""
+    """Job whose tokens are accepted; 0 while the request waits."""
     scored: bool = False
     losses: int = 0
-    """Workers that were lost or failed with it since its last token."""
+    """Workers that were lost or failed on it since its last token."""
     moves: int = 0
     cached: int = -1
-    """Prompt tokens that its first job did not compute, as far as it is known; -1 before. Later ones find the pages of the first."""
+    """Prompt tokens that the first job found cached; -1 if unknown. Later jobs reuse the pages of the first."""
 
     @property
     def complete(self) -> bool:
@@ -64,7 +66,7 @@ def open_entry(request: Request, seen: int, *, audited: bool) -> Entry:
     )
 
 
-def rest(entry: Entry) -> Request:
+def remaining_request(entry: Entry) -> Request:
     """Return the request for another worker, with all tokens so far."""
     request = entry.request
     return replace(
@@ -89,7 +91,7 @@ def take(entry: Entry, output: Token | PromptScored, worker: int) -> list[Engine
         return [replace(output, request=request.id)]
     if output.index != len(entry.tokens) or entry.complete:
         raise GapError(
-            f"request {request.id}: token {output.index} where {len(entry.tokens)} of {request.max_tokens} are told"
+            f"request {request.id}: token {output.index} where {len(entry.tokens)} of {request.max_tokens} are sent"
         )
     entry.tokens.append(output.id)
     entry.logprobs.append(output.logprob)
@@ -115,55 +117,55 @@ VOTERS = 3
 
 
 def chosen(request_id: str, share: float) -> bool:
-    """Whether a request is among the audited ones; the same on every gateway."""
+    """Return True if a request is audited. The result is the same on every gateway."""
     number = int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big")
     return number < share * 2**64
 
 
 def bits(logprobs: Sequence[float]) -> bytes:
-    """The numbers as bytes: what compares equal is equal to the bit."""
+    """Return the numbers as bytes: equal bytes mean equal bits."""
     return struct.pack(f"<{len(logprobs)}d", *logprobs)
 
 
 @dataclass
-class Audit:
-    """One text that is scored again."""
+class TextAudit:
+    """Audit of one text."""
 
     tokens: tuple[int, ...]
     text: int
-    """So many at the end were generated."""
+    """Number of generated tokens, at the end."""
     served: bytes
-    """The bits that the client would have been told."""
+    """Bits of the log-probabilities that the client received."""
     makers: frozenset[int]
-    """Who computed tokens or pages of it."""
-    asked: set[int] = field(default_factory=set)
+    """Workers that computed tokens or pages of the text."""
+    scoring: set[int] = field(default_factory=set)
     """Workers that are scoring."""
     scores: dict[int, bytes] = field(default_factory=dict)
-    """Worker -> bits of its own fresh scores."""
+    """Bits of each worker's own scores."""
     voting: bool = False
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What an audit has come to."""
+class AuditResult:
+    """Result of an audit."""
 
     wrong: frozenset[int] = frozenset()
-    """Workers whose fresh scores the majority contradicts."""
+    """Workers whose scores differ from the majority."""
     unexplained: bool = False
-    """The text was wrong, and all who were asked score it right."""
+    """The text was wrong, but every worker scores it right."""
     difference: bool = False
     undecided: bool = False
     right: bytes = b""
-    """The bits of the majority."""
+    """Bits of the majority."""
 
 
-def judge(audit: Audit, others: frozenset[int]) -> Verdict | frozenset[int]:
-    """The verdict, or the workers that are to score next; ``others`` can be asked."""
-    if audit.asked:
+def judge(audit: TextAudit, others: frozenset[int]) -> AuditResult | frozenset[int]:
+    """Return the result, or the workers that must score next, chosen from ``others``."""
+    if audit.scoring:
         return frozenset()
     if not audit.voting:
         if all(score == audit.served for score in audit.scores.values()):
-            return Verdict()
+            return AuditResult()
         audit.voting = True
         missing = (audit.makers & others) - audit.scores.keys()
         more = sorted(others - audit.scores.keys() - missing)
@@ -174,14 +176,14 @@ def judge(audit: Audit, others: frozenset[int]) -> Verdict | frozenset[int]:
     ranked = counts.most_common(1)
     if not ranked or ranked[0][1] < 2 or 2 * ranked[0][1] <= len(audit.scores):
         more = sorted(others - audit.scores.keys())
-        return frozenset(more[:1]) if more else Verdict(difference=True, undecided=True)
+        return frozenset(more[:1]) if more else AuditResult(difference=True, undecided=True)
     right = ranked[0][0]
     wrong = frozenset(worker for worker, score in audit.scores.items() if score != right)
-    return Verdict(wrong, not wrong and right != audit.served, difference=True, right=right)
+    return AuditResult(wrong, not wrong and right != audit.served, difference=True, right=right)
 
 
-def evidence(audit: Audit, worker: int, right: bytes) -> str:
-    """Why ``worker`` is found wrong, with the first number that differs, so that it can be computed again by hand."""
+def evidence(audit: TextAudit, worker: int, right: bytes) -> str:
+    """Return the reason why ``worker`` is wrong, with the first number that differs, for a check by hand."""
     numbers = [struct.unpack(f"<{len(each) // 8}d", each) for each in (audit.scores[worker], right)]
     agree = sum(score == right for score in audit.scores.values())
     for place, (wrong, expected) in enumerate(zip(*numbers, strict=False)):

@@ -1,12 +1,14 @@
-"""Pool of workers: who is there, in which role, late, draining or in quarantine; and which worker computes a request.
+"""Pool of workers: live, late, draining or quarantined workers and their roles; and the choice of a worker for a
+request.
 
-``step(state, event, now) -> (state, commands)``. A worker is *late* when it has given no sign of life for a while: its jobs go on elsewhere
-at once, and it is taken back when it speaks again. Roles follow the load: when the queue of one role breaks its objective while the other
-has room, for long enough (hysteresis), the least loaded worker changes sides. Both roles hold the same weights, so this costs nothing.
+``step(state, event, now) -> (state, commands)``. A worker is *late* if its heartbeat is overdue: its jobs continue
+elsewhere at once, and it rejoins with its next heartbeat. Roles follow the load: if the queue of one role exceeds its
+objective for long enough (hysteresis) while the other role has room, the least loaded worker changes roles. Both
+roles have the same weights, so this costs nothing.
 
-A request is routed to the worker with the least seconds until its next token.
-The cost is that of the design of disaggregated servers (Mooncake, arXiv 2407.00079; NVIDIA Dynamo's router): prefill rows that are not held,
-rows queued before them, and pages to fetch over the link's rate. Ties go to the lower worker number, so that the same state gives the same
+A request goes to the worker with the fewest predicted seconds to its next token. The cost is that of disaggregated
+servers (Mooncake, arXiv 2407.00079; NVIDIA Dynamo's router): prefill rows that are not cached, rows queued before
+them, and pages to fetch over the link's rate. Ties go to the lower worker number, so the same state gives the same
 route, in a replay too.
 """
 
@@ -18,71 +20,71 @@ from dataclasses import dataclass, field
 
 from phalanx_serve.traffic.events import (
     NOBODY,
-    Admit,
+    AdmitWorker,
     Beat,
     Dismiss,
-    Drain,
-    Identity,
-    Joined,
+    DrainWorker,
     Left,
     Lost,
     PoolCommand,
     PoolEvent,
     Refuse,
     Role,
+    WorkerIdentity,
+    WorkerJoined,
 )
 
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """When a worker is late, dead, or changes sides."""
+    """Thresholds for late and dead workers, and for role changes."""
 
     late_s: float = 2.0
     dead_s: float = 30.0
     step_rows: int = 512
-    """Rows of an engine's longest step, and """
+    """Most rows of an engine step. A worker is not late within the time of such a step and a pull."""
     pull_s: float = 5.0
-    """the longest pull of pages: for the time of both a busy worker may make no step, and is not late for it."""
+    """Most seconds of a pull of pages."""
     elastic: bool = True
     wait_s: float = 1.0
-    """The objective: seconds of rows queued before a worker of a role, on average."""
+    """Objective: mean seconds of rows queued per worker of a role."""
     patience_s: float = 5.0
-    """For how long an objective must be broken."""
+    """Seconds for which an objective must be exceeded."""
     rest_s: float = 20.0
-    """After a change, before the next."""
+    """Least seconds between two role changes."""
 
 
 @dataclass
-class Worker:
+class PoolWorker:
     """A worker that has joined."""
 
     number: int
     life: int
     role: Role
-    identity: Identity
+    identity: WorkerIdentity
     pages: int
     rows_per_s: float
     heard_s: float
     stepped_s: float
-    """When its engine last made a step, or had nothing to do."""
+    """Time of its engine's last step, or when it last had nothing to do."""
     steps: int = -1
     late: bool = False
     draining: bool = False
     jobs: set[int] = field(default_factory=set)
     queued_rows: int = 0
-    """Rows that its jobs have yet to compute before they tell anything."""
+    """Rows that its jobs must compute before their first output."""
     hints: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    """Pages that it most likely holds, the latest last; a wrong one costs time only."""
+    """Pages that the worker probably has, the latest last. A wrong hint costs only time."""
 
     def holds(self, names: Sequence[bytes]) -> int:
-        """So many pages from the first on are there, most likely."""
+        """Return the number of leading ``names`` that the worker probably has."""
         for count, name in enumerate(names):
             if name not in self.hints:
                 return count
         return len(names)
 
     def hint(self, names: Sequence[bytes]) -> None:
-        """Notes that it has computed or fetched pages."""
+        """Record that the worker computed or fetched pages."""
         for name in reversed(names):  # the first is used last: a chain is evicted from its end
             self.hints[name] = None
             self.hints.move_to_end(name)
@@ -95,77 +97,77 @@ class Pool:
     """All workers."""
 
     settings: PoolSettings = PoolSettings()
-    identity: Identity | None = None
-    """What all must be; the first worker's, if nothing is given."""
-    workers: dict[int, Worker] = field(default_factory=dict)
+    identity: WorkerIdentity | None = None
+    """Identity that all workers must have; by default the first worker's."""
+    workers: dict[int, PoolWorker] = field(default_factory=dict)
     quarantined: dict[int, str] = field(default_factory=dict)
     strained_s: float = -1.0
-    """Since when a role's objective is broken; negative while none is."""
+    """Time since which a role exceeds its objective; negative if none does."""
     strained: str = ""
     changed_s: float = -1e9
     refused: int = 0
     role_changes: int = 0
 
-    def current(self, number: int, life: int) -> Worker | None:
-        """The worker, if this is its present life."""
+    def current(self, number: int, life: int) -> PoolWorker | None:
+        """Return the worker if ``life`` is its current life."""
         worker = self.workers.get(number)
         return worker if worker is not None and worker.life == life else None
 
-    def open_to_work(self) -> list[Worker]:
-        """Workers that may be given jobs, by number."""
+    def open_to_work(self) -> list[PoolWorker]:
+        """Return the workers that accept jobs, by number."""
         return [w for _, w in sorted(self.workers.items()) if not w.late and not w.draining]
 
 
 def step(pool: Pool, event: PoolEvent, now_s: float) -> tuple[Pool, list[PoolCommand]]:
-    """The pool after ``event``, and what follows. Mutates the given pool."""
+    """Update ``pool`` in place by ``event``. Return it and the resulting commands."""
     commands: list[PoolCommand] = []
     match event:
-        case Joined():
+        case WorkerJoined():
             _join(pool, event, now_s, commands)
         case Beat():
             _beat(pool, event, now_s, commands)
         case Left(number, life):
             if pool.current(number, life):
                 commands.append(_remove(pool, number))
-        case Drain(number):
+        case DrainWorker(number):
             if number in pool.workers:
                 pool.workers[number].draining = True
-        case Admit(number):
+        case AdmitWorker(number):
             pool.quarantined.pop(number, None)
         case _:
             _watch(pool, now_s, commands)
     return pool, commands
 
 
-def quarantine(pool: Pool, number: int, why: str) -> list[PoolCommand]:
-    """Takes a worker out for good; it may join again only after ``Admit``."""
-    pool.quarantined[number] = why
+def quarantine(pool: Pool, number: int, reason: str) -> list[PoolCommand]:
+    """Remove a worker; it may join again only after ``AdmitWorker``."""
+    pool.quarantined[number] = reason
     worker = pool.workers.get(number)
-    return [_remove(pool, number), Refuse(number, worker.life, why)] if worker else []
+    return [_remove(pool, number), Refuse(number, worker.life, reason)] if worker else []
 
 
-def _join(pool: Pool, event: Joined, now_s: float, commands: list[PoolCommand]) -> None:
+def _join(pool: Pool, event: WorkerJoined, now_s: float, commands: list[PoolCommand]) -> None:
     old = pool.workers.get(event.worker)
     if old is not None and event.life <= old.life:
         return
-    why = pool.quarantined.get(event.worker, "")
-    if not why and pool.identity not in (None, event.identity):
-        why = f"it has {event.identity}, and the service has {pool.identity}: give every worker the same weights, libraries and kind of processor"
-    if why:
+    refusal = pool.quarantined.get(event.worker, "")
+    if not refusal and pool.identity not in (None, event.identity):
+        refusal = f"it has {event.identity}, and the service has {pool.identity}: give every worker the same weights, libraries and kind of processor"
+    if refusal:
         pool.refused += 1
-        commands.append(Refuse(event.worker, event.life, f"worker {event.worker}: {why}"))
+        commands.append(Refuse(event.worker, event.life, f"worker {event.worker}: {refusal}"))
         return
     pool.identity = event.identity
     if old is not None:
         commands.append(_remove(pool, event.worker))
-    pool.workers[event.worker] = Worker(
+    pool.workers[event.worker] = PoolWorker(
         event.worker, event.life, event.role, event.identity, event.pages, event.rows_per_s, now_s, now_s
     )
 
 
 def _remove(pool: Pool, number: int) -> Lost:
     worker = pool.workers.pop(number)
-    return Lost(number, tuple(sorted(worker.jobs)), gone=True)
+    return Lost(number, tuple(sorted(worker.jobs)), is_gone=True)
 
 
 def _beat(pool: Pool, event: Beat, now_s: float, commands: list[PoolCommand]) -> None:
@@ -183,7 +185,7 @@ def _beat(pool: Pool, event: Beat, now_s: float, commands: list[PoolCommand]) ->
         worker.late = False
 
 
-def _step_patience_s(settings: PoolSettings, worker: Worker) -> float:
+def _step_patience_s(settings: PoolSettings, worker: PoolWorker) -> float:
     return settings.late_s + settings.pull_s + 2 * settings.step_rows / worker.rows_per_s
 
 
@@ -199,7 +201,7 @@ def _watch(pool: Pool, now_s: float, commands: list[PoolCommand]) -> None:
             ]
         elif (silent_s > settings.late_s or still_s > 0) and not worker.late:
             worker.late = True
-            commands.append(Lost(number, tuple(sorted(worker.jobs)), gone=False))
+            commands.append(Lost(number, tuple(sorted(worker.jobs)), is_gone=False))
         elif worker.draining and not worker.jobs:
             del pool.workers[number]
             commands.append(Dismiss(number))
@@ -208,7 +210,7 @@ def _watch(pool: Pool, now_s: float, commands: list[PoolCommand]) -> None:
 
 
 def waits_s(pool: Pool) -> dict[str, float]:
-    """Seconds of rows queued before the workers of each role, on average; of roles that somebody has."""
+    """Return the mean seconds of queued rows per worker, for each role that has workers."""
     waits: dict[str, list[float]] = {}
     for worker in pool.open_to_work():
         waits.setdefault(worker.role, []).append(worker.queued_rows / worker.rows_per_s)
@@ -243,38 +245,38 @@ PAGE_ROWS = 64
 
 @dataclass(frozen=True)
 class Bidder:
-    """What the router knows of a worker with regard to one request."""
+    """A worker's load and cached pages, as routing of one request reads them."""
 
     number: int
     role: Role
     queued_rows: int
     held_pages: int
-    """The first so many pages of the request are there."""
+    """Number of the request's leading pages that the worker has."""
     rows_per_s: float
 
 
 @dataclass(frozen=True)
 class Link:
-    """How pages travel."""
+    """Network link that pages are fetched over."""
 
     page_bytes: int = 1 << 20
     bytes_per_s: float = 1e9
     round_trip_s: float = 1e-3
 
     def seconds(self, pages: int) -> float:
-        """The time to fetch so many pages."""
+        """Return the seconds to fetch ``pages`` pages."""
         return self.round_trip_s + pages * self.page_bytes / self.bytes_per_s if pages > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where a request goes next."""
+    """Worker and page source of a request."""
 
     worker: int
     prefill: bool
-    """It computes the prompt and one token, and another worker goes on."""
+    """True if the worker computes only the prompt and one token, and another worker continues."""
     source: int
-    """Whose pages it fetches first; NOBODY: it computes what it does not hold."""
+    """Worker that the pages are fetched from first. NOBODY: the worker computes missing pages."""
     cost_s: float
 
 
@@ -286,17 +288,19 @@ def choose(
     link: Link,
     small_rows: int = PAGE_ROWS,
 ) -> Route | None:
-    """The route of a request of ``rows`` tokens, whose first ``pages`` pages have names; None if nobody can take it.
+    """Return the route of a request of ``rows`` tokens, whose first ``pages`` pages have names. None if no worker can
+    take it.
 
     Args:
         rows: Tokens of prompt and text so far.
-        pages: Whole pages among them.
-        candidates: Workers that may be given work.
-        sources: (worker, pages held) of those that pages can be fetched from.
-        link: How pages travel.
-        small_rows: A worker that decodes computes so many rows itself, rather than wait for one that prefills.
+        pages: Full pages among them.
+        candidates: Workers that accept jobs.
+        sources: (worker, cached pages) of the possible page sources.
+        link: Network link between workers.
+        small_rows: A decode worker computes up to this many rows itself instead of waiting for a prefill worker.
 
-    A decode worker is given a whole prompt only if nobody else prefills; and a prefill worker decodes only if nobody else does.
+    A decode worker gets a full prompt only if there is no prefill worker, and a prefill worker decodes only if there
+    is no decode worker.
     """
     workers = sorted(candidates, key=lambda worker: worker.number)
     decoders = [worker for worker in workers if worker.role != "prefill"] or workers
@@ -318,14 +322,14 @@ def choose(
 
 
 def _at(worker: Bidder, rows: int, pages: int, ranked: list[tuple[int, int]], link: Link) -> Route:
-    """The better of computing and fetching what a worker does not hold."""
-    held = min(worker.held_pages, pages)
+    """Return the faster route: compute or fetch the pages that the worker lacks."""
+    held_pages = min(worker.held_pages, pages)
     queued_s = worker.queued_rows / worker.rows_per_s
-    compute_s = (rows - PAGE_ROWS * held) / worker.rows_per_s
+    compute_s = (rows - PAGE_ROWS * held_pages) / worker.rows_per_s
     other = next((source for source in ranked if source[0] != worker.number), None)
-    if other is not None and other[1] > held:
+    if other is not None and other[1] > held_pages:
         got = min(other[1], pages)
-        fetch_s = link.seconds(got - held) + (rows - PAGE_ROWS * got) / worker.rows_per_s
+        fetch_s = link.seconds(got - held_pages) + (rows - PAGE_ROWS * got) / worker.rows_per_s
         if fetch_s < compute_s:
             return Route(worker.number, False, other[0], queued_s + fetch_s)
     return Route(worker.number, False, NOBODY, queued_s + compute_s)

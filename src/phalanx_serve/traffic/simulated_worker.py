@@ -1,6 +1,7 @@
-"""A simulated worker: computes rows at a rate, keeps pages, pulls and offers them, dies, stands still, and may compute wrong numbers.
+"""Simulated worker: computes rows at a rate, caches, pulls and offers pages, dies, stalls, and may compute wrong
+numbers.
 
-Each token and its log-probability are functions of the request and the place alone.
+Each token and its log-probability are functions of the request and the position alone.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ PAGE_ROWS = 64
 
 
 def token(prompt: tuple[int, ...], seed: int, index: int) -> int:
-    """The token at a place of the text that continues ``prompt``."""
+    """Return the token at a position of the text that continues ``prompt``."""
     return _number(prompt[0], len(prompt), prompt[-1], seed, index) % 50_000
 
 
 def logprob(tokens: Sequence[int], place: int) -> float:
-    """The log-probability of a token at a place of a text."""
+    """Return the log-probability of a token at a position of a text."""
     return -(_number(place, tokens[0], tokens[place]) % 10_000) / 1024
 
 
 def page_names(tokens: Sequence[int]) -> tuple[bytes, ...]:
-    """Chained names of the whole pages of a text."""
+    """Return the chained names of a text's full pages."""
     names, before = [], b""
     for start in range(0, len(tokens) - PAGE_ROWS + 1, PAGE_ROWS):
         piece = repr(tuple(tokens[start : start + PAGE_ROWS])).encode()
@@ -53,11 +54,11 @@ def _number(*parts: int) -> int:
 BEAT_S = 0.5
 
 
-class Surroundings(Protocol):
-    """What a worker needs of the world around it."""
+class WorkerEnvironment(Protocol):
+    """Clock, network and other workers, as a simulated worker uses them."""
 
     clock: SimulatedClock
-    identity: e.Identity
+    identity: e.WorkerIdentity
     gateway_up: bool
     lease_s: float
     counts: Counter[str]
@@ -78,21 +79,23 @@ class Surroundings(Protocol):
 class SimulatedJob:
     """A job on a worker."""
 
-    order: e.Run
+    order: e.ComputeJob
     text: list[int]
     rows: int = 0
-    """To compute before its next token."""
+    """Rows to compute before its next token."""
     ready: bool = False
     pages: list[bytes] = field(default_factory=list)
-    """Those that it holds a reference to."""
+    """Pages that the job references."""
     wrong: bool = False
-    """It has read a page that was miscomputed."""
+    """True if it has read a miscomputed page."""
 
 
 class SimulatedWorker:
-    """One worker process and its machine."""
+    """A simulated worker process and its machine."""
 
-    def __init__(self, world: Surroundings, number: int, role: e.Role, rows_per_s: float, pages: int) -> None:
+    def __init__(
+        self, world: WorkerEnvironment, number: int, role: e.Role, rows_per_s: float, pages: int
+    ) -> None:
         self.world, self.number, self.role = world, number, role
         self.rows_per_s, self.pages = rows_per_s, pages
         self.identity = world.identity
@@ -109,7 +112,7 @@ class SimulatedWorker:
     # --- life
 
     def start(self) -> None:
-        """Begins a new process, with empty memory."""
+        """Start a new process with empty memory."""
         if self.up:
             return
         self.up, self.stopped, self.steps = True, False, 0
@@ -120,16 +123,16 @@ class SimulatedWorker:
         self._beat(self.process)
 
     def join(self) -> None:
-        """Connects to the gateway: a new life, with no jobs, and the pages of the last one."""
+        """Connect to the gateway: a new life without jobs, with the pages of the last one."""
         if not self.up or self.cut or not self.world.gateway_up:
             return
         self._forget_work()
         self.life = self.world.new_life()
-        joined = e.Joined(self.number, self.life, self.identity, self.role, self.pages, self.rows_per_s)
+        joined = e.WorkerJoined(self.number, self.life, self.identity, self.role, self.pages, self.rows_per_s)
         self.world.to_router(self, joined)
 
     def kill(self) -> None:
-        """Ends the process at once; the gateway notices that the connection ends."""
+        """End the process at once; the gateway detects the closed connection."""
         if self.up:
             self.up = False
             self.process += 1
@@ -155,18 +158,18 @@ class SimulatedWorker:
     # --- orders
 
     def obey(self, order: e.Command, life: int) -> None:
-        """Carries out what the router of its present life orders."""
+        """Execute a command of the router of the current life."""
         if not self.up or life != self.life:
             return
         if self.stopped:
             self.world.clock.after(0.1, partial(self.obey, order, life))
             return
         match order:
-            case e.Run():
+            case e.ComputeJob():
                 job = SimulatedJob(order, list(order.request.prompt + order.request.told))
                 self.jobs[order.job] = job
                 self._pull(job)
-            case e.Stop(_, number):
+            case e.CancelJob(_, number):
                 self._end(number)
             case e.Forget():
                 self.cache.clear()
@@ -195,24 +198,24 @@ class SimulatedWorker:
             return
         world, source = self.world, self.world.workers[job.order.source]
         for name in missing:  # in order: behind a page that does not come none is of use
-            why = world.fetch_failure(self, source, name)
-            if why:
-                world.counts[f"pull: {why}"] += 1
+            failure = world.fetch_failure(self, source, name)
+            if failure:
+                world.counts[f"pull: {failure}"] += 1
                 break
             self._keep(name, source.number, source.cache[name][1])
             world.counts["pulled"] += 1
-        source.leases.done(job.order.source_job)
+        source.leases.end(job.order.source_job)
         self._ready(job)
 
     def _ready(self, job: SimulatedJob) -> None:
-        request, held = job.order.request, 0
+        request, cached_pages = job.order.request, 0
         scoring = request.prompt_logprobs
         for name in () if scoring else page_names(job.text):
             if name not in self.cache:
                 break
-            held += 1
+            cached_pages += 1
             self._refer(job, name)
-        job.rows = max(len(job.text) - 64 * held, 1)
+        job.rows = max(len(job.text) - 64 * cached_pages, 1)
         self.world.counts["rows"] += job.rows
         job.ready = True
         if not self.stepping:
@@ -280,7 +283,7 @@ class SimulatedWorker:
         self._end(order.job)
 
     def _tell(self, job: int, output: EngineOutput) -> None:
-        self.world.to_router(self, e.Heard(self.number, self.life, job, output))
+        self.world.to_router(self, e.OutputReceived(self.number, self.life, job, output))
 
     # --- pages
 
@@ -311,6 +314,6 @@ class SimulatedWorker:
     def _evict(self) -> None:
         if len(self.cache) <= self.pages:
             return
-        held = self.references.keys() | self.leases.held()
-        for name in [name for name in self.cache if name not in held][: len(self.cache) - self.pages]:
+        names_in_use = self.references.keys() | self.leases.leased_pages()
+        for name in [name for name in self.cache if name not in names_in_use][: len(self.cache) - self.pages]:
             del self.cache[name]

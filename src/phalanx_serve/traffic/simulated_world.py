@@ -1,10 +1,12 @@
-"""Simulated services: faults strike for a while, then end; every text must come, and all pages and jobs must be given back.
+"""Simulated services: faults occur for a while, then end; every text must be delivered, and all pages and jobs must
+be freed.
 
-A world is a function of its seed: workers, roles, network, arrivals and faults are drawn from it. The method is that of FoundationDB (SIGMOD
-2021, section 4): one thread, one seed, one truth. After each event the invariants of the router's state are checked.
+A simulation is a function of its seed: workers, roles, network, arrivals and faults are drawn from it. The method is
+that of FoundationDB (SIGMOD 2021, section 4): one thread, one seed, one truth. After each event the invariants of the
+router's state are checked.
 
-Connections keep the order of what they carry, and lose it all when they are cut. The oracle is the client: it knows every token of its text
-from the request alone, so one that is lost, doubled, out of place or changed is noticed as it arrives.
+Connections keep messages in order, and lose them all when they are cut. The oracle is the client: it derives every
+token of its text from the request, so a token that is lost, repeated, out of order or changed is detected on arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from functools import partial
 from phalanx.fleet.core.simulated_clock import SimulatedClock
 from phalanx_serve.traffic import dispatch
 from phalanx_serve.traffic import events as e
-from phalanx_serve.traffic.dispatch import Traffic
+from phalanx_serve.traffic.dispatch import RouterState
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Sampling, Token
 from phalanx_serve.traffic.pools import Link, Pool, PoolSettings
 from phalanx_serve.traffic.simulated_worker import SimulatedWorker, page_names, token
@@ -26,14 +28,14 @@ from phalanx_serve.traffic.simulated_worker import SimulatedWorker, page_names, 
 # The world: gateway, workers, clients and the network between them, all of which fail.
 
 
-Step = Callable[[dispatch.Traffic, e.Event, float], tuple[dispatch.Traffic, list[e.Command]]]
-"""The type of ``dispatch.step``; tests also run variants of it that are broken on purpose."""
+Step = Callable[[dispatch.RouterState, e.Event, float], tuple[dispatch.RouterState, list[e.Command]]]
+"""Type of ``dispatch.step``; tests also run deliberately broken variants."""
 TICK_S = 0.25
 
 
 @dataclass
 class Client:
-    """Someone who asks for one text."""
+    """A simulated client of one text."""
 
     request: Request
     came_s: float
@@ -43,13 +45,13 @@ class Client:
     left: bool = False
 
 
-class World:
-    """Everything around one router."""
+class SimulatedService:
+    """Gateway, workers, clients and network of one simulation."""
 
     def __init__(self, seed: int, step: Step = dispatch.step, *, checked: bool = True) -> None:
         self.seed, self.random, self.clock = seed, random.Random(seed), SimulatedClock()
         self.step_core, self.checked = step, checked
-        self.identity = e.Identity("weights", "numerics")
+        self.identity = e.WorkerIdentity("weights", "numerics")
         self.workers: dict[int, SimulatedWorker] = {}
         self.clients: dict[str, Client] = {}
         self.counts: Counter[str] = Counter()
@@ -69,14 +71,14 @@ class World:
     # --- the gateway
 
     def open_gateway(self) -> None:
-        """Starts a gateway that knows nothing; workers connect to it, and clients send their requests again."""
+        """Start a gateway with no state; workers connect to it, and clients send their requests again."""
         self.reign += 1
         self.gateway_up = True
-        settings = dispatch.Settings(
+        settings = dispatch.DispatchSettings(
             Link(1 << 20, 1e9, 2 * self.delay_s), audit_share=self.audit_share, most_losses=50
         )
         pool = Pool(PoolSettings(late_s=2.0, dead_s=8.0, patience_s=2.0, rest_s=5.0), self.identity)
-        self.router = dispatch.Traffic(page_names, settings, pool)
+        self.router = dispatch.RouterState(page_names, settings, pool)
         for worker in self.workers.values():
             self.clock.after(self.random.uniform(0, 0.5), worker.join)
         for client in self.clients.values():
@@ -85,7 +87,7 @@ class World:
         self._tick(self.reign)
 
     def close_gateway(self) -> None:
-        """The gateway dies, with all that it knew."""
+        """Kill the gateway; its state is lost."""
         self.gateway_up = False
         self.reign += 1
         for worker in self.workers.values():
@@ -98,11 +100,11 @@ class World:
 
     def _tick(self, reign: int) -> None:
         if reign == self.reign:
-            self.hear(e.Tick(), reign)
+            self.hear(e.ClockTick(), reign)
             self.clock.after(TICK_S, partial(self._tick, reign))
 
     def hear(self, event: e.Event, reign: int) -> None:
-        """Lets the router answer an event, and sends its commands."""
+        """Pass an event to the router, and send its commands."""
         if reign != self.reign or not self.gateway_up:
             return
         self.events += 1
@@ -110,7 +112,7 @@ class World:
         if self.checked:
             check(self.router)
         for command in commands:
-            if isinstance(command, e.Tell):
+            if isinstance(command, e.DeliverOutput):
                 self._receive(command.output)
             else:
                 worker = self.workers[command.worker]
@@ -119,14 +121,14 @@ class World:
                     self._in_order(-worker.number - 1, partial(worker.obey, command, life))
 
     def new_life(self) -> int:
-        """The number of a new connection."""
+        """Return the number of a new connection."""
         self.lives += 1
         return self.lives
 
     # --- the network
 
     def to_router(self, worker: SimulatedWorker, event: e.Event, *, even_if_cut: bool = False) -> None:
-        """Sends what a worker says over its connection."""
+        """Send a worker's event over its connection."""
         if self.gateway_up and worker.life and (even_if_cut or not worker.cut):
             self._in_order(worker.number, partial(self.hear, event, self.reign))
 
@@ -136,14 +138,14 @@ class World:
         self.clock.at(self._arrivals[way], action)
 
     def fetch_seconds(self, to: SimulatedWorker, source: SimulatedWorker, pages: int) -> float:
-        """How long a pull of pages takes, or until it is given up."""
+        """Return the duration of a pull of pages, or its timeout."""
         if not source.up or source.stopped or (to.number, source.number) in self.cut_links:
             return 1.0
         slow = 50.0 if (to.number, source.number) in self.slow_links else 1.0
         return min(2 * self.delay_s + slow * pages * 1e-3, 2.0)
 
     def fetch_failure(self, to: SimulatedWorker, source: SimulatedWorker, name: bytes) -> str:
-        """Why a page does not come; empty if it does."""
+        """Return why a page does not arrive; empty if it does."""
         if not source.up or source.stopped or (to.number, source.number) in self.cut_links:
             return "no connection"
         if source.identity != to.identity:
@@ -157,7 +159,7 @@ class World:
     # --- clients
 
     def arrive(self, number: int, prompt: tuple[int, ...], tokens: int) -> None:
-        """A client comes with a request."""
+        """Add a client with a request."""
         seed = self.random.randrange(1 << 30)
         stop = (
             frozenset({token(prompt, seed, self.random.randrange(1, tokens))})
@@ -173,10 +175,10 @@ class World:
 
     def _submit(self, client: Client, reign: int) -> None:
         if not client.left and not client.done:
-            self.hear(e.Submitted(client.request, len(client.got)), reign)
+            self.hear(e.RequestSubmitted(client.request, len(client.got)), reign)
 
     def leave(self, client: Client) -> None:
-        """A client goes away in mid-stream."""
+        """Disconnect a client in mid-stream."""
         client.left = True
         self.hear(e.Abandoned(client.request.id), self.reign)
 
@@ -186,13 +188,13 @@ class World:
             return
         request = client.request
         if client.done:
-            raise BrokenInvariant(f"{request.id} was told {output} after its end")
+            raise RouterInvariantError(f"{request.id} received {output} after its end")
         index = len(client.got)
         if isinstance(output, Token):
             if output.index != index:
-                raise BrokenInvariant(f"{request.id} was told token {output.index} where it has {index}")
+                raise RouterInvariantError(f"{request.id} received token {output.index} where it has {index}")
             if output.id != token(request.prompt, request.sampling.seed, index):
-                raise BrokenInvariant(f"{request.id}: token {index} was changed")
+                raise RouterInvariantError(f"{request.id}: token {index} was changed")
             client.got.append(output.id)
             client.times_s.append(self.clock.now_s)
         elif isinstance(output, Ended):
@@ -202,7 +204,7 @@ class World:
                 "length" if index == request.max_tokens else "stop" if due in request.stop_tokens else "none"
             )
             if output.outcome != right:
-                raise BrokenInvariant(
+                raise RouterInvariantError(
                     f"{request.id} ended by {output.outcome} after {index} tokens: {output.text}"
                 )
 
@@ -216,19 +218,19 @@ ENDED_WITHIN_S = 600.0
 
 @dataclass(frozen=True)
 class Load:
-    """What a world is given to do; zeros are drawn from the seed."""
+    """Load of a simulation; zeros are drawn from the seed."""
 
     workers: int = 0
     rate: float = 0.0
-    """Requests a second, Poisson."""
+    """Requests per second, Poisson."""
     faults_per_s: float = -1.0
     arrivals_s: Sequence[float] = ()
-    """A trace of arrivals, instead of Poisson."""
+    """Trace of arrival times, instead of Poisson."""
 
 
 @dataclass(frozen=True)
 class TrafficOutcome:
-    """How a world went."""
+    """Results of a simulation."""
 
     seed: int
     workers: int
@@ -241,24 +243,26 @@ class TrafficOutcome:
     first_token_s: tuple[float, float]
     """Seconds until a client's first token: median and 99th percentile."""
     longest_gap_s: float
-    """Between two tokens of a text."""
+    """Longest time between two tokens of a text."""
 
 
 def run_seed(seed: int, load: Load | None = None, step: Step = dispatch.step) -> TrafficOutcome:
-    """Runs the world of one seed. Raises BrokenInvariant, with the command that reproduces it."""
+    """Run the simulation of one seed. Raises RouterInvariantError, with the command that reproduces it."""
     load = load or Load()
-    world = World(seed, step, checked=load.workers <= 32)
+    world = SimulatedService(seed, step, checked=load.workers <= 32)
     try:
         return _run(world, load)
     except Exception as error:
-        given = f" --workers {load.workers}" * bool(load.workers) + f" --rate {load.rate:g}" * bool(load.rate)
-        raise BrokenInvariant(
+        load_options = f" --workers {load.workers}" * bool(load.workers) + f" --rate {load.rate:g}" * bool(
+            load.rate
+        )
+        raise RouterInvariantError(
             f"{error or type(error).__name__}, at {world.clock.now_s:.3f} s, after {world.events} events. To see it "
-            f"again: phalanx simulate traffic --seeds {seed}:{seed + 1}{given}"
+            f"again: phalanx simulate traffic --seeds {seed}:{seed + 1}{load_options}"
         ) from error
 
 
-def _run(world: World, load: Load) -> TrafficOutcome:
+def _run(world: SimulatedService, load: Load) -> TrafficOutcome:
     draw = world.random
     count = load.workers or draw.randint(1, 6)
     roles: list[e.Role] = [draw.choice(("prefill", "decode", "both")) for _ in range(count)]
@@ -282,7 +286,7 @@ def _run(world: World, load: Load) -> TrafficOutcome:
     return _outcome(world)
 
 
-def _schedule_arrivals(world: World, rate: float, trace: Sequence[float]) -> None:
+def _schedule_arrivals(world: SimulatedService, rate: float, trace: Sequence[float]) -> None:
     draw, now_s, number = world.random, 0.0, 0
     shared = tuple(draw.randrange(50_000) for _ in range(draw.choice((64, 200))))
     times = list(trace)
@@ -295,29 +299,29 @@ def _schedule_arrivals(world: World, rate: float, trace: Sequence[float]) -> Non
         world.clock.at(at_s, partial(world.arrive, number, prompt, draw.choice((1, 2, 10, 60))))
 
 
-def _next_fault(world: World, rate: float) -> None:
+def _next_fault(world: SimulatedService, rate: float) -> None:
     if world.clock.now_s < FAULTS_END_S - 2:
         _strike(world)
         world.clock.after(world.random.expovariate(rate), partial(_next_fault, world, rate))
 
 
-def _strike(world: World) -> None:
+def _strike(world: SimulatedService) -> None:
     draw = world.random
     worker = draw.choice(list(world.workers.values()))
     other = draw.choice(list(world.workers.values()))
-    what = draw.choice(
+    fault = draw.choice(
         ("kill", "kill", "stop", "cut", "break", "link", "slow", "drain", "client", "gateway", "weights")
     )
-    world.faults[what] += 1
+    world.faults[fault] += 1
     after = partial(world.clock.after, draw.choice((0.2, 1.0, 3.0, 12.0)))
-    match what:
+    match fault:
         case "kill":
             worker.kill()
             after(worker.start)
         case "stop":
             worker.stopped = True
             after(partial(setattr, worker, "stopped", False))
-        case "cut":  # nobody is told; only silence shows it
+        case "cut":  # nobody is notified; only missing heartbeats show it
             worker.cut = True
             after(partial(_mend, worker))
         case "break":  # both sides notice
@@ -328,7 +332,7 @@ def _strike(world: World) -> None:
         case "slow":
             world.slow_links.add((worker.number, other.number))
         case "drain":
-            world.hear(e.Drain(worker.number), world.reign)
+            world.hear(e.DrainWorker(worker.number), world.reign)
         case "client":
             open_clients = [
                 client for client in world.clients.values() if not client.done and not client.left
@@ -340,7 +344,7 @@ def _strike(world: World) -> None:
                 world.close_gateway()
         case _:  # it comes back with another step's weights, and later with the right ones
             worker.kill()
-            worker.identity = e.Identity("other weights", "numerics")
+            worker.identity = e.WorkerIdentity("other weights", "numerics")
             worker.start()
             after(partial(_right_weights, world, worker))
 
@@ -350,13 +354,13 @@ def _mend(worker: SimulatedWorker) -> None:
     worker.join()
 
 
-def _right_weights(world: World, worker: SimulatedWorker) -> None:
+def _right_weights(world: SimulatedService, worker: SimulatedWorker) -> None:
     worker.kill()
     worker.identity = world.identity
     worker.start()
 
 
-def _make_peace(world: World) -> None:
+def _make_peace(world: SimulatedService) -> None:
     world.cut_links.clear()
     world.slow_links.clear()
     for worker in world.workers.values():
@@ -368,7 +372,7 @@ def _make_peace(world: World) -> None:
         worker.start()
 
 
-def _finish(world: World) -> None:
+def _finish(world: SimulatedService) -> None:
     end_s = world.clock.now_s + ENDED_WITHIN_S
     while world.clock.now_s < end_s:
         world.clock.run_until(world.clock.now_s + 5.0)
@@ -377,20 +381,22 @@ def _finish(world: World) -> None:
             break
     open_texts = [name for name, client in world.clients.items() if not client.done and not client.left]
     if open_texts or world.router.entries or world.router.jobs:
-        raise BrokenInvariant(f"texts that do not end: {open_texts[:5]}; jobs {list(world.router.jobs)[:5]}")
+        raise RouterInvariantError(
+            f"texts that do not end: {open_texts[:5]}; jobs {list(world.router.jobs)[:5]}"
+        )
     world.clock.run_until(world.clock.now_s + 2 * world.lease_s + 5.0)
     check(world.router)
     for worker in world.workers.values():
-        if worker.references or worker.leases.held() or worker.jobs:
-            raise BrokenInvariant(
-                f"worker {worker.number} still holds {len(worker.references)} pages for jobs {list(worker.jobs)}, {len(worker.leases.held())} under lease"
+        if worker.references or worker.leases.leased_pages() or worker.jobs:
+            raise RouterInvariantError(
+                f"worker {worker.number} still holds {len(worker.references)} pages for jobs {list(worker.jobs)}, {len(worker.leases.leased_pages())} under lease"
             )
     guilty = {worker.number for worker in world.workers.values() if worker.miscomputes}
     if innocent := set(world.router.pool.quarantined) - guilty:
-        raise BrokenInvariant(f"workers {sorted(innocent)} compute rightly and are in quarantine")
+        raise RouterInvariantError(f"workers {sorted(innocent)} compute rightly and are in quarantine")
 
 
-def _outcome(world: World) -> TrafficOutcome:
+def _outcome(world: SimulatedService) -> TrafficOutcome:
     clients = world.clients.values()
     firsts = sorted(client.times_s[0] - client.came_s for client in clients if client.times_s) or [0.0]
     gaps = [b - a for client in clients for a, b in zip(client.times_s, client.times_s[1:], strict=False)]
@@ -412,18 +418,18 @@ def _outcome(world: World) -> TrafficOutcome:
 # Invariants of the router's state.
 
 
-class BrokenInvariant(AssertionError):  # noqa: N818
-    """The router has contradicted itself; the text says how."""
+class RouterInvariantError(AssertionError):
+    """The router's state breaks an invariant, which the message names."""
 
 
-def check(state: Traffic) -> None:
-    """Raises BrokenInvariant naming everything that does not hold. Costs O(workers + jobs + requests)."""
+def check(state: RouterState) -> None:
+    """Raise RouterInvariantError naming every broken invariant. Costs O(workers + jobs + requests)."""
     wrong = [*_requests(state), *_jobs(state), *_workers(state), *_audits(state)]
     if wrong:
-        raise BrokenInvariant("; ".join(wrong))
+        raise RouterInvariantError("; ".join(wrong))
 
 
-def _requests(state: Traffic) -> Iterator[str]:
+def _requests(state: RouterState) -> Iterator[str]:
     for name, entry in state.entries.items():
         job = state.jobs.get(entry.job)
         if (job is None) != (name in state.waiting):
@@ -440,7 +446,7 @@ def _requests(state: Traffic) -> Iterator[str]:
         yield f"{len(state.waiting)} requests wait while workers {[w.number for w in state.pool.open_to_work()]} are there"
 
 
-def _jobs(state: Traffic) -> Iterator[str]:
+def _jobs(state: RouterState) -> Iterator[str]:
     for number, job in state.jobs.items():
         worker = state.pool.workers.get(job.worker)
         if worker is None or number not in worker.jobs:
@@ -451,7 +457,7 @@ def _jobs(state: Traffic) -> Iterator[str]:
             yield f"job {number} is of request {job.request}, which runs elsewhere or has ended"
 
 
-def _workers(state: Traffic) -> Iterator[str]:
+def _workers(state: RouterState) -> Iterator[str]:
     for number, worker in state.pool.workers.items():
         rows = sum(state.jobs[job].rows for job in worker.jobs if job in state.jobs)
         if worker.jobs - state.jobs.keys() or rows != worker.queued_rows:
@@ -462,8 +468,8 @@ def _workers(state: Traffic) -> Iterator[str]:
             yield f"worker {number} computes other bits than the service"
 
 
-def _audits(state: Traffic) -> Iterator[str]:
-    asked = {(job.audit, job.worker) for job in state.jobs.values() if job.audit}
+def _audits(state: RouterState) -> Iterator[str]:
+    scoring = {(job.audit, job.worker) for job in state.jobs.values() if job.audit}
     for number, audit in state.audits.items():
-        if not audit.asked or {(number, worker) for worker in audit.asked} - asked:
-            yield f"audit {number} waits for {sorted(audit.asked)}, who are not asked"
+        if not audit.scoring or {(number, worker) for worker in audit.scoring} - scoring:
+            yield f"audit {number} waits for {sorted(audit.scoring)}, who are not scoring"

@@ -1,1 +1,1 @@
-"""Weights that are larger than memory: read in the order of layers while the layers before are computed."""
+"""Weights larger than memory: streamed in the order of the layers during computation."""

@@ -1,10 +1,11 @@
-"""A hard limit on a process's memory, divided: the process itself, computing, keys and values, and weights, resident or streamed. Pure.
+"""Division of a process's memory limit among the process itself, activations, keys and values, and weights, resident
+or streamed. Pure.
 
-Weights are the only part that can shrink, so all others are reckoned at their most. Keys and values get a quarter of what the process leaves,
-for as many texts of the longest kind as that holds, one at least; where all weights fit, also what they leave.
+Only the weights can shrink, so all other parts are counted at their maximum. Keys and values get a quarter of the
+remaining memory, for as many of the longest texts as fit, at least one. If all weights fit, they also get the rest.
 
-Ends and routers stay. Each pass reads every streamed layer's body whole, and of its experts only those chosen; so room that is left first
-keeps bodies, spread evenly so that the reader never has to stand still for long, and then experts.
+The embedding, head and routers stay resident. Each pass reads every streamed layer's body, and only the chosen
+experts. So spare memory first keeps bodies, evenly spaced so that the reader never stalls for long, and then experts.
 """
 
 from __future__ import annotations
@@ -27,72 +28,80 @@ LEAST_EXPERTS = 2
 
 
 class TooLargeError(PackError):
-    """The model, or what streaming it needs, does not fit into the memory that may be used."""
+    """The model, or the memory that streaming needs, exceeds the limit."""
 
 
 @dataclass(frozen=True)
 class Residency:
-    """A division of memory."""
+    """Division of the memory for weights."""
 
     buffers: int
     """Buffers of the ring; 0 if no body is streamed."""
     resident_layers: frozenset[int]
     expert_slots: int
-    """Experts that are held at once; 0 for a model without."""
+    """Experts in memory at once; 0 for a model without experts."""
     nbytes: int
-    """What all of it takes."""
+    """Total bytes."""
 
 
 def wide_bytes(section: Section, dtype: str) -> int:
-    """Bytes of a section's tensors in the dtype that is computed with."""
-    return sum(-(-math.prod(one.shape) * ITEMSIZE[dtype] // 64) * 64 for one in section.tensors)
+    """Return the bytes of a section's tensors in the compute dtype."""
+    return sum(-(-math.prod(tensor.shape) * ITEMSIZE[dtype] // 64) * 64 for tensor in section.tensors)
 
 
 def is_direct(section: Section, dtype: str) -> bool:
-    """True if a section's bytes can be computed with as they are."""
-    return all(one.dtype == dtype for one in section.tensors)
+    """Return True if a section is stored in the compute dtype."""
+    return all(tensor.dtype == dtype for tensor in section.tensors)
 
 
 def resident_bytes(index: PackIndex, dtype: str) -> int:
-    """What the whole model takes."""
-    return sum(wide_bytes(one, dtype) for one in index.sections if one.kind != "ahead")
+    """Return the bytes of the full model."""
+    return sum(wide_bytes(section, dtype) for section in index.sections if section.kind != "ahead")
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of the parts that memory is divided among."""
+    """Bytes of the parts of a streamed model."""
 
     fixed: int
-    """Embedding, head, routers, and memory for converting what is stored in another dtype."""
+    """Embedding, head, routers, and buffers for converting sections that are stored in another dtype."""
     slot: int
-    """An expert; 0 for a model without."""
+    """One expert; 0 for a model without experts."""
     of_buffer: int
 
     @property
     def least(self) -> int:
-        """The least that streaming works in."""
+        """Least bytes that streaming needs."""
         return self.fixed + 2 * self.of_buffer + LEAST_EXPERTS * self.slot
 
 
 def _sizes(index: PackIndex, dtype: str) -> _Sizes:
-    bodies = [one for one in index.sections if one.kind == "block"]
-    experts = [one for one in index.sections if one.kind == "expert"]
-    fixed = sum(wide_bytes(one, dtype) for one in index.sections if one.kind in ("kept", "embedding", "head"))
-    fixed += max((wide_bytes(one, dtype) for one in bodies if not is_direct(one, dtype)), default=0)
-    fixed += max((wide_bytes(one, dtype) for one in experts if not is_direct(one, dtype)), default=0)
-    slot = max((padded_bytes(one.nbytes) for one in experts), default=0)
-    return _Sizes(fixed, slot, max((padded_bytes(one.nbytes) for one in bodies), default=0))
+    bodies = [section for section in index.sections if section.kind == "block"]
+    experts = [section for section in index.sections if section.kind == "expert"]
+    fixed = sum(
+        wide_bytes(section, dtype)
+        for section in index.sections
+        if section.kind in ("kept", "embedding", "head")
+    )
+    fixed += max(
+        (wide_bytes(section, dtype) for section in bodies if not is_direct(section, dtype)), default=0
+    )
+    fixed += max(
+        (wide_bytes(section, dtype) for section in experts if not is_direct(section, dtype)), default=0
+    )
+    slot = max((padded_bytes(section.nbytes) for section in experts), default=0)
+    return _Sizes(fixed, slot, max((padded_bytes(section.nbytes) for section in bodies), default=0))
 
 
 def least_bytes(index: PackIndex, dtype: str) -> int:
-    """The least memory for weights that ``divide_memory`` takes."""
+    """Return the least memory for weights that ``divide_memory`` accepts."""
     return _sizes(index, dtype).least
 
 
 def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int = 3) -> Residency:
-    """The division of ``memory_bytes`` for a model that is streamed. Raises TooLargeError with the least that would do."""
-    bodies = {one.layer: one for one in index.sections if one.kind == "block"}
-    experts = sum(one.kind == "expert" for one in index.sections)
+    """Divide ``memory_bytes`` for a streamed model. Raises TooLargeError with the least that suffices."""
+    bodies = {section.layer: section for section in index.sections if section.kind == "block"}
+    experts = sum(section.kind == "expert" for section in index.sections)
     sizes = _sizes(index, dtype)
     fixed, slot, of_buffer = sizes.fixed, sizes.slot, sizes.of_buffer
     if memory_bytes < sizes.least:
@@ -104,7 +113,7 @@ def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int 
     left = memory_bytes - fixed - LEAST_EXPERTS * slot
     buffers = min(buffers, left // of_buffer) if of_buffer else 0
     resident = _resident(
-        {layer: wide_bytes(one, dtype) for layer, one in bodies.items()}, left, buffers * of_buffer
+        {layer: wide_bytes(section, dtype) for layer, section in bodies.items()}, left, buffers * of_buffer
     )
     buffers = buffers if len(resident) < len(bodies) else 0
     left -= buffers * of_buffer + sum(wide_bytes(bodies[layer], dtype) for layer in resident)
@@ -114,7 +123,7 @@ def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int 
 
 
 def _resident(bodies: Mapping[int, int], room: int, for_buffers: int) -> set[int]:
-    """The layers whose bodies stay, evenly spread."""
+    """Return the layers whose bodies stay resident, evenly spaced."""
     if sum(bodies.values()) <= room:
         return set(bodies)
     largest = max(bodies.values(), default=0)
@@ -127,24 +136,26 @@ def _resident(bodies: Mapping[int, int], room: int, for_buffers: int) -> set[int
 
 
 LIBRARIES = 64 << 20
-"""Bytes that a process takes later for threads' stacks, the libraries' own buffers and what its allocator does not give back."""
+"""Bytes that a process allocates later for thread stacks, library buffers and allocator fragmentation."""
 _TEXTS_SHARE = 4
 
 
 @dataclass(frozen=True)
 class Computing:
-    """How much a pass computes at once."""
+    """Size of one pass."""
 
     rows: int
     scored_rows: int
-    """Rows whose distribution over the vocabulary is computed at a time."""
+    """Rows whose logits are computed at a time."""
     keys: int
-    """The most keys that a row attends to."""
+    """Most keys that a row attends to."""
     any_form: bool = False
-    """Whether latent attention may be expanded or absorbed whatever the run says, as with fast numerics."""
+    """True if latent attention may be expanded or absorbed regardless of the run, as with fast numerics."""
 
     def nbytes(self, spec: ModelSpec, dtype: str) -> int:
-        """Bytes of a pass of a resolved model at their most: hidden states and products in fp32, masks, scores, and expanded latents."""
+        """Return the peak bytes of a pass: hidden states and products in fp32, masks, scores, and expanded
+        latents.
+        """
         moe, mla = spec.moe, spec.mla
         inner = spec.ffn_dim if moe is None else (moe.per_token + moe.shared) * moe.ffn_dim
         heads = spec.head_dim if mla is None else mla.nope_head_dim + mla.rope_head_dim + mla.value_head_dim
@@ -159,15 +170,15 @@ class Computing:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """A division of the memory that a process may take, in bytes."""
+class MemoryBudget:
+    """Division of a process's memory limit, in bytes."""
 
     process: int
     computing: int
     texts: int
-    """How many texts there may be at a time."""
+    """Most texts at a time."""
     of_text: int
-    """Keys and values of a text of the longest kind."""
+    """Keys and values of a text of maximum length."""
     weights: int
 
     def __str__(self) -> str:
@@ -179,7 +190,9 @@ class Budget:
 
 
 def text_bytes(spec: ModelSpec, dtype: str, context: int) -> int:
-    """Bytes of a text of ``context`` tokens in an engine: its pages, and its keys and values in one piece, which grows by doubling."""
+    """Return the bytes of a text of ``context`` tokens in an engine: its pages, and its contiguous keys and
+    values, which grow by doubling.
+    """
     heads, key, value = attention_kind(spec).cache_row(spec)
     most = max(BLOCK, 2 * context)
     return (
@@ -201,9 +214,11 @@ def divide_budget(
     of_text: int,
     most_texts: int,
     fewer: str = "fewer tokens at once (--rows, --context), ",
-) -> Budget:
-    """The division of ``total`` for a model that is streamed and computes up to ``most_texts`` texts. Raises TooLargeError with the least
-    that would do, and how a pass may be made smaller (``fewer``)."""
+) -> MemoryBudget:
+    """Divide ``total`` for a streamed model that computes up to ``most_texts`` texts.
+
+    Raises TooLargeError with the least that suffices, and with ways to make a pass smaller (``fewer``).
+    """
     left, least = total - process - computing, least_bytes(index, dtype)
     if left < least + of_text:
         raise TooLargeError(
@@ -216,4 +231,4 @@ def divide_budget(
         texts = max(1, min(most_texts, left // _TEXTS_SHARE // of_text, (left - least) // of_text))
         spare = left - texts * of_text - divide_memory(index, dtype, left - texts * of_text).nbytes
         texts = min(most_texts, texts + spare // of_text)
-    return Budget(process, computing, texts, of_text, left - texts * of_text)
+    return MemoryBudget(process, computing, texts, of_text, left - texts * of_text)

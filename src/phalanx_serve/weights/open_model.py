@@ -55,12 +55,15 @@ def open_model(
     dtype: torch.dtype = torch.float32,
     step: int | None = None,
 ) -> tuple[Transformer | Chain, ModelSpec]:
-    """The model of a run directory or a pack, computing in ``dtype`` (fp32 or bf16) on the CPU.
+    """Open the model of a run directory or a pack, computing in ``dtype`` (fp32 or bf16) on the CPU.
 
-    With ``stream`` its weights are read as they are computed with, and take at most ``memory_bytes`` (by default four fifths of what is
-    free); the text's keys and values and the process itself come on top. A run's step is packed for that, once, in ``dtype``.
-    Without, ``memory_bytes`` is only what they must fit into. A model that is streamed is computed with by one thread at a time.
-    Of a run with portable numerics, all that this process computes afterwards is portable. Raises TooLargeError with what would fit, MismatchError for a pack of another step or run, RunDirectoryError, and what reading raises.
+    With ``stream`` the weights are read during computation, and take at most ``memory_bytes`` (by default four fifths
+    of the free memory), besides the KV cache and the process. A run's step is packed once for that, in ``dtype``. One
+    thread at a time may use a streamed model. Without ``stream``, the weights must fit into ``memory_bytes``.
+
+    For a run with portable numerics, this process computes with portable kernels from then on. Raises TooLargeError
+    with the size that would fit, MismatchError for a pack of another step or run, RunDirectoryError, and reading
+    errors.
     """
     file = packed(place, step, dtype)
     if recorded_run(file.index).runtime.numerics == "portable":
@@ -75,7 +78,9 @@ def open_model(
 
 
 def packed(place: Path, step: int | None, dtype: torch.dtype) -> PackFile:
-    """The pack at ``place``, or of a run's ``step`` in ``dtype``, which is made if there is none. Raises as ``open_model`` does."""
+    """Return the pack at ``place``, or of a run's ``step`` in ``dtype``, which is made if missing. Raises the
+    errors of ``open_model``.
+    """
     file = open_pack(place if is_pack(place) else _pack_of(place, step, dtype))
     if step is not None and file.index.step != step:
         raise MismatchError(
@@ -88,7 +93,9 @@ def packed(place: Path, step: int | None, dtype: torch.dtype) -> PackFile:
 def stream_weights(
     model: nn.Module, file: PackFile, memory_bytes: int, dtype: torch.dtype
 ) -> StreamedWeights:
-    """Has the weights of an empty model read from ``file`` as they are computed with, within ``memory_bytes``. Raises TooLargeError."""
+    """Stream the weights of an empty model from ``file`` during computation, within ``memory_bytes``. Raises
+    TooLargeError.
+    """
     residency = divide_memory(file.index, dtype_name(dtype), memory_bytes)
     # Kept alive by the hooks that it has set.
     weights = StreamedWeights(model, file, residency, dtype)
@@ -97,7 +104,9 @@ def stream_weights(
 
 
 def read_weights(model: nn.Module, file: PackFile, memory_bytes: int, dtype: torch.dtype) -> None:
-    """Reads all weights of an empty model, and closes ``file``. Raises TooLargeError if they do not fit into ``memory_bytes``."""
+    """Read all weights of an empty model, and close ``file``. Raises TooLargeError if they exceed
+    ``memory_bytes``.
+    """
     needed = resident_bytes(file.index, dtype_name(dtype))
     if needed > memory_bytes:
         raise TooLargeError(
@@ -109,7 +118,9 @@ def read_weights(model: nn.Module, file: PackFile, memory_bytes: int, dtype: tor
 
 
 def free_to_use() -> int:
-    """Bytes that this process can still take: what the machine, its control groups and its own limit on addresses leave."""
+    """Return the bytes that this process can still allocate: the least of machine, control groups and address
+    limit.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     free = free_memory_bytes()
     if limit == resource.RLIM_INFINITY:
@@ -118,13 +129,13 @@ def free_to_use() -> int:
     return min(free, max(0, limit - used))
 
 
-def taken() -> int:
-    """Bytes of memory that this process has at present, shared libraries among them."""
+def resident_memory() -> int:
+    """Return this process's resident bytes, shared libraries included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
-    """The pack of a run's step, made if there is none. Raises MismatchError if it is of other weights."""
+    """Return the pack of a run's step, made if missing. Raises MismatchError if it has other weights."""
     run = RunDirectory(run_dir)
     if (folder := published_folder(run)) is not None:
         raise RunDirectoryError(
@@ -156,8 +167,9 @@ def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
 
 
 def _not_of(index: PackIndex, run: RunDirectory, step: int, weights_sha256: str | None) -> str:
-    """Why a pack is not of this ``step`` of the run, by its file and its name; empty if nothing speaks against it. Few steps have their
-    weights' hash on record."""
+    """Return why a pack is not of this ``step`` of the run, by its run file and weights hash; empty if it may be.
+    Few steps have a recorded hash.
+    """
     if index.step != step:
         return f"is a pack of step {index.step}, under the name of step {step}"
     if weights_sha256 is not None and index.weights_sha256 != weights_sha256:
@@ -170,8 +182,10 @@ def _not_of(index: PackIndex, run: RunDirectory, step: int, weights_sha256: str 
 def empty_model(
     index: PackIndex, dtype: torch.dtype, seq_len: int = 0
 ) -> tuple[Transformer | Chain, ModelSpec]:
-    """The model without weights: NaN everywhere, which take no memory. ``seq_len`` is the length of the sequences that each call has a part
-    of; 0 if a call has them from their beginning."""
+    """Return the model without weights: NaN everywhere, which takes no memory.
+
+    ``seq_len`` is the length of the sequences that each call gets a part of; 0 if a call gets full sequences.
+    """
     recorded = recorded_run(index)
     spec = resolve(prediction_ahead.without(recorded.model))
     with torch.device("meta"):
@@ -197,14 +211,14 @@ def _fill(model: nn.Module, file: PackFile, dtype: torch.dtype) -> None:
 
 
 def recorded_run(index: PackIndex) -> RunSpec:
-    """The resolved run file of the run that a pack was made of."""
+    """Return the resolved run file of the pack's run."""
     with run_folder(index) as folder:
         return read_resolved(RunDirectory(folder))
 
 
 @contextmanager
 def run_folder(index: PackIndex) -> Iterator[Path]:
-    """A folder with the small files of the run that a pack was made of, for as long as it is used."""
+    """Yield a temporary folder with the small files of the pack's run."""
     with held_folder("phalanx-pack-") as folder:
         for relative, data in index.files.items():
             target = (folder / relative).resolve()
@@ -228,9 +242,11 @@ def scorer_of(
     stream: bool,
     memory_bytes: int | None,
 ) -> Scorer:
-    """The scorer of a pack, or of a run that is packed for streaming, computing in ``compute``, else in the run's own format.
+    """Return the scorer of a pack, or of a run that is packed for streaming, computing in ``compute`` or the run's
+    own format.
 
-    With ``stream`` the whole process takes at most ``memory_bytes``, by default four fifths of what is free. Raises as ``open_model`` does.
+    With ``stream`` the process takes at most ``memory_bytes``, by default four fifths of the free memory. Raises the
+    errors of ``open_model``.
     """
     dtype = DTYPES[compute] if compute else None
     if dtype is None and not is_pack(place):
@@ -255,15 +271,15 @@ def scorer_of(
 def _weights_bytes(
     index: PackIndex, spec: RunSpec, model: ModelSpec, dtype: torch.dtype, memory_bytes: int | None
 ) -> int:
-    """What of the process's memory is left for weights when a micro-batch is scored."""
+    """Return the process's memory that remains for weights while a micro-batch is scored."""
     train, name = spec.train, dtype_name(dtype)
     rows = (train.micro_batch_size or train.batch_size // train.slots) * train.seq_len
     computing = Computing(rows, min(rows, train.loss_chunk or rows), train.seq_len).nbytes(model, name)
     return divide_budget(
         index,
         name,
-        taken() + free_to_use() * 4 // 5 if memory_bytes is None else memory_bytes,
-        process=taken() + LIBRARIES,
+        resident_memory() + free_to_use() * 4 // 5 if memory_bytes is None else memory_bytes,
+        process=resident_memory() + LIBRARIES,
         computing=computing,
         of_text=0,
         most_texts=0,

@@ -46,7 +46,9 @@ class Timeline:
 
 
 def timeline(read_s: Sequence[float], compute_s: Sequence[float], buffers: int, passes: int = 4) -> Timeline:
-    """The timeline of layers that take ``read_s`` (0: resident) and ``compute_s``. Raises ValueError for numbers out of range."""
+    """Simulate the timeline of layers that take ``read_s`` (0: resident) and ``compute_s``. Raises ValueError for
+    numbers out of range.
+    """
     if buffers < 1 or passes < 1 or len(read_s) != len(compute_s):
         raise ValueError("streaming needs a buffer, a pass, and both times of each layer")
     free = [0.0] * buffers  # when each buffer's last layer was computed, in the order in which they are taken
@@ -71,15 +73,15 @@ def timeline(read_s: Sequence[float], compute_s: Sequence[float], buffers: int, 
 
 
 Urgency = tuple[int, int]
-"""The smaller, the sooner: the number of the layer, counted through all passes, and what of it."""
+"""Priority, smaller first: the layer's number, counted through all passes, and the kind of read."""
 
 
 class ReadPool:
-    """A pool of threads with a priority queue; reads of equal urgency are done in the order in which they were asked for."""
+    """Thread pool with a priority queue. Reads of equal urgency run in the order of submission."""
 
     def __init__(self, threads: int) -> None:
         self._queue: list[tuple[Urgency, int, Callable[[], None], Future[None]]] = []
-        self._asked = 0
+        self._submitted = 0
         self._closed = False
         self._change = threading.Condition()
         self._threads = [
@@ -90,16 +92,16 @@ class ReadPool:
             thread.start()
 
     def submit(self, urgency: Urgency, read: Callable[[], None]) -> Future[None]:
-        """Queues a read. What it raises, the future raises."""
+        """Queue a read. The future raises the errors of the read."""
         future: Future[None] = Future()
         with self._change:
-            heapq.heappush(self._queue, (urgency, self._asked, read, future))
-            self._asked += 1
+            heapq.heappush(self._queue, (urgency, self._submitted, read, future))
+            self._submitted += 1
             self._change.notify()
         return future
 
     def close(self) -> None:
-        """Ends the threads after the reads under way; reads that still wait are cancelled."""
+        """End the threads after the running reads; waiting reads are canceled."""
         with self._change:
             self._closed = True
             waiting, self._queue = self._queue, []
@@ -118,7 +120,7 @@ class ReadPool:
                     return
                 *_, read, future = heapq.heappop(self._queue)
             if not future.set_running_or_notify_cancel():
-                continue  # nobody wants it any more, and its buffer may be another's
+                continue  # canceled; its buffer may be in use by another read
             try:
                 read()
             except BaseException as error:
@@ -131,43 +133,45 @@ class ReadPool:
 
 
 READ_CHUNKS = 4
-"""Chunks that one read takes: 8 MiB."""
+"""Chunks per read: 8 MiB."""
 _PATIENCE_S = 30.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class StreamStatistics:
-    """What streaming has done since it began."""
+    """Counters of streaming since the start."""
 
     bytes_read: int = 0
     stall_s: dict[int, float] = field(default_factory=dict)
     """Seconds that each layer's forward has waited for its body."""
     expert_stall_s: float = 0.0
     expert_hits: int = 0
-    """Experts that were needed and already there or on their way."""
+    """Requested experts that were in memory, or being read."""
     expert_misses: int = 0
     prefetched: int = 0
-    """Experts that were read because the next layer's router chose them beforehand."""
+    """Experts that were read ahead, by the prediction of the next layer's router."""
 
 
 def read_ahead(
     pack: PackFile, pool: ReadPool, section: int, buffer: ByteArray, urgency: Urgency
 ) -> list[Future[None]]:
-    """Begins to read a section into ``buffer``, in pieces."""
-    one = pack.index.sections[section]
+    """Begin to read a section into ``buffer``, in chunks."""
+    entry = pack.index.sections[section]
     futures = []
-    for first in range(0, one.chunks, READ_CHUNKS):
-        count = min(READ_CHUNKS, one.chunks - first)
+    for first in range(0, entry.chunks, READ_CHUNKS):
+        count = min(READ_CHUNKS, entry.chunks - first)
         low = first * CHUNK_BYTES
-        high = padded_bytes(min(low + count * CHUNK_BYTES, one.nbytes))
+        high = padded_bytes(min(low + count * CHUNK_BYTES, entry.nbytes))
         read = partial(pack.read_chunks, section, first, count, buffer[low:high])
         futures.append(pool.submit(urgency, read))
     return futures
 
 
-def wait(futures: Sequence[Future[None]], what: str) -> float:
-    """Waits for a section; returns the seconds. Raises what reading raised; says aloud when it takes long."""
+def wait(futures: Sequence[Future[None]], name: str) -> float:
+    """Wait for the reads of ``name``; return the seconds. Raises their errors, and logs a warning if they take
+    long.
+    """
     began = time.perf_counter()
     for future in futures:
         while True:
@@ -177,12 +181,12 @@ def wait(futures: Sequence[Future[None]], what: str) -> float:
             except NotYetError:
                 if future.done():
                     raise
-                _log.warning("%s: still waiting for the disk after %.0f s", what, time.perf_counter() - began)
+                _log.warning("%s: still waiting for the disk after %.0f s", name, time.perf_counter() - began)
     return time.perf_counter() - began
 
 
 class Ring:
-    """Buffers for the bodies of streamed layers; one thread takes them in turn and gives each back."""
+    """Ring of buffers for the bodies of streamed layers. One thread takes and releases them in turn."""
 
     def __init__(
         self,
@@ -192,36 +196,36 @@ class Ring:
         buffers: int,
         statistics: StreamStatistics,
     ) -> None:
-        """``sections`` are those of a pass, in their order."""
+        """``sections`` are those of a pass, in order."""
         self._pack, self._pool, self._sections, self._statistics = pack, pool, list(sections), statistics
         size = max(padded_bytes(pack.index.sections[number].nbytes) for number in sections)
         self._free = [page_aligned(size) for _ in range(buffers)]
         self._ahead: deque[tuple[int, ByteArray, list[Future[None]]]] = deque()
-        self._held: ByteArray | None = None
+        self._taken: ByteArray | None = None
         self._next = 0  # the number of the next read, counted through all passes
         self._fill()
 
     def take(self, section: int) -> ByteArray:
-        """The bytes of a section, valid until ``release``. Raises what reading it raised."""
+        """Return the bytes of a section, valid until ``release``. Raises the errors of reading it."""
         if not self._ahead or self._ahead[0][0] != section:
             self._move_to(section)
         _, buffer, futures = self._ahead.popleft()
-        self._held = buffer
-        one = self._pack.index.sections[section]
-        waited = wait(futures, f"{self._pack.path}, {one.name}")
-        self._statistics.stall_s[one.layer] = self._statistics.stall_s.get(one.layer, 0.0) + waited
-        self._statistics.bytes_read += one.nbytes
-        return buffer[: one.nbytes]
+        self._taken = buffer
+        entry = self._pack.index.sections[section]
+        waited = wait(futures, f"{self._pack.path}, {entry.name}")
+        self._statistics.stall_s[entry.layer] = self._statistics.stall_s.get(entry.layer, 0.0) + waited
+        self._statistics.bytes_read += entry.nbytes
+        return buffer[: entry.nbytes]
 
     def release(self) -> None:
-        """Gives back what was taken last; its buffer is read into again."""
-        if self._held is not None:
-            self._free.append(self._held)
-            self._held = None
+        """Release the last taken buffer, which the reader then reuses."""
+        if self._taken is not None:
+            self._free.append(self._taken)
+            self._taken = None
             self._fill()
 
     def _move_to(self, section: int) -> None:
-        """Begins anew at a section: a pass was broken off, or another order of layers is computed."""
+        """Start again at a section, after a pass was aborted or for another order of layers."""
         for _, buffer, futures in self._ahead:
             for future in futures:
                 future.exception()
@@ -242,14 +246,13 @@ class Ring:
             self._next += 1
 
 
-# Experts in memory: read when the router has chosen them, kept by how often it does, prefetched where it probably will.
+# Expert cache: reads the router's choices, evicts by frequency, and prefetches predicted choices.
 
 
-# Which expert gives way: frequency with ageing, shallow layers favoured; and the optimum that it is measured against. Pure.
+# Eviction policy: frequency with ageing, shallow layers favored; and the optimum that it is measured against. Pure.
 #
-# A layer's experts are asked for once in a pass, so what was used last is needed again last, and least recent use would be the worst of
-# choices. What counts is how often an expert was chosen in recent passes. Experts of deep layers can be read ahead while the layers before
-# them are computed, so those of shallow layers are kept a little longer.
+# A layer's experts are requested once per pass, so LRU would evict those that are needed next. The value of an expert is its frequency in
+# recent passes. Experts of deep layers can be read ahead while earlier layers compute, so those of shallow layers are kept a little longer.
 
 ExpertName = tuple[int, int]
 """Layer and expert."""
@@ -259,27 +262,27 @@ _SHALLOW = 0.1  # how much more the first layer's uses count than the last one's
 
 
 class ExpertFrequency:
-    """How often each expert was needed of late."""
+    """Recent frequency of each expert."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._uses: dict[ExpertName, tuple[float, int]] = {}
 
     def use(self, expert: ExpertName, turn: int) -> None:
-        """Counts a use in pass ``turn``."""
+        """Count a use in pass ``turn``."""
         self._uses[expert] = (self._aged(expert, turn) + 1.0, turn)
 
     def value(self, expert: ExpertName, turn: int) -> float:
-        """What keeping an expert is worth."""
+        """Return the value of keeping an expert in memory."""
         return self._aged(expert, turn) * (1.0 + _SHALLOW * (self._layers - expert[0]) / self._layers)
 
     def least(
-        self, held: Iterable[ExpertName], spared: Collection[ExpertName], turn: int
+        self, cached: Iterable[ExpertName], spared: Collection[ExpertName], turn: int
     ) -> ExpertName | None:
-        """The expert to give way, of those held that are not spared."""
+        """Return the expert to evict, among ``cached`` without ``spared``."""
         return min(
-            (one for one in held if one not in spared),
-            key=lambda one: (self.value(one, turn), one),
+            (expert for expert in cached if expert not in spared),
+            key=lambda expert: (self.value(expert, turn), expert),
             default=None,
         )
 
@@ -289,25 +292,27 @@ class ExpertFrequency:
 
 
 def optimal_hits(trace: Sequence[ExpertName], capacity: int) -> int:
-    """Hits of the best possible cache of ``capacity`` experts, which knows the whole trace (Belady, IBM Systems Journal 5, 1966)."""
+    """Return the hits of the optimal cache of ``capacity`` experts, with knowledge of the full trace (Belady, IBM
+    Systems Journal 5, 1966).
+    """
     following: list[int] = [len(trace)] * len(trace)
     seen: dict[ExpertName, int] = {}
     for place in range(len(trace) - 1, -1, -1):
         following[place] = seen.get(trace[place], len(trace) + place)
         seen[trace[place]] = place
-    held: dict[ExpertName, int] = {}
+    cached: dict[ExpertName, int] = {}
     furthest: list[tuple[int, ExpertName]] = []
     hits = 0
     for place, expert in enumerate(trace):
-        if expert in held:
+        if expert in cached:
             hits += 1
-        elif len(held) >= capacity:
+        elif len(cached) >= capacity:
             while True:
                 when, victim = heapq.heappop(furthest)
-                if held.get(victim) == -when:
-                    del held[victim]
+                if cached.get(victim) == -when:
+                    del cached[victim]
                     break
-        held[expert] = following[place]
+        cached[expert] = following[place]
         heapq.heappush(furthest, (-following[place], expert))
     return hits
 
@@ -316,97 +321,99 @@ _NOW: Urgency = (-1, 0)
 
 
 @dataclass
-class _Held:
+class _CachedExpert:
     slot: int
     reading: list[Future[None]]
 
 
 class ExpertCache:
-    """At most ``slots`` experts of all layers; one thread asks."""
+    """Cache of at most ``slots`` experts of all layers, for one thread."""
 
     def __init__(self, pack: PackFile, pool: ReadPool, slots: int, statistics: StreamStatistics) -> None:
         sections = pack.index.sections
         self._numbers = {
-            (one.layer, one.expert): number for number, one in enumerate(sections) if one.kind == "expert"
+            (section.layer, section.expert): number
+            for number, section in enumerate(sections)
+            if section.kind == "expert"
         }
         self._pack, self._pool, self._statistics = pack, pool, statistics
         size = max(padded_bytes(sections[number].nbytes) for number in self._numbers.values())
         memory = page_aligned(slots * size)
         self._memory = [memory[place * size : (place + 1) * size] for place in range(slots)]
         self._free = list(range(slots))
-        self._held: dict[ExpertName, _Held] = {}
+        self._cached: dict[ExpertName, _CachedExpert] = {}
         self._frequency = ExpertFrequency(1 + max(layer for layer, _ in self._numbers))
         self.slots = slots
         self.trace: list[ExpertName] | None = None
         """Every expert that was needed, in turn, if it is a list."""
 
     def need(self, layer: int, experts: Collection[int], turn: int) -> None:
-        """Begins to read what of a layer's chosen ``experts`` is not there, as many as there is room for."""
+        """Begin to read a layer's chosen ``experts`` that are not cached, as many as fit."""
         names = [(layer, expert) for expert in experts]
         for name in names:
             self._frequency.use(name, turn)
-            if name in self._held:
+            if name in self._cached:
                 self._statistics.expert_hits += 1
                 self._hurry(name)
             else:
                 self._statistics.expert_misses += 1
         if self.trace is not None:
             self.trace += names
-        wanted = set(names)
+        needed = set(names)
         for name in names:
-            if name not in self._held and not self._read(name, wanted, turn, _NOW):
+            if name not in self._cached and not self._read(name, needed, turn, _NOW):
                 break
 
     def prefetch(self, layer: int, experts: Iterable[int], spared: Collection[ExpertName], turn: int) -> None:
-        """Begins to read experts that a layer will probably choose; what this layer needs stays."""
+        """Begin to read experts that a layer will probably choose, without evicting ``spared``."""
         names = [(layer, expert) for expert in experts][: max(1, self.slots // 4)]
         kept = {*spared, *names}
         for name in names:
-            if name not in self._held:
+            if name not in self._cached:
                 if not self._read(name, kept, turn, (turn << 20 | layer, 2)):
                     return
                 self._statistics.prefetched += 1
 
     def get(self, expert: ExpertName, still_needed: Collection[ExpertName], turn: int) -> ByteArray:
-        """The bytes of an expert, valid until the next call. Raises what reading it raised."""
-        if expert not in self._held and not self._read(expert, still_needed, turn, _NOW):
-            # All room is taken by what this layer still needs: what it needs last gives way, and is read again.
-            self._drop(max(one for one in self._held if one != expert))
+        """Return the bytes of an expert, valid until the next call. Raises the errors of reading it."""
+        if expert not in self._cached and not self._read(expert, still_needed, turn, _NOW):
+            # This layer still needs all cached experts: evict the one that it needs last, and read it again.
+            self._drop(max(other for other in self._cached if other != expert))
             self._read(expert, (), turn, _NOW)
-        held = self._held[expert]
+        cached = self._cached[expert]
         try:
-            self._statistics.expert_stall_s += wait(held.reading, f"{self._pack.path}, expert {expert}")
+            self._statistics.expert_stall_s += wait(cached.reading, f"{self._pack.path}, expert {expert}")
         except BaseException:
             self._drop(expert)
             raise
-        held.reading = []
-        return self._memory[held.slot][: self._pack.index.sections[self._numbers[expert]].nbytes]
+        cached.reading = []
+        return self._memory[cached.slot][: self._pack.index.sections[self._numbers[expert]].nbytes]
 
     def _hurry(self, expert: ExpertName) -> None:
-        """Lets a read that still waits, as one that was only guessed, go before all others."""
-        held = self._held[expert]
-        if held.reading and held.reading[0].cancel():
-            for future in held.reading[1:]:
+        """Raise the priority of a waiting prefetch above all other reads."""
+        cached = self._cached[expert]
+        if cached.reading and cached.reading[0].cancel():
+            for future in cached.reading[1:]:
                 if not future.cancel():
                     future.exception()
             number = self._numbers[expert]
-            held.reading = read_ahead(self._pack, self._pool, number, self._memory[held.slot], _NOW)
+            cached.reading = read_ahead(self._pack, self._pool, number, self._memory[cached.slot], _NOW)
 
     def _read(self, expert: ExpertName, spared: Collection[ExpertName], turn: int, urgency: Urgency) -> bool:
         if not self._free:
-            victim = self._frequency.least(self._held, spared, turn)
+            victim = self._frequency.least(self._cached, spared, turn)
             if victim is None:
                 return False
             self._drop(victim)
         slot, number = self._free.pop(), self._numbers[expert]
         reading = read_ahead(self._pack, self._pool, number, self._memory[slot], urgency)
-        self._held[expert] = _Held(slot, reading)
+        self._cached[expert] = _CachedExpert(slot, reading)
         self._statistics.bytes_read += self._pack.index.sections[number].nbytes
         return True
 
     def _drop(self, expert: ExpertName) -> None:
-        held = self._held.pop(expert)
-        for future in held.reading:
+        cached = self._cached.pop(expert)
+        for future in cached.reading:
             if not future.cancel():
                 future.exception()
-        self._free.append(held.slot)
+        self._free.append(cached.slot)

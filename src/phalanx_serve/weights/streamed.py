@@ -1,11 +1,12 @@
-"""A model whose weights come and go: hooks on its blocks put each layer's in place before its forward, and take them away after.
+"""Streamed model: hooks on its blocks load each layer's weights before its forward, and remove them after.
 
-The model is changed from outside alone: its modules compute as ever, with the same kernels on the same numbers, so tokens and
-log-probabilities have the bits of the resident model in the same format. Parameters that are not there are NaN without memory, so that
-whoever reads past the hooks finds out.
+The model itself is unchanged: its modules run the same kernels on the same numbers, so tokens and log-probabilities
+have the bits of the resident model in the same format. Absent parameters are NaN without memory, so code that
+bypasses the hooks fails visibly.
 
-An expert's matrices are multiplied one expert at a time, in the order of experts, by whichever product the model multiplies stacks with.
-The true router decides; the next mixture's router, applied to this one's input, only says what to read beforehand (Fate, arXiv 2502.12224).
+An expert's matrices are multiplied one expert at a time, in order, by the model's grouped product. The layer's own
+router decides. The next mixture's router, applied to this layer's input, only predicts which experts to prefetch
+(Fate, arXiv 2502.12224).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ READ_THREADS = 2
 
 
 def set_weight(model: nn.Module, name: str, value: Tensor) -> None:
-    """Puts ``value`` in the place of a parameter or buffer."""
+    """Replace a parameter or buffer with ``value``."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     if leaf in module._buffers:
@@ -40,19 +41,19 @@ def set_weight(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def dtype_of(place: PackedTensor, compute: torch.dtype) -> torch.dtype:
-    """The dtype that a tensor is computed with."""
+    """Return the dtype that a tensor is computed in."""
     return torch.float32 if place.name.endswith("router.bias") else compute
 
 
 @dataclass
 class _Wide:
-    """Memory for one section in the dtype that is computed with, where its stored format is another."""
+    """Buffer for one section in the compute dtype, if its stored format differs."""
 
     dtype: torch.dtype
     memory: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def tensors(self, section: ByteArray, places: tuple[PackedTensor, ...]) -> list[Tensor]:
-        """The tensors of a section: views of its bytes where they can be computed with, else of this memory."""
+        """Return the tensors of a section: views of its bytes if they have the compute dtype, else of this buffer."""
         stored = torch.from_numpy(section)
         if all(place.dtype == str(self.dtype).removeprefix("torch.") for place in places):
             return [tensor_in(stored, place) for place in places]
@@ -60,7 +61,7 @@ class _Wide:
         rounded = [-(-size // 64) * 64 for size in sizes]
         if self.memory.numel() < sum(rounded):
             self.memory = torch.empty(sum(rounded), dtype=self.dtype)
-        found = []
+        tensors = []
         for place, flat, size in zip(
             places,
             torch.split(self.memory, [*rounded, self.memory.numel() - sum(rounded)]),
@@ -69,12 +70,12 @@ class _Wide:
         ):
             out = flat[:size].view(place.shape)
             write_wide(stored, place, out)
-            found.append(out)
-        return found
+            tensors.append(out)
+        return tensors
 
 
 def load_resident(model: nn.Module, pack: PackFile, number: int, compute: torch.dtype) -> None:
-    """Reads a section that is no expert's into memory of its own."""
+    """Read a section other than an expert's into memory of its own."""
     section = pack.index.sections[number]
     stored = torch.from_numpy(read_section(pack, number))
     for place in section.tensors:
@@ -84,12 +85,12 @@ def load_resident(model: nn.Module, pack: PackFile, number: int, compute: torch.
 
 
 def load_stack(model: nn.Module, pack: PackFile, layer: int, compute: torch.dtype) -> None:
-    """Reads all experts of a layer into stacks of their own."""
+    """Read all experts of a layer into stacks of their own."""
     stacks: dict[str, Tensor] = {}
     numbers = [
         number
-        for number, one in enumerate(pack.index.sections)
-        if one.kind == "expert" and one.layer == layer
+        for number, entry in enumerate(pack.index.sections)
+        if entry.kind == "expert" and entry.layer == layer
     ]
     for number in numbers:
         section = pack.index.sections[number]
@@ -104,10 +105,10 @@ def load_stack(model: nn.Module, pack: PackFile, layer: int, compute: torch.dtyp
 
 
 class StreamedWeights:
-    """What a streamed model's hooks work with; ``statistics`` tells what they have done."""
+    """State of a streamed model's hooks, with their ``statistics``."""
 
     def __init__(self, model: nn.Module, pack: PackFile, residency: Residency, compute: torch.dtype) -> None:
-        """Fills in what stays, and begins to read what does not. Raises what reading raises."""
+        """Load the resident weights, and begin to read the others. Raises the errors of reading."""
         self.statistics = StreamStatistics()
         self.residency = residency
         self._model, self._pack, self._compute = model, pack, compute
@@ -132,7 +133,7 @@ class StreamedWeights:
         model.register_forward_pre_hook(self._count)
 
     def close(self) -> None:
-        """Ends reading; the model cannot compute after."""
+        """End reading; the model can no longer compute."""
         self._pool.close()
         self._pack.close()
 
@@ -172,11 +173,11 @@ class StreamedWeights:
 
     @property
     def turn(self) -> int:
-        """The number of this pass."""
+        """Number of this pass."""
         return self._turn
 
     def expert_matrix(self, layer: int, data: ByteArray, name: str) -> Tensor:
-        """The matrix ``name`` of an expert's bytes."""
+        """Return the matrix ``name`` in an expert's bytes."""
         number = self._pack.index.find("expert", layer, 0)
         assert number is not None, "the layer has experts"
         places = self._pack.index.sections[number].tensors
@@ -186,7 +187,7 @@ class StreamedWeights:
 
 @dataclass
 class _StreamedMixture:
-    """The hooks of one mixture."""
+    """Hooks of one mixture of experts."""
 
     weights: StreamedWeights
     cache: ExpertCache
@@ -213,7 +214,7 @@ class _StreamedMixture:
         if self.following is not None and self._tokens is not None:
             layer, mixture = self.following
             likely = torch.unique(mixture.router(self._tokens).experts).tolist()
-            self.cache.prefetch(layer, likely, {(self.layer, one) for one in needed}, self.weights.turn)
+            self.cache.prefetch(layer, likely, {(self.layer, expert) for expert in needed}, self.weights.turn)
         # Whichever product is set at this moment: an engine may have changed it after the model was opened.
         self._product, self._backwards = experts.product, False
         experts.product = self._multiply
@@ -225,8 +226,14 @@ class _StreamedMixture:
         self._tokens = None
 
     def _multiply(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-        """``GroupedProduct``: experts one after another, every second time backwards, so that those that are there come first."""
-        name = next(one for one in ("gate", "up", "down") if getattr(self.mixture.experts, one) is matrices)
+        """``GroupedProduct`` of one expert after another, in reverse every second time, so that cached experts
+        come first.
+        """
+        name = next(
+            attribute
+            for attribute in ("gate", "up", "down")
+            if getattr(self.mixture.experts, attribute) is matrices
+        )
         product = grouped_product if self._product is None else self._product
         counts: list[int] = groups.counts.sum(1).tolist()
         parts = dict(
@@ -240,7 +247,7 @@ class _StreamedMixture:
         self._backwards = not self._backwards
         results: dict[int, Tensor] = {}
         for place, expert in enumerate(order):
-            left = {(self.layer, one) for one in order[place:]}
+            left = {(self.layer, attribute) for attribute in order[place:]}
             data = self.cache.get((self.layer, expert), left, self.weights.turn)
             matrix = self.weights.expert_matrix(self.layer, data, name).unsqueeze(0)
             size = torch.tensor([len(parts[expert])])
@@ -249,7 +256,7 @@ class _StreamedMixture:
 
 
 def streamed_weights(model: nn.Module) -> StreamedWeights | None:
-    """What streams the weights of a model that ``open_model`` opened; ``None`` for one that is resident."""
+    """Return the streaming state of a model that ``open_model`` opened; None for a resident model."""
     for hook in model._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, StreamedWeights):

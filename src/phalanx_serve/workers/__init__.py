@@ -1,1 +1,3 @@
-"""Several workers of one service: their processes, the router's shell, and how pages of keys and values travel between them."""
+"""Several workers of one service: their processes, the router's connections, and the transport of KV pages between
+them.
+"""

@@ -1,7 +1,8 @@
 """Messages between a worker and the router: msgpack of tagged structs, sealed (``phalanx.wire``).
 
-The worker connects, proves that it knows the service's token, and sends ``Opening``; then ``Ready`` with its facts for the router,
-or ``Unable`` with the reason. Log-probabilities are sent as 64-bit floats, so no bit is lost.
+The worker connects, proves that it knows the service's token, and sends ``Opening``; then ``WorkerReady`` with its
+facts for the router, or ``WorkerUnable`` with the reason. Log-probabilities are sent as 64-bit floats, so no bit is
+lost.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from phalanx.wire.messages import MessageDecoder
 from phalanx_serve.http.worker import Streaming
@@ -27,43 +28,45 @@ class _Message(Struct, frozen=True, tag=True):
 
 
 class PageDoor(Struct, frozen=True):
-    """Where a worker's pages can be pulled from."""
+    """Address of a worker's page port."""
 
     host: str
     port: int
 
 
 class Opening(_Message, frozen=True):
-    """The worker is there and opens the model; ``number`` is its place among those that the service starts, -1 for one that joins by itself."""
+    """The worker has started and opens the model. ``number`` is its index among those that the service starts, -1
+    if it joined by itself.
+    """
 
     number: int
     pid: Count
 
 
-class Unable(_Message, frozen=True):
+class WorkerUnable(_Message, frozen=True, tag="Unable"):
     """The worker cannot serve, and ends."""
 
-    why: Annotated[str, Meta(max_length=8192)]
+    reason: Annotated[str, Meta(max_length=8192)] = field(name="why")
 
 
-class Ready(_Message, frozen=True):
+class WorkerReady(_Message, frozen=True, tag="Ready"):
     """The worker waits for work."""
 
-    identity: e.Identity
+    identity: e.WorkerIdentity
     role: e.Role
     root: bytes
-    """Root of the names of its pages."""
+    """Root of its page names."""
     context: Count
-    """The most tokens of a request."""
+    """Most tokens of a request."""
     pages: Count
     page_bytes: Count
     rows_per_s: float
     door: PageDoor
     bits: e.Bits = "unspecified"
-    """The origin of the bits of its tokens."""
+    """Origin of the bits of its tokens."""
 
 
-class TokenSaid(_Message, frozen=True):
+class TokenOutput(_Message, frozen=True, tag="TokenSaid"):
     """One more token of a job."""
 
     job: Count
@@ -74,7 +77,7 @@ class TokenSaid(_Message, frozen=True):
     weights: Annotated[str, Meta(max_length=4096)] = ""
 
 
-class PromptSaid(_Message, frozen=True):
+class PromptOutput(_Message, frozen=True, tag="PromptSaid"):
     """The log-probabilities of a job's prompt."""
 
     job: Count
@@ -82,7 +85,7 @@ class PromptSaid(_Message, frozen=True):
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
-class EndSaid(_Message, frozen=True):
+class EndOutput(_Message, frozen=True, tag="EndSaid"):
     """A job has ended."""
 
     job: Count
@@ -91,44 +94,44 @@ class EndSaid(_Message, frozen=True):
     cached_tokens: Count
 
 
-JobOutput = TokenSaid | PromptSaid | EndSaid
+JobOutput = TokenOutput | PromptOutput | EndOutput
 
 
-class Speech(_Message, frozen=True):
+class OutputBatch(_Message, frozen=True, tag="Speech"):
     """Outputs of one step of the engine, in their order."""
 
-    said: tuple[JobOutput, ...]
+    outputs: tuple[JobOutput, ...] = field(name="said")
 
 
 class WorkerBeat(_Message, frozen=True):
-    """A sign of life; counts are since the worker began."""
+    """Heartbeat; counts are since the worker started."""
 
     steps: Count
     jobs: tuple[Count, ...]
     pages_used: Count
     pulled: Count
-    """Pages that came from others."""
+    """Pages that were pulled from other workers."""
     not_pulled: Count
-    """Pages that were to come, did not, and were computed."""
+    """Pages whose pull failed and that were computed."""
     drafted: Count = 0
     accepted: Count = 0
     streaming: Streaming | None = None
-    """Where its weights are streamed."""
+    """Set if its weights are streamed."""
     shared: Count = 0
-    """Pages, of those that came, that were read in the memory of the worker that has them, """
+    """Pulled pages that were read from the other worker's shared memory."""
     over_nixl: Count = 0
-    """and over NIXL."""
+    """Pulled pages that were read over NIXL."""
 
     @property
     def counts(self) -> dict[str, float]:
-        """All that is counted of it, by name."""
+        """All counts, by name."""
         names = ("pulled", "shared", "over_nixl", "not_pulled", "drafted", "accepted")
         counts: dict[str, float] = {name: getattr(self, name) for name in names}
         return counts | (asdict(self.streaming) if self.streaming is not None else {})
 
 
 class Leaving(_Message, frozen=True):
-    """The worker was asked to end: its jobs are to go on elsewhere, and then it may go."""
+    """The worker received a signal to end: its jobs continue elsewhere, and then it may go."""
 
 
 class RunJob(_Message, frozen=True):
@@ -153,12 +156,12 @@ class ForgetPages(_Message, frozen=True):
 
 
 class Go(_Message, frozen=True):
-    """End; ``why`` is empty where nothing is wrong."""
+    """End; ``reason`` is empty if nothing is wrong."""
 
-    why: str = ""
+    reason: str = field(default="", name="why")
 
 
-ToRouter = Opening | Unable | Ready | Speech | WorkerBeat | Leaving
+ToRouter = Opening | WorkerUnable | WorkerReady | OutputBatch | WorkerBeat | Leaving
 ToWorker = RunJob | StopJob | ForgetPages | Go
 TO_ROUTER: MessageDecoder[ToRouter] = MessageDecoder(ToRouter)
 TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
@@ -167,16 +170,16 @@ TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
 def encode_output(job: int, output: EngineOutput) -> JobOutput:
     """Return the message of an engine output."""
     if isinstance(output, Token):
-        return TokenSaid(job, output.index, output.id, output.logprob, output.top, output.weights)
+        return TokenOutput(job, output.index, output.id, output.logprob, output.top, output.weights)
     if isinstance(output, PromptScored):
-        return PromptSaid(job, output.logprobs, output.top)
-    return EndSaid(job, output.outcome, output.text, output.cached_tokens)
+        return PromptOutput(job, output.logprobs, output.top)
+    return EndOutput(job, output.outcome, output.text, output.cached_tokens)
 
 
 def decode_output(message: JobOutput) -> EngineOutput:
     """Return the engine output of a message, without the request, which the job identifies."""
-    if isinstance(message, TokenSaid):
+    if isinstance(message, TokenOutput):
         return Token("", message.index, message.id, message.logprob, message.top, message.weights)
-    if isinstance(message, PromptSaid):
+    if isinstance(message, PromptOutput):
         return PromptScored("", message.logprobs, message.top)
     return Ended("", message.outcome, message.text, message.cached_tokens)

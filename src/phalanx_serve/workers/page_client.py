@@ -1,8 +1,9 @@
-"""Pulling pages from another worker: whatever does not come, whole and undamaged, is left to be computed here.
+"""Pulls of pages from another worker. Pages that do not arrive complete and undamaged are computed locally.
 
-A pull never fails: it returns the pages that came, from the first on without a gap, and why it ended early. Slower is allowed, other tokens
-are not, so a page counts only if its digest is that of its producer. Pages of a worker of this machine are taken where they lie in its memory
-(``shared_pages``), or, where that was asked for, read over NIXL (``over_nixl``); those that cannot be had so are fetched over the connection that offered them.
+A pull never fails: it returns the leading pages that arrived, without a gap, and why it ended early. A page counts
+only if its digest is its producer's, so a fault costs time but changes no token. Pages of a worker on this machine
+are read from its shared memory (``shared_pages``), or over NIXL if configured (``over_nixl``). Otherwise they are
+fetched over the connection that offered them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Literal
 
 from phalanx.wire.connection import SealedConnection, sealed
 from phalanx.wire.messages import WireError
-from phalanx_serve.traffic.events import Identity
+from phalanx_serve.traffic.events import WorkerIdentity
 from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, NixlError, read_pages
 from phalanx_serve.workers.page_wire import (
     MESSAGES,
@@ -27,8 +28,8 @@ from phalanx_serve.workers.page_wire import (
     Done,
     Fetch,
     Offer,
-    Open,
-    Refused,
+    OpenPages,
+    PagesRefused,
     cut,
     digest,
     fast_digest,
@@ -37,35 +38,37 @@ from phalanx_serve.workers.page_wire import (
 )
 
 _UNHASHED = 2
-"""Pages that may wait for their hash."""
+"""Most pages that wait for their hash."""
 
 Way = Literal["memory", "nixl", "socket"]
-"""How pages come."""
+"""Transport of pages."""
 PageWay = Literal["auto", "socket", "nixl"]
-"""How the workers of a service are to take pages: in memory where that can be had; never so; over NIXL where that can be had. Else through the socket."""
+"""Configured transport of pages: shared memory if possible, never shared memory, or NIXL if possible; the socket
+is the fallback.
+"""
 
 
 @dataclass
 class Pulled:
-    """What a pull has brought."""
+    """Result of a pull."""
 
     pages: dict[bytes, bytearray | memoryview] = field(default_factory=dict)
-    """Name -> bytes, in the order asked for, without a gap."""
+    """Name -> bytes, in the requested order, without a gap."""
     failure: str = ""
-    """Why the rest did not come; empty if all did."""
+    """Why the remaining pages did not arrive; empty if all did."""
     way: Way | None = None
-    """How they came, the last ones if not all came in one way; None if nothing was offered."""
+    """Transport of the last pages; None if nothing was offered."""
     unreached: str = ""
-    """Why they could not be taken in memory, though they lie in that of this machine, or not all over NIXL; empty where that is as it should be."""
+    """Why shared memory or NIXL could not be used as configured; empty if it was."""
     over_nixl: int = 0
-    """The first of them, which came over NIXL."""
+    """Number of leading pages that arrived over NIXL."""
 
 
 def pull(
     host: str,
     port: int,
     token: str,
-    identity: Identity,
+    identity: WorkerIdentity,
     job: int,
     names: Sequence[bytes],
     *,
@@ -74,9 +77,10 @@ def pull(
     only: Way | None = None,
     nixl: AgentProcess | None = None,
 ) -> Pulled:
-    """Pulls the pages ``names`` that are offered under ``job``, within ``within_s`` seconds; ``page_bytes`` is what one must have.
+    """Pull the pages ``names`` that are offered under ``job``, within ``within_s`` seconds; ``page_bytes`` is the
+    expected page size.
 
-    ``nixl`` is what reads pages over NIXL, which comes before all other ways then. ``only`` allows one way alone.
+    ``nixl`` reads pages over NIXL, and then precedes all other transports. ``only`` allows a single transport.
     """
     pulled = Pulled()
     until_s = time.monotonic() + within_s
@@ -84,7 +88,7 @@ def pull(
         with socket.create_connection((host, port), within_s) as connection:
             wire = sealed(connection, f"{host}:{port}", token, "client", PURPOSE, within_s)
             wire.raw.set_deadline(until_s - time.monotonic())
-            _Pull(wire, pulled, until_s, only, nixl).run(Open(identity, job, tuple(names)), page_bytes)
+            _Pull(wire, pulled, until_s, only, nixl).run(OpenPages(identity, job, tuple(names)), page_bytes)
     except (WireError, OSError) as error:
         pulled.failure = str(error) or type(error).__name__
     return pulled
@@ -92,7 +96,7 @@ def pull(
 
 @dataclass(frozen=True)
 class _Pull:
-    """A conversation with a page port, and what it brings."""
+    """A conversation with a page port, and its result."""
 
     wire: SealedConnection
     pulled: Pulled
@@ -100,15 +104,15 @@ class _Pull:
     only: Way | None
     nixl: AgentProcess | None
 
-    def run(self, asked: Open, page_bytes: int | None) -> None:
-        """Takes what is offered. Raises WireError where something does not come as it should."""
-        self.wire.send_message(asked)
+    def run(self, request: OpenPages, page_bytes: int | None) -> None:
+        """Pull the offered pages. Raises WireError for an invalid message or page."""
+        self.wire.send_message(request)
         offer = self.wire.receive_message(MESSAGES)
-        if isinstance(offer, Refused):
-            self.pulled.failure = offer.why
+        if isinstance(offer, PagesRefused):
+            self.pulled.failure = offer.reason
             return
-        if not isinstance(offer, Offer) or offer.names != asked.names[: len(offer.names)]:
-            raise WireError(f"{self.wire.peer}: offers other pages than were asked for")
+        if not isinstance(offer, Offer) or offer.names != request.names[: len(offer.names)]:
+            raise WireError(f"{self.wire.peer}: offers other pages than requested")
         if offer.names and page_bytes not in (None, offer.page_bytes):
             raise WireError(
                 f"{self.wire.peer}: offers pages of {offer.page_bytes:,} bytes, where {page_bytes} are one"
@@ -119,11 +123,13 @@ class _Pull:
             self._fetch(offer)
         with suppress(WireError):  # what came is whole, also if its source has just died
             self.wire.send_message(Done())
-        if missing := len(asked.names) - len(offer.names):
+        if missing := len(request.names) - len(offer.names):
             self.pulled.failure = f"{missing} pages are not offered: evicted, or their lease is over"
 
     def _bring(self, offer: Offer) -> bool:
-        """Brings the pages out of memory, in the way that there is; whether all came so. Raises WireError for a damaged one."""
+        """Read the pages from memory or over NIXL; return True if all arrived. Raises WireError for a damaged
+        page.
+        """
         if self.nixl is not None and self.only in (None, "nixl"):
             return self._read(offer, self.nixl)
         return self.only in (None, "memory") and self._take(offer)
@@ -133,7 +139,7 @@ class _Pull:
         try:
             with closing(read_pages(self.wire, nixl, offer, self.until_s)) as pages:
                 for name, came in zip(offer.names, pages, strict=False):
-                    self._keep(name, came.page, came.right, came.found)
+                    self._keep(name, came.page, came.expected, came.actual)
                     self.pulled.over_nixl += 1
                     self._observe_time()
         except NixlError as error:
@@ -142,7 +148,9 @@ class _Pull:
         return True
 
     def _take(self, offer: Offer) -> bool:
-        """Takes the pages where they lie; whether that is possible. Raises WireError for a damaged one."""
+        """Read the pages from shared memory; return False if that is not possible. Raises WireError for a damaged
+        page.
+        """
         place = offer.place
         if place is None or place.machine != this_machine():
             return False
@@ -172,21 +180,21 @@ class _Pull:
             came: deque[tuple[bytes, bytes, bytearray, Future[bytes]]] = deque()
 
             def keep_next() -> None:
-                name, right, page, found = came.popleft()
-                self._keep(name, page, right, found.result())
+                name, expected, page, actual = came.popleft()
+                self._keep(name, page, expected, actual.result())
 
-            for name, right in zip(names, coming.digests, strict=True):
+            for name, expected in zip(names, coming.digests, strict=True):
                 page = bytearray(offer.page_bytes)
                 self.wire.raw.receive_into(memoryview(page))
-                came.append((name, right, page, hashing.submit(digest, page)))
+                came.append((name, expected, page, hashing.submit(digest, page)))
                 if len(came) > _UNHASHED:
                     keep_next()
                 self._observe_time()
             while came:
                 keep_next()
 
-    def _keep(self, name: bytes, page: bytearray | memoryview, right: bytes, found: bytes) -> None:
-        if found != right:
+    def _keep(self, name: bytes, page: bytearray | memoryview, expected: bytes, actual: bytes) -> None:
+        if actual != expected:
             raise WireError(f"page {name.hex()} came damaged")
         self.pulled.pages[name] = page
 

@@ -1,7 +1,7 @@
-"""A worker's page port: offers pages under leases to workers that have proven themselves and compute the same bits.
+"""A worker's page port: offers pages under leases to authenticated workers that compute the same bits.
 
-The port is a ``ProvenPort``, as the snapshot port. A page's digest is computed when it is offered; the SHA-256 of one that others can read in memory, when it is
-fetched all the same, or read over NIXL.
+The port is a ``ProvenPort``, as the snapshot port. A page's digest is computed when it is offered. The SHA-256 of a
+page in shared memory is computed only if it is fetched over the socket or NIXL.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.wire.connection import SealedConnection
 from phalanx.wire.messages import WireError
 from phalanx.wire.port import ProvenPort
 from phalanx_serve.traffic.block_table import Leases
-from phalanx_serve.traffic.events import Identity
+from phalanx_serve.traffic.events import WorkerIdentity
 from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, Laying
 from phalanx_serve.workers.page_wire import (
     MESSAGES,
@@ -27,8 +27,8 @@ from phalanx_serve.workers.page_wire import (
     Fetch,
     Lay,
     Offer,
-    Open,
-    Refused,
+    OpenPages,
+    PagesRefused,
     SharedPages,
     cut,
     digest,
@@ -38,19 +38,19 @@ from phalanx_serve.workers.page_wire import (
 _log = logging.getLogger(__name__)
 _SILENT_S = 30.0
 _MOST_FILES = 256
-"""Jobs whose pages are in shared memory at a time: each has a descriptor, of which a process has not many."""
+"""Most jobs whose pages are in shared memory at a time: each needs a descriptor, and a process has few."""
 UNLEASED = 0
-"""Pages asked for under this job are those that are held just now, under no lease."""
+"""Job number of pages that are cached now, without a lease."""
 
 
 class _Batch:
-    """The pages of a job, in memory that others can read if there is such."""
+    """Pages of a job, in shared memory if possible."""
 
     def __init__(self, pages: dict[bytes, bytes], shared: SharedPages | None) -> None:
         self._numbers = {name: number for number, name in enumerate(pages)}
         self._page_bytes = len(next(iter(pages.values()), b""))
         self._shared = shared
-        # Whoever reads in memory needs no SHA-256, which costs more than all else.
+        # A reader of shared memory needs no SHA-256, which would cost the most.
         self._pages: Sequence[bytes | memoryview] = [] if shared else list(pages.values())
         self._fast = [fast_digest(page) for page in pages.values()] if shared else []
         self._digests = [] if shared else [digest(page) for page in pages.values()]
@@ -60,16 +60,16 @@ class _Batch:
         return len(self._numbers)
 
     def offer(self, names: Sequence[bytes]) -> Offer:
-        """Those of ``names``, from the first on, that are here."""
-        found = tuple(itertools.takewhile(self._numbers.__contains__, names))
+        """Offer the leading ``names`` that are here."""
+        available = tuple(itertools.takewhile(self._numbers.__contains__, names))
         if self._shared is None:
-            return Offer(found, self._page_bytes)
-        numbers = tuple(self._numbers[name] for name in found)
+            return Offer(available, self._page_bytes)
+        numbers = tuple(self._numbers[name] for name in available)
         digests = tuple(self._fast[number] for number in numbers)
-        return Offer(found, self._page_bytes, self._shared.place, numbers, digests)
+        return Offer(available, self._page_bytes, self._shared.place, numbers, digests)
 
     def fetched(self, names: Sequence[bytes]) -> list[tuple[bytes | memoryview, bytes]]:
-        """The bytes and the SHA-256 of pages that were offered."""
+        """Return the bytes and the SHA-256 of offered pages."""
         with self._lock:
             if self._shared is not None and not self._pages:
                 self._pages = cut(self._shared.mapped(), range(len(self)), self._page_bytes)
@@ -82,7 +82,7 @@ _NONE = _Batch({}, None)
 
 
 class OfferedPages:
-    """Pages under lease, with their digests; for all threads of a worker."""
+    """Pages under lease, with their digests. Thread-safe."""
 
     def __init__(
         self,
@@ -91,47 +91,48 @@ class OfferedPages:
         *,
         share: bool = True,
     ) -> None:
-        """``look_up`` finds pages that are held without a lease, which are asked for under job 0. ``share`` lays pages into memory that other processes
-        of this machine can read, as long as the system gives it."""
+        """``look_up`` returns cached pages without a lease, which are requested under job 0. ``share`` copies
+        pages into memory that other processes of this machine can read, if the system allows it.
+        """
         self._leases, self._lock, self._look_up = Leases(lease_s), threading.Lock(), look_up
         self._batches: dict[object, _Batch] = {}
-        self._share, self._told = share, False
+        self._share, self._is_failure_logged = share, False
 
     def offer(self, job: int, pages: dict[bytes, bytes]) -> None:
-        """Holds ``pages`` (name -> bytes, all of one size) until they were fetched or their lease is over."""
+        """Keep ``pages`` (name -> bytes, all of one size) until they are fetched or their lease expires."""
         batch = self._batch(pages)
         with self._lock:
             self._batches[job] = batch
             self._leases.offer(job, tuple(pages), time.monotonic())
 
     def offered(self, job: int, names: Sequence[bytes]) -> _Batch:
-        """What the lease of ``job`` holds, which the caller may go on to read when it is over."""
+        """Return the pages under the lease of ``job``. The caller may still read them after the lease has ended."""
         if job == UNLEASED and self._look_up is not None:
             return self._batch(self._look_up(names))
         with self._lock:
             self._free(self._leases.expire(time.monotonic()))
             return self._batches.get(job, _NONE)
 
-    def done(self, job: int) -> None:
-        """Ends the lease of a job."""
+    def end_lease(self, job: int) -> None:
+        """End the lease of a job."""
         with self._lock:
-            self._leases.done(job)
+            self._leases.end(job)
             self._free([job])
 
     def forget(self) -> None:
-        """Ends all leases and drops all pages."""
+        """End all leases and drop all pages."""
         with self._lock:
             self._leases.end_all()
             self._batches.clear()
 
     def expire(self) -> int:
-        """Ends leases that are over; returns how many have ended so since the start."""
+        """End expired leases; return how many have expired since the start."""
         with self._lock:
             self._free(self._leases.expire(time.monotonic()))
             return self._leases.expired
 
     def count(self) -> int:
-        """Pages that are held."""
+        """Return the number of leased pages."""
         with self._lock:
             return sum(map(len, self._batches.values()))
 
@@ -145,12 +146,12 @@ class OfferedPages:
             try:
                 shared = SharedPages(pages.values())
             except OSError as error:
-                if not self._told:
+                if not self._is_failure_logged:
                     _log.warning(
                         "pages go through sockets, which is slower: no memory to share could be had (%s)",
                         error,
                     )
-                self._told = True
+                self._is_failure_logged = True
         return _Batch(pages, shared)
 
 
@@ -160,7 +161,7 @@ class PageServer:
     def __init__(
         self,
         pages: OfferedPages,
-        identity: Identity,
+        identity: WorkerIdentity,
         token: str,
         host: str = "127.0.0.1",
         most_newcomers: int = 64,
@@ -184,11 +185,11 @@ class PageServer:
     def _converse(self, wire: SealedConnection) -> None:
         wire.raw.set_timeout(_SILENT_S)
         request = wire.receive_message(MESSAGES)
-        if not isinstance(request, Open):
+        if not isinstance(request, OpenPages):
             raise WireError(f"{wire.peer}: begins with {type(request).__name__}")
         if request.identity != self._identity:
             reason = f"these pages are of {self._identity}, and {request.identity} would read them"
-            wire.send_message(Refused(reason))
+            wire.send_message(PagesRefused(reason))
             return
         batch = self._pages.offered(request.job, request.names)
         offer = batch.offer(request.names)
@@ -204,7 +205,7 @@ class PageServer:
                     case Lay(first, pages):
                         wire.send_message(laying.lay(batch.fetched(offer.names[first : first + pages])))
                     case Done():
-                        self._pages.done(request.job)
+                        self._pages.end_lease(request.job)
                         return
                     case other:
                         raise WireError(f"{wire.peer}: sends {type(other).__name__} after an offer")

@@ -1,17 +1,19 @@
-"""Pages between workers: messages of the page port, and pages in memory that the processes of one machine and user share.
+"""Pages between workers: messages of the page port, and pages in memory that the processes of one machine and user
+share.
 
-First comes the identity, then an offer of names, digests and a place in memory, then pages, then done.
-Both sides prove that they know the service's token, under a purpose of its own, so that a proof for one port is worth nothing at another.
-Messages are short (msgpack) and sealed. Whoever can open the memory that the offer names (``shared_pages``) takes the pages there. Others ask for raw bytes, or
-have the pages laid where their NIXL agent can read them (``over_nixl``): a sealed message before them holds the SHA-256 of each page, so that one that was altered on
-its way, by accident or on purpose, is noticed. Nothing is encrypted.
+The order is: identity, an offer of names, digests and a place in memory, pages, done. Both sides prove that they know
+the service's token, with a purpose of its own, so a proof for one port is invalid at another. Messages are short
+(msgpack) and sealed. A reader that can open the offered memory (``SharedPages``) reads the pages there. Others
+request raw bytes, or have the pages written where their NIXL agent can read them (``over_nixl``). A sealed message
+then carries the SHA-256 of each page, so any change on the way is detected. Nothing is encrypted.
 
-The source writes the pages of a job into an anonymous file (memfd_create(2)) and seals it (fcntl(2), F_ADD_SEALS): then nobody, not even the source,
-can change or shorten it, and a reader may check a page and use it where it lies. The reader opens it by way of the source, /proc/PID/fd/N, which the
-kernel allows to processes of the same user alone (ptrace(2), PTRACE_MODE_READ), and knows it by its machine, device and inode.
+The source writes the pages of a job into an anonymous file (memfd_create(2)) and seals it (fcntl(2), F_ADD_SEALS).
+After that no process, not even the source, can change or shorten it, and a reader may check a page and use it in
+place. The reader opens it through the source, /proc/PID/fd/N, which the kernel allows only to processes of the same
+user (ptrace(2), PTRACE_MODE_READ), and verifies its machine, device and inode.
 
-Such a file is in no directory. It needs no /dev/shm, so one that is absent, small or full does not matter; and it is freed with the last process that has
-it open or mapped, however that process ends. A lease that ends closes it in the source, while whoever reads it keeps what it has mapped.
+Such a file is in no directory. It needs no /dev/shm, and is freed with the last process that has it open or mapped,
+however that process ends. The end of a lease closes it in the source; a reader keeps its mapping.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from pathlib import Path
 from typing import Annotated
 
 import xxhash
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from phalanx.wire.messages import MessageDecoder
-from phalanx_serve.traffic.events import Identity
+from phalanx_serve.traffic.events import WorkerIdentity
 from phalanx_serve.workers.over_nixl.agent import Address, NixlAgent
 
 # Shared memory.
@@ -43,11 +45,11 @@ _SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
 _Number = Annotated[int, Meta(ge=0, le=2**62)]
 
 
-class Place(Struct, frozen=True):
-    """Where a file of pages can be opened."""
+class SharedMemoryPlace(Struct, frozen=True):
+    """Address of a shared file of pages."""
 
     machine: Annotated[str, Meta(max_length=64)]
-    """The identity of the kernel's present run (/proc/sys/kernel/random/boot_id)."""
+    """Boot id of the kernel (/proc/sys/kernel/random/boot_id)."""
     pid: _Number
     descriptor: _Number
     device: _Number
@@ -55,22 +57,22 @@ class Place(Struct, frozen=True):
 
 
 def fast_digest(page: bytes | memoryview) -> bytes:
-    """xxh3-128 of a page's bytes: against accidents, in memory that nobody else can write."""
+    """Return the xxh3-128 of a page: against accidents, in memory that no other process can write."""
     return xxhash.xxh3_128_digest(page)
 
 
 def this_machine() -> str:
-    """The ``Place.machine`` of this process; empty where the system tells none."""
+    """Return the ``SharedMemoryPlace.machine`` of this process; empty if the system has no boot id."""
     with suppress(OSError):
         return _BOOT.read_text().strip()
     return ""
 
 
 class SharedPages:
-    """Pages of equal size in a sealed file of this process, one behind the other; freed with the object, and with its readers."""
+    """Consecutive pages of equal size in a sealed file of this process; freed with the object and its readers."""
 
     def __init__(self, pages: Iterable[bytes]) -> None:
-        """Copies ``pages`` into it. Raises OSError where the system gives no such memory, or no more of it."""
+        """Copy ``pages`` into a sealed file. Raises OSError if the system lacks such memory."""
         machine = this_machine()
         if not machine or not hasattr(os, "memfd_create"):
             raise OSError(errno.ENOSYS, "this system has no anonymous files")
@@ -86,10 +88,10 @@ class SharedPages:
             self._close()
             raise
         self.nbytes = status.st_size
-        self.place = Place(machine, os.getpid(), self._descriptor, status.st_dev, status.st_ino)
+        self.place = SharedMemoryPlace(machine, os.getpid(), self._descriptor, status.st_dev, status.st_ino)
 
     def mapped(self) -> memoryview:
-        """The bytes of all pages, for reading."""
+        """Return the bytes of all pages, read-only."""
         return _map(self._descriptor, self.nbytes)
 
 
@@ -106,22 +108,24 @@ def _all_seals() -> int:
     return seals
 
 
-def opened(place: Place, nbytes: int) -> memoryview:
-    """The first ``nbytes`` bytes of another process's ``SharedPages``, for reading, for as long as it is used.
+def opened(place: SharedMemoryPlace, nbytes: int) -> memoryview:
+    """Map the first ``nbytes`` bytes of another process's ``SharedPages``, read-only, for as long as the view is
+    used.
 
-    Raises OSError where this process cannot reach it: on another machine, in another container, of another user, or freed.
+    Raises OSError if this process cannot open it: on another machine, in another container, of another user, or
+    freed.
     """
     if place.machine != this_machine():
         raise OSError(errno.EXDEV, "the pages are in the memory of another machine")
     # Only looked at, not opened, until it is known to be the file: a pid may be another process's in this container.
-    found = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_PATH | os.O_CLOEXEC)
+    handle = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_PATH | os.O_CLOEXEC)
     try:
-        status = os.fstat(found)
+        status = os.fstat(handle)
         if (status.st_dev, status.st_ino) != (place.device, place.inode):
             raise OSError(errno.ENOENT, f"process {place.pid} of this container has no such pages")
-        descriptor = os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        os.close(found)
+        os.close(handle)
     try:
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _all_seals() != _all_seals():
             raise OSError(errno.EPERM, f"the pages of process {place.pid} can still be changed")
@@ -141,7 +145,7 @@ def _map(descriptor: int, nbytes: int) -> memoryview:
 
 
 def cut(memory: memoryview, numbers: Sequence[int], page_bytes: int) -> list[memoryview]:
-    """The pages of these numbers."""
+    """Return the pages of these numbers."""
     return [memory[number * page_bytes : (number + 1) * page_bytes] for number in numbers]
 
 
@@ -158,44 +162,47 @@ _PageCount = Annotated[int, Meta(ge=0, le=MOST_PAGES)]
 Numbers = Annotated[tuple[Annotated[int, Meta(ge=0, lt=MOST_PAGES)], ...], Meta(max_length=MOST_PAGES)]
 
 
-class Open(Struct, frozen=True, tag=True):
-    """Asks what is offered under a job, by one who computes with ``identity``. Answered by ``Offer`` or ``Refused``."""
+class OpenPages(Struct, frozen=True, tag="Open"):
+    """Request for the pages under a job, by a worker with ``identity``. Answered by ``Offer`` or ``PagesRefused``."""
 
-    identity: Identity
+    identity: WorkerIdentity
     job: int
     names: PageNames
 
 
 class Offer(Struct, frozen=True, tag=True):
-    """These of the pages asked for are there, in this order; all have so many bytes."""
+    """The requested pages that are available, in this order; all have the same size."""
 
     names: PageNames
     page_bytes: Annotated[int, Meta(ge=0, le=1 << 32)]
-    place: Place | None = None
-    """Where they lie in memory, with one another and perhaps with others; None where they can only be fetched."""
+    place: SharedMemoryPlace | None = None
+    """Their shared memory, which may have other pages too; None if they can only be fetched."""
     numbers: Numbers = ()
-    """With ``place``, which of the pages there they are, """
+    """With ``place``, their page numbers there."""
     digests: Digests = ()
-    """and the xxh3-128 of each."""
+    """With ``place``, the xxh3-128 of each."""
 
 
 class Fetch(Struct, frozen=True, tag=True):
-    """Asks for the bytes of ``pages`` of the offer, from the one of number ``first`` on. Answered by ``Coming``, and behind it one page after the other."""
+    """Request for the bytes of ``pages`` offered pages, from number ``first`` on. Answered by ``Coming``, followed
+    by the pages.
+    """
 
     first: _PageCount
     pages: _PageCount
 
 
 class Coming(Struct, frozen=True, tag=True):
-    """The SHA-256 of each page that follows."""
+    """SHA-256 of each page that follows."""
 
     digests: Digests
 
 
 class Lay(Struct, frozen=True, tag=True):
-    """Asks for pages of the offer, as ``Fetch`` does, to be laid where an agent can read them. Answered by ``Laid`` or ``NotLaid``.
+    """Request to write offered pages, numbered as in ``Fetch``, where an agent can read them. Answered by ``Laid`` or
+    ``NotLaid``.
 
-    They lie there until two more of these are asked for, or the conversation ends.
+    They stay until two more of these requests, or the end of the conversation.
     """
 
     first: _PageCount
@@ -203,31 +210,31 @@ class Lay(Struct, frozen=True, tag=True):
 
 
 class Laid(Struct, frozen=True, tag=True):
-    """The pages asked for lie one behind the other at ``address``, in the memory that ``agent`` lets others read,"""
+    """The requested pages are consecutive at ``address``, in the memory of ``agent``."""
 
     agent: NixlAgent
     address: Address
     digests: Digests
-    """and this is the SHA-256 of each."""
+    """SHA-256 of each page."""
 
 
 class NotLaid(Struct, frozen=True, tag=True):
-    """They do not: ``why``. They can be fetched all the same."""
+    """The pages could not be written, for ``reason``. They can still be fetched."""
 
-    why: Annotated[str, Meta(max_length=8192)]
+    reason: Annotated[str, Meta(max_length=8192)] = field(name="why")
 
 
 class Done(Struct, frozen=True, tag=True):
-    """The lease may end: all that was wanted has come."""
+    """All needed pages have arrived; the lease may end."""
 
 
-class Refused(Struct, frozen=True, tag=True):
-    """Nothing is offered; ``why`` says what is different."""
+class PagesRefused(Struct, frozen=True, tag="Refused"):
+    """Nothing is offered; ``reason`` names the mismatch."""
 
-    why: Annotated[str, Meta(max_length=8192)]
+    reason: Annotated[str, Meta(max_length=8192)] = field(name="why")
 
 
-Message = Open | Offer | Fetch | Coming | Lay | Laid | NotLaid | Done | Refused
+Message = OpenPages | Offer | Fetch | Coming | Lay | Laid | NotLaid | Done | PagesRefused
 MESSAGES: MessageDecoder[Message] = MessageDecoder(Message)
 
 

@@ -1,7 +1,7 @@
-"""The worker processes of a service on this machine: started, started again when they end, and ended with it.
+"""Worker processes of a service on this machine: started, restarted when they end, and ended with it.
 
-When to start one again is decided by ``phalanx.process.restarts``. Each reads its task, with the token, from standard input, and the kernel
-ends it if this process dies.
+``phalanx.process.restarts`` decides when to restart one. Each reads its task, with the token, from standard input,
+and the kernel ends it if this process dies.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from phalanx_serve.workers.worker_main import WorkerTask
 _COMMAND = (sys.executable, "-P", "-m", "phalanx_serve.workers.worker_main")
 _RESTARTS = RestartPolicy(first_pause_s=0.25, longest_pause_s=30.0, most_deaths=5)
 _STAYED_S = 5.0
-"""A worker that served for so long was no failed start."""
+"""Seconds of service after which a start counts as successful."""
 _LEAVE_S = 3.0
 _SLOW_S = 60.0
-"""A start that takes longer is told."""
+"""Seconds after which a start is reported as slow."""
 
 
 @dataclass
 class Seat:
-    """A worker's place, and the process that has it at present."""
+    """A worker's slot in the service, and its current process."""
 
     task: WorkerTask
     restarts: Restarts
     child: Child | None = None
     ended: int = 0
-    """Processes that have ended."""
+    """Number of processes that have ended."""
     ready_s: float = 0.0
-    """When its present process came so far as to serve; 0: not yet."""
+    """Time at which its current process became ready; 0 if it is not."""
     state: str = "starting"
-    """starting, ready, waiting (for its next start), left (set aside for good)."""
-    why: str = ""
+    """starting, ready, waiting (for its next start), left (removed for good)."""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
-class Happened:
-    """What became of a worker's process."""
+class WorkerEnded:
+    """A worker's process ended or could not start."""
 
     seat: Seat
     how: str
     again_s: float | None
-    """Seconds until it is started again, or None."""
+    """Seconds until the restart, or None."""
 
 
-class Processes:
-    """See the module; of one event loop."""
+class WorkerProcesses:
+    """Supervisor of the worker processes, in one event loop."""
 
     def __init__(
         self,
         tasks: Sequence[WorkerTask],
         environment: Mapping[str, str],
-        ended: Callable[[Happened], None],
+        ended: Callable[[WorkerEnded], None],
         slow: Callable[[Seat, float], None],
         policy: RestartPolicy = _RESTARTS,
         *,
@@ -87,25 +87,25 @@ class Processes:
         """True: a process that ends is not started again."""
 
     def start(self) -> None:
-        """Starts all."""
+        """Start all workers."""
         for seat in self.seats:
             self._watches.add(asyncio.create_task(self._keep(seat)))
 
     def ready(self, number: int) -> None:
-        """Notes that a worker serves."""
+        """Record that a worker is ready."""
         if number < len(self.seats):
             seat = self.seats[number]
-            seat.ready_s, seat.state, seat.why = time.monotonic(), "ready", ""
+            seat.ready_s, seat.state, seat.reason = time.monotonic(), "ready", ""
 
-    def set_aside(self, number: int, why: str) -> None:
-        """Ends a worker for good."""
+    def set_aside(self, number: int, reason: str) -> None:
+        """End a worker for good."""
         if number < len(self.seats):
             seat = self.seats[number]
-            seat.state, seat.why = "left", why
+            seat.state, seat.reason = "left", reason
             _kill(seat)
 
     def kill(self, number: int) -> None:
-        """Ends a worker that may hang; it is started again."""
+        """Kill a worker that may hang; it is restarted."""
         if number < len(self.seats):
             seat = self.seats[number]
             if seat.state == "ready":
@@ -113,11 +113,11 @@ class Processes:
             _kill(seat)
 
     def lasting(self) -> bool:
-        """Whether any of them serves, or will again."""
+        """True if any worker serves, or will be restarted."""
         return any(seat.state != "left" for seat in self.seats)
 
     async def end(self) -> None:
-        """Waits for those that serve to leave, for a while, and kills those that do not, or do not serve yet."""
+        """Wait a few seconds for ready workers to leave. Kill those that do not, and those that are not ready."""
         self.closing = True
         for seat in self.seats:
             if seat.state != "ready":
@@ -148,8 +148,8 @@ class Processes:
                 again_s = 0.0  # It was sent away, which is no failure.
             if seat.state == "left":
                 again_s = None
-            seat.state, seat.why = ("waiting", "") if again_s is not None else ("left", seat.why or how)
-            self._ended(Happened(seat, how, again_s))
+            seat.state, seat.reason = ("waiting", "") if again_s is not None else ("left", seat.reason or how)
+            self._ended(WorkerEnded(seat, how, again_s))
             await asyncio.sleep(again_s or 0.0)
 
     def _look(self, seat: Seat) -> None:
@@ -157,7 +157,7 @@ class Processes:
             self._slow(seat, self._slow_start_s)
 
     async def _run(self, seat: Seat) -> tuple[int, str]:
-        """A worker's process from its start to its end; its exit code, and how it ended, in words."""
+        """Run a worker's process; return its exit code, and a description of its end."""
         task = msgspec.json.encode(seat.task)
         try:
             seat.child = Child.start(self._command, os.environ | self._environment, task=task)

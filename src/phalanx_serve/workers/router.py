@@ -1,7 +1,7 @@
-"""The live shell of the router: workers' connections and clients' requests become events, and its commands become messages.
+"""Live I/O shell of the router: turns connections and requests into events, and commands into messages.
 
-Every decision is ``phalanx_serve.traffic.dispatch.step``, the function that ``phalanx simulate traffic`` runs. All of this belongs to one event loop
-in a thread of its own (``router_client``).
+Every decision is ``phalanx_serve.traffic.dispatch.step``, the function that ``phalanx simulate traffic`` runs. All of
+this runs in one event loop in a thread of its own (``RouterClient``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from phalanx_serve.workers import messages as m
 
 _PROOF_S = 5.0
 _NEWCOMERS = 64
-"""Connections that may be proving themselves at once; a further one ends the oldest, which most likely proves nothing."""
+"""Most connections that authenticate at once; a further one closes the oldest."""
 
 Sink = Callable[[Sequence[EngineOutput]], None]
-"""Takes the outputs of a request, in their order."""
+"""Callback for the outputs of a request, in order."""
 
 
 @dataclass
@@ -37,45 +37,45 @@ class Peer:
     life: int
     number: int = -1
     pid: int = 0
-    ready: m.Ready | None = None
+    ready: m.WorkerReady | None = None
     beat: m.WorkerBeat | None = None
     ready_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """How a service of several workers decides."""
+    """Settings of a service of several workers."""
 
     rows: int = 256
     audit_share: float = 0.0
     late_s: float = 3.0
     page_bytes_per_s: float = 5e8
     tick_s: float = 0.25
-    """Pause between two looks at the workers' lives."""
+    """Seconds between two checks of the workers' heartbeats."""
 
 
 @dataclass(frozen=True)
 class Watcher:
-    """Callbacks on workers' lives, for the supervisor of their processes and the start of the service."""
+    """Callbacks for worker events, for the process supervisor and the start of the service."""
 
     opening: Callable[[Peer], None]
     ready: Callable[[Peer], None]
     unable: Callable[[Peer, str], None]
     late: Callable[[Peer, str], None]
-    """Its requests go on elsewhere, and why; once in a life."""
+    """Called once per life if a worker is late, with the reason; its requests continue elsewhere."""
     left: Callable[[Peer, str], None]
-    """The connection has ended, and why."""
+    """Called when a connection has ended, with the reason."""
 
 
 @dataclass
-class Router:
-    """See the module."""
+class RequestRouter:
+    """Router of a service, in one event loop."""
 
     token: str
     settings: RouterSettings
     watcher: Watcher
     peers: dict[int, Peer] = field(default_factory=dict)
-    """Those that are ready, by number."""
+    """Ready workers, by number."""
     past: dict[str, float] = field(default_factory=dict)
     """Sums of the counts of workers that have left (``WorkerBeat.counts``)."""
 
@@ -89,11 +89,11 @@ class Router:
         self._joined = -1  # the highest number of a worker
         self._tasks: set[asyncio.Task[None]] = set()
         pool = PoolSettings(late_s=self.settings.late_s, step_rows=self.settings.rows)
-        core = dispatch.Settings(audit_share=self.settings.audit_share)
-        self.traffic = dispatch.Traffic(self._names, core, Pool(pool))
+        core = dispatch.DispatchSettings(audit_share=self.settings.audit_share)
+        self.traffic = dispatch.RouterState(self._names, core, Pool(pool))
 
     async def listen(self, host: str) -> asyncio.Server:
-        """Begins to take workers' connections at any free port of ``host``."""
+        """Listen for workers at a free port of ``host``."""
         self._tasks.add(asyncio.create_task(self._tick()))
         return await asyncio.start_server(self._welcome, host, 0, backlog=128)
 
@@ -105,7 +105,7 @@ class Router:
             sink([Ended(request.id, "error", self._failed)])
             return
         self._sinks[request.id] = sink
-        self._hear(e.Submitted(request))
+        self._hear(e.RequestSubmitted(request))
 
     def abandon(self, request_id: str) -> None:
         """Cancel a request."""
@@ -120,8 +120,8 @@ class Router:
             self.abandon(name)
 
     def drain(self, number: int) -> None:
-        """Lets a worker's requests go on elsewhere, and sends it away."""
-        self._hear(e.Drain(number))
+        """Continue a worker's requests elsewhere, and dismiss it."""
+        self._hear(e.DrainWorker(number))
 
     # Workers.
 
@@ -160,7 +160,7 @@ class Router:
 
     def _disconnect(self, peer: Peer, reason: str) -> None:
         if self._ending:
-            return  # it was sent away and is no loss: whoever hears of one ends the process at once
+            return  # it was dismissed, and is no loss: a reported loss kills the process at once
         reason = self._refusals.pop(peer.life, reason)
         self._late.discard(peer.life)
         if self.peers.get(peer.number) is peer:
@@ -179,20 +179,22 @@ class Router:
                         self._joined += 1
                         peer.number = self._joined
                     self.watcher.opening(peer)
-                case m.Ready() as ready:
+                case m.WorkerReady() as ready:
                     self._admit(peer, ready)
-                case m.Unable(reason):
+                case m.WorkerUnable(reason):
                     self.watcher.unable(peer, reason)
-                case m.Speech(outputs):
+                case m.OutputBatch(outputs):
                     for output in outputs:
-                        self._hear(e.Heard(peer.number, peer.life, output.job, m.decode_output(output)))
+                        self._hear(
+                            e.OutputReceived(peer.number, peer.life, output.job, m.decode_output(output))
+                        )
                 case m.WorkerBeat() as beat:
                     peer.beat = beat
                     self._hear(e.Beat(peer.number, peer.life, beat.steps, beat.jobs))
                 case m.Leaving():
                     self.drain(peer.number)
 
-    def _admit(self, peer: Peer, ready: m.Ready) -> None:
+    def _admit(self, peer: Peer, ready: m.WorkerReady) -> None:
         if peer.number < 0:
             raise WireError("it is ready before it has sent its number")
         old = self.peers.get(peer.number)
@@ -202,11 +204,11 @@ class Router:
         if not self._root:
             self._root = ready.root
             link = Link(ready.page_bytes, self.settings.page_bytes_per_s)
-            self.traffic.settings = dispatch.Settings(link, audit_share=self.settings.audit_share)
+            self.traffic.settings = dispatch.DispatchSettings(link, audit_share=self.settings.audit_share)
         peer.ready, peer.ready_s = ready, time.monotonic()
         self.peers[peer.number] = peer
         self._hear(
-            e.Joined(peer.number, peer.life, ready.identity, ready.role, ready.pages, ready.rows_per_s)
+            e.WorkerJoined(peer.number, peer.life, ready.identity, ready.role, ready.pages, ready.rows_per_s)
         )
         if self.traffic.pool.current(peer.number, peer.life):
             self.watcher.ready(peer)
@@ -224,7 +226,7 @@ class Router:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.settings.tick_s)
-            self._hear(e.Tick())
+            self._hear(e.ClockTick())
             self._report_late(time.monotonic())
 
     def _report_late(self, now_s: float) -> None:
@@ -248,15 +250,15 @@ class Router:
 
     def _carry_out(self, command: e.Command) -> None:
         match command:
-            case e.Tell(output):
+            case e.DeliverOutput(output):
                 sink = self._sinks.get(output.request)
                 if sink is not None:
                     sink([output])
                 if isinstance(output, Ended):
                     self._sinks.pop(output.request, None)
-            case e.Run():
+            case e.ComputeJob():
                 self._send(command.worker, self._job(command))
-            case e.Stop(worker, job):
+            case e.CancelJob(worker, job):
                 self._send(worker, m.StopJob(job))
             case e.Forget(worker):
                 self._send(worker, m.ForgetPages())
@@ -269,7 +271,7 @@ class Router:
                     peer.stream.send_message(m.Go(reason))
                     peer.stream.close()
 
-    def _job(self, run: e.Run) -> m.RunJob:
+    def _job(self, run: e.ComputeJob) -> m.RunJob:
         source = self.peers.get(run.source)
         door = source.ready.door if source is not None and source.ready is not None else None
         return m.RunJob(run.job, run.request, run.source_job, door, run.pages, run.offer)

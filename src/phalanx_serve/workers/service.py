@@ -1,8 +1,9 @@
-"""A run's directory or a pack served by several worker processes of this machine: its words here, its weights in each of them.
+"""Service of several worker processes on this machine, for a run directory or a pack: the text side runs here, the
+weights in each worker.
 
-The router and the processes' supervisor run in a thread with an event loop. The HTTP server's own loop writes to its clients and must not wait for
-workers, whose outputs cross over to it in batches. The service begins when every worker that it has started is ready. If one cannot serve, the
-service fails with that worker's reason.
+The router and the process supervisor run in a thread with an event loop. The HTTP server's own loop writes to its
+clients and must not wait for workers, whose outputs are passed to it in batches. The service is ready when every
+worker is. If one cannot serve, the service fails with that worker's reason.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from msgspec.structs import replace
 
 from phalanx.checkpoint.pack.reader import is_pack
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx_serve.http.worker import Identity, Streaming, WorkerFacts, WorkerLoad
+from phalanx_serve.http.worker import ModelIdentity, Streaming, WorkerFacts, WorkerLoad
 from phalanx_serve.prompt import ModelText, read_model_text
 from phalanx_serve.served.of_run import require_drafts, served_folder
 from phalanx_serve.served.opened import (
@@ -36,12 +37,12 @@ from phalanx_serve.served.opened import (
     threads_of_each,
 )
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.events import Ended, EngineError, EngineOutput, Request, Role
+from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Role, ServeError
 from phalanx_serve.weights.open_model import free_to_use, packed
 from phalanx_serve.workers.over_nixl.agent_process import require_installed
 from phalanx_serve.workers.page_client import PageWay
-from phalanx_serve.workers.processes import Happened, Processes, Seat
-from phalanx_serve.workers.router import Peer, Router, RouterSettings, Watcher
+from phalanx_serve.workers.processes import Seat, WorkerEnded, WorkerProcesses
+from phalanx_serve.workers.router import Peer, RequestRouter, RouterSettings, Watcher
 from phalanx_serve.workers.worker_main import WorkerTask
 
 # Client of the router: the worker processes behind the HTTP server's ``WorkerPort``.
@@ -94,14 +95,14 @@ class RouterClient:
     """A ``WorkerPort`` of many workers."""
 
     def __init__(self, service: ServiceConfig, report: Callable[[Notice], None]) -> None:
-        """Start the workers and wait until they are ready. Raises EngineError with the reason if one cannot serve."""
+        """Start the workers and wait until they are ready. Raises ServeError with the reason if one cannot serve."""
         self._service = service
         self._notices: queue.SimpleQueue[Notice | threading.Event | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(
             target=self._report_all, args=(report,), name="notices", daemon=True
         )
         self._reporter.start()
-        self._identity: Future[Identity] = Future()
+        self._identity: Future[ModelIdentity] = Future()
         self._trouble = ""
         self._first: set[str] = set()
         self._running: set[str] = set()
@@ -117,7 +118,7 @@ class RouterClient:
         except BaseException as error:
             self.close()
             if isinstance(error, TimeoutError):
-                raise EngineError(f"the workers are not ready after {_BEGIN_S:g} s") from error
+                raise ServeError(f"the workers are not ready after {_BEGIN_S:g} s") from error
             raise
 
     # ``WorkerPort``.
@@ -196,7 +197,7 @@ class RouterClient:
                     state,
                     peer.pid if peer is not None else 0,
                     len(worker.jobs) if worker is not None else 0,
-                    seat.why,
+                    seat.reason,
                     seat.ended,
                 )
             )
@@ -223,14 +224,14 @@ class RouterClient:
     async def _begin(self) -> None:
         service, token = self._service, secrets.token_hex(32)
         watcher = Watcher(lambda _: None, self._ready, self._unable, self._late, self._left)
-        self._router = Router(token, service.settings, watcher)
+        self._router = RequestRouter(token, service.settings, watcher)
         self._server = await self._router.listen("127.0.0.1")
         host, port = self._server.sockets[0].getsockname()[:2]
         tasks = [
             structs.replace(service.task_of(role), host=host, port=port, token=token, number=number)
             for number, role in enumerate(service.roles)
         ]
-        self._processes = Processes(tasks, service.environment, self._happened, self._slow)
+        self._processes = WorkerProcesses(tasks, service.environment, self._happened, self._slow)
         self._notice("router-listening", f"workers connect to {host}:{port}", address=f"{host}:{port}")
         self._processes.start()
 
@@ -258,17 +259,17 @@ class RouterClient:
             identity = ready.identity
             # Those that divide the model hold more, and a text may go on with any of them.
             context = min(other.ready.context for other in self._router.peers.values() if other.ready)
-            self._identity.set_result(Identity(identity.weights, identity.numerics, context, ready.bits))
+            self._identity.set_result(ModelIdentity(identity.weights, identity.numerics, context, ready.bits))
 
     def _unable(self, peer: Peer, reason: str) -> None:
         if not self._identity.done():
-            self._identity.set_exception(EngineError(reason))
+            self._identity.set_exception(ServeError(reason))
         self._notice(
             "worker-unable", f"worker {peer.number} cannot serve: {reason}", worker=peer.number, why=reason
         )
 
     def _late(self, peer: Peer, reason: str) -> None:
-        text = f"worker {peer.number} is late: {reason}; its texts go on elsewhere, and it is taken back when it goes on"
+        text = f"worker {peer.number} is late: {reason}; its texts continue elsewhere, and it rejoins when it continues"
         self._notice("worker-late", text, worker=peer.number, why=reason)
 
     def _slow(self, seat: Seat, seconds: float) -> None:
@@ -288,12 +289,12 @@ class RouterClient:
         self._processes.kill(peer.number)
         self._end_without_workers()
 
-    def _happened(self, happened: Happened) -> None:
+    def _happened(self, happened: WorkerEnded) -> None:
         seat, again_s = happened.seat, happened.again_s
         number = seat.task.number
         if not self._identity.done():
             self._identity.set_exception(
-                EngineError(f"worker {number} {happened.how} before it was ready; what it printed is above")
+                ServeError(f"worker {number} {happened.how} before it was ready; what it printed is above")
             )
         then = f"it is started again in {again_s:g} s" if again_s is not None else "it is not started again"
         self._notice(
@@ -312,7 +313,7 @@ class RouterClient:
             failed = max(seat.restarts.in_vain for seat in self._processes.seats)
             self._trouble = (
                 f"no worker is left: each ended {failed} times without serving for long, or was set aside; "
-                "the server's own output says how"
+                "see the server's own output"
             )
             self._router.fail_all(self._trouble)
 
@@ -350,12 +351,15 @@ def open_service(
     tell: Callable[[Notice], None],
     pages: PageWay = "auto",
 ) -> tuple[ModelText, RouterClient]:
-    """The words of a run's model and the workers that compute it, ready to be asked.
+    """Open a service of several workers: the text side of a run's model, and the client of its workers.
 
-    ``divisions`` says into how many processes a worker of a role divides the model, by default as ``served``. Memory is each worker's, and ``threads`` are each
-    process's; 0 threads divide this machine's processors among all processes. Without a step all workers, also those
-    that are started again later, serve the step that is the newest now, or the newest that can be read: ``tell`` hears of those passed over. ``pages``
-    is how workers take pages from one another. Raises EngineError where a worker cannot serve, RunDirectoryError for a run without a checkpoint, and as ``load_run_tokenizer`` does.
+    ``divisions`` is the number of processes per worker of each role, by default that of ``served``. The memory limit
+    is per worker. ``threads`` is per process; 0 divides this machine's processors among all processes. ``pages`` is
+    the transport of pages between workers.
+
+    Without a step, all workers serve the newest readable step, also after a restart; ``tell`` receives a notice for
+    each skipped step. Raises ServeError if a worker cannot serve, RunDirectoryError for a run without a checkpoint,
+    and the errors of ``load_run_tokenizer``.
     """
     if pages == "nixl":
         require_installed()
@@ -374,19 +378,19 @@ def open_service(
         service = ServiceConfig(roles, task, {}, RouterSettings(served.rows, audit_share), divisions or {})
         processes = 0
         for role in roles:  # refused here rather than by each worker
-            asked = service.task_of(role).served
-            device_of(asked)
-            require_divisible(asked)
-            processes += asked.stages * asked.tensor
+            role_run = service.task_of(role).served
+            device_of(role_run)
+            require_divisible(role_run)
+            processes += role_run.stages * role_run.tensor
         environment = {"OMP_NUM_THREADS": str(threads or threads_of_each(processes))}
         service = dataclasses.replace(service, environment=environment)
         try:
             return words, RouterClient(service, tell)
-        except EngineError as error:
+        except ServeError as error:
             older = _older_than_damaged(served) if any_step else None
             if older is None:
                 raise
-            text = f"step {served.step} cannot be read and is passed over: {error}"
+            text = f"step {served.step} cannot be read and is skipped: {error}"
             tell(Notice("step-passed-over", text, {"step": served.step}))
             served = replace(served, step=older)
 
@@ -394,27 +398,33 @@ def open_service(
 def devices_of(
     served: ServedRun, workers: int, divisions: Mapping[Role, WorkerDivision] | None = None
 ) -> list[torch.device]:
-    """The devices of so many workers of ``open_service``, each once: they are dealt round. Raises EngineError."""
+    """Return the distinct devices of ``workers`` workers of ``open_service``, assigned round-robin. Raises
+    ServeError.
+    """
     served = _of_one_kind(served, divisions or {})
     return list(dict.fromkeys(device_of(served, number) for number in range(workers)))
 
 
 def _older_than_damaged(served: ServedRun) -> int | None:
-    """``older_than_damaged`` of the step of ``served``; of a pack there is none."""
+    """Return ``older_than_damaged`` for the step of ``served``; None for a pack."""
     if served.step is None or is_pack(served.path):
         return None
     return older_than_damaged(served.path, served.step)
 
 
 def _of_one_kind(served: ServedRun, divisions: Mapping[Role, WorkerDivision]) -> ServedRun:
-    """The same with a device that workers of all roles can have: "auto" is the CPU where those of one role divide the model. Else
-    the others would compute on GPUs, and the router would refuse one or the other for its numerics."""
+    """Replace "auto" with the CPU if the workers of one role divide the model.
+
+    Otherwise the workers of other roles would use GPUs, and the router would refuse one kind for its numerics.
+    """
     divided = any(division != WorkerDivision() for division in divisions.values())
     return replace(served, device="cpu") if divided and served.device == "auto" else served
 
 
 def _settled(served: ServedRun) -> ServedRun:
-    """The same for all workers, whenever they start: a step of the run, or a pack, which of a run that is streamed is made here, once."""
+    """Resolve ``served`` for all workers and restarts: a fixed step of the run, or a pack. The pack of a streamed
+    run is made here, once.
+    """
     require_drafts(served)  # before packing, which takes long
     path = served.path.resolve()
     if served.stream and not is_pack(path):

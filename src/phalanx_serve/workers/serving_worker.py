@@ -1,8 +1,9 @@
-"""A worker at work: an engine in one thread, fed by the router's orders and by the pages that come from other workers.
+"""Serving worker: an engine in one thread, fed by the router's commands and by pages from other workers.
 
-Only the engine's thread touches the engine. Orders come in by a thread that reads the link, pulled pages by a thread for each pull, and
-questions for pages by the page server's threads: all wait in one queue, which is emptied between two steps. Signs of life have a thread of their own,
-so that a long step is not taken for death. The worker decides nothing: when the link ends, it ends.
+Only the engine's thread touches the engine. One thread reads the router's connection, one thread per pull receives
+pages, and the page server's threads receive page requests. All put messages into one queue, which is emptied between
+two steps. Heartbeats have a thread of their own, so a long step does not look like a crash. The worker decides
+nothing: when the connection ends, it ends.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from phalanx_serve.traffic.events import (
     DeviceMemoryError,
     Ended,
     EngineOutput,
-    Identity,
     PartLostError,
     Request,
+    WorkerIdentity,
 )
 from phalanx_serve.workers import messages as m
 from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
@@ -41,16 +42,16 @@ _LOOK_UP_S = 2.0
 
 @dataclass(frozen=True)
 class _Came:
-    """What a pull has brought for a job."""
+    """Pages that were pulled for a job."""
 
     job: int
     pulled: Pulled
-    asked: int
+    requested: int
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """Another worker asks for pages that are under no lease."""
+    """Request of another worker for pages without a lease."""
 
     names: Sequence[bytes]
     answer: queue.SimpleQueue[dict[bytes, bytes]]
@@ -58,9 +59,9 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Over:
-    """The worker ends."""
+    """The worker must end."""
 
-    why: str
+    reason: str
 
 
 class _OverError(Exception):
@@ -68,12 +69,12 @@ class _OverError(Exception):
 
 
 class ServingWorker:
-    """See the module; ``run`` returns when the worker is sent away or its link ends."""
+    """Serving worker; ``run`` returns when the worker is dismissed or its connection ends."""
 
     def __init__(
         self,
         engine: Engine,
-        identity: Identity,
+        identity: WorkerIdentity,
         page_bytes: int,
         token: str,
         link: SealedConnection,
@@ -95,11 +96,11 @@ class ServingWorker:
         self._over = threading.Event()
 
     def leave(self) -> None:
-        """Asks the router to let this worker go; may be called by a signal's handler."""
+        """Request to leave the service; a signal handler may call it."""
         self._inbox.put(m.Leaving())
 
     def run(self) -> str:
-        """Works until the end, and returns why it came; empty if nothing is wrong."""
+        """Work until the end; return its reason, empty if nothing is wrong."""
         for target in (self._listen, self._beat):
             threading.Thread(target=target, name=target.__name__.strip("_"), daemon=True).start()
         try:
@@ -172,7 +173,7 @@ class ServingWorker:
         self._inbox.put(_Came(order.job, pulled, len(names)))
 
     def _keep(self, came: _Came) -> None:
-        """Keeps what a pull has brought, and begins its job: what did not come is computed."""
+        """Cache pulled pages, and begin their job, which computes the missing ones."""
         order = self._orders.get(came.job)
         if order is None:
             return
@@ -187,7 +188,7 @@ class ServingWorker:
         self._pulled += kept
         self._shared += kept if came.pulled.way == "memory" else 0
         self._over_nixl += min(kept, came.pulled.over_nixl)
-        self._not_pulled += came.asked - kept
+        self._not_pulled += came.requested - kept
         if came.pulled.failure:
             _log.info("job %d: %s; the rest is computed", came.job, came.pulled.failure)
         self._report_unreached(came.pulled.unreached)
@@ -217,7 +218,7 @@ class ServingWorker:
             outputs = self._engine.step()
         except PartLostError:
             raise
-        except Exception as error:  # The worker must outlive a defect, and the clients must hear of it.
+        except Exception as error:  # the worker must survive a defect, and report it to the clients
             _log.exception("a step of the engine has failed")
             outputs = [Ended(str(job), "error", explained(error)) for job in self._orders]
             for output in outputs:
@@ -239,7 +240,7 @@ class ServingWorker:
                 del self._orders[job]
             messages.append(m.encode_output(job, output))
         if messages:
-            self._link.send_message(m.Speech(tuple(messages)))
+            self._link.send_message(m.OutputBatch(tuple(messages)))
 
     def _read_pages(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the pages of ``names`` that are here, from the first one up to a gap."""
@@ -295,7 +296,7 @@ class ServingWorker:
 
 
 def measured_rate(engine: Engine, rows: int) -> float:
-    """Rows a second of a prompt of ``rows`` tokens, by the second of two: the first one warms up."""
+    """Return the prefill rate in rows per second for a prompt of ``rows`` tokens, after one warmup."""
     seconds = 1.0
     for token in range(2):
         engine.submit(Request("rate", (token,) * rows, 1))

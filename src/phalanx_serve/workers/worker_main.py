@@ -1,7 +1,7 @@
-"""A serving worker's process: connects to the router, opens the model, and works until it is sent away.
+"""Process of a serving worker: connects to the router, opens the model, and works until it is dismissed.
 
-``python -m phalanx_serve.workers.worker_main`` reads its task as JSON from standard input, the token too, so that neither command line nor
-environment shows it. It ends with the process that started it.
+``python -m phalanx_serve.workers.worker_main`` reads its task, with the token, as JSON from standard input, so that
+neither command line nor environment shows the token. It ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ _CONNECT_S = 20.0
 
 
 class WorkerTask(Struct, frozen=True):
-    """What a worker is to serve, and for whom."""
+    """Model, role and router address of a worker process."""
 
     host: str
     port: int
-    """Where the router listens."""
+    """Port of the router."""
     token: str
     number: int
     role: Role
     served: ServedRun
     page_host: str = "127.0.0.1"
-    """The address at which the others reach this worker's pages."""
+    """Address at which other workers reach its page port."""
     pages: PageWay = "auto"
-    """How it takes pages from the others."""
+    """Transport of pages from other workers."""
 
 
 def main() -> None:
-    """The process."""
+    """Run the worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command that serves
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerTask)
     die_with_parent()
     try:
-        why = work(task)
+        reason = work(task)
     except (WireError, OSError) as error:
-        why = str(error) or type(error).__name__
-    if why:
-        print(f"worker {task.number}: {why}", file=sys.stderr, flush=True)
+        reason = str(error) or type(error).__name__
+    if reason:
+        print(f"worker {task.number}: {reason}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    os._exit(1 if why else 0)  # threads that read or pull need not be waited for
+    os._exit(1 if reason else 0)  # threads that read or pull need not be waited for
 
 
 def work(task: WorkerTask) -> str:
@@ -71,31 +71,31 @@ def work(task: WorkerTask) -> str:
         try:
             return _serve(task, link)
         except Exception as error:
-            link.send_message(m.Unable(_reason(error)[:8000]))
+            link.send_message(m.WorkerUnable(_reason(error)[:8000]))
             return _reason(error)
 
 
 def _reason(error: Exception) -> str:
     from phalanx.data.errors import TokenizerError
     from phalanx.run.directory.paths import RunDirectoryError
-    from phalanx_serve.traffic.events import EngineError, PartLostError
+    from phalanx_serve.traffic.events import PartLostError, ServeError
 
-    known = (
+    expected_errors = (
         CheckpointError,
         TokenizerError,
         RunDirectoryError,
-        EngineError,
+        ServeError,
         PartLostError,
         OSError,
     )
-    return str(error) if isinstance(error, known) else f"a defect: {error!r}"
+    return str(error) if isinstance(error, expected_errors) else f"a defect: {error!r}"
 
 
 def _serve(task: WorkerTask, link: SealedConnection) -> str:
     from phalanx_serve.engine.engine import Engine
     from phalanx_serve.served.of_run import open_engine
     from phalanx_serve.served.opened import device_of
-    from phalanx_serve.traffic.events import EngineError, Identity
+    from phalanx_serve.traffic.events import ServeError, WorkerIdentity
     from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
     from phalanx_serve.workers.page_server import PageServer
     from phalanx_serve.workers.serving_worker import ServingWorker, measured_rate
@@ -105,7 +105,7 @@ def _serve(task: WorkerTask, link: SealedConnection) -> str:
     opened = open_engine(msgspec.structs.replace(task.served, device=str(device)))
     engine = opened.engine
     if not isinstance(engine, Engine):
-        raise EngineError(
+        raise ServeError(
             "a model of your own (model.factory) keeps no keys and values, so workers have nothing to share: "
             "serve it without --workers"
         )
@@ -114,7 +114,7 @@ def _serve(task: WorkerTask, link: SealedConnection) -> str:
     rows = max(1, min(task.served.rows, 256, context - 1))
     rate = measured_rate(engine, rows)
     nbytes = engine.page_bytes
-    identity = Identity(
+    identity = WorkerIdentity(
         opened.identity.weights_sha, opened.identity.numerics_id, f"{engine.root.hex()[:16]}-{nbytes}"
     )
     worker = ServingWorker(
@@ -125,7 +125,7 @@ def _serve(task: WorkerTask, link: SealedConnection) -> str:
     try:
         door = m.PageDoor(task.page_host, server.port)
         bits = opened.identity.bits
-        ready = m.Ready(identity, task.role, engine.root, context, pages, nbytes, rate, door, bits)
+        ready = m.WorkerReady(identity, task.role, engine.root, context, pages, nbytes, rate, door, bits)
         link.send_message(ready)
         return worker.run()
     finally:
@@ -133,15 +133,15 @@ def _serve(task: WorkerTask, link: SealedConnection) -> str:
 
 
 class _Leaving:
-    """What SIGTERM does: the first lets the worker's requests go on elsewhere, a second one ends it at once."""
+    """SIGTERM handler: the first signal moves the worker's requests elsewhere, a second one ends it at once."""
 
     def __init__(self, worker: ServingWorker) -> None:
-        self._worker, self._asked = worker, False
+        self._worker, self._is_leaving = worker, False
 
     def __call__(self, _signal: int, _frame: FrameType | None) -> None:
-        if self._asked:
+        if self._is_leaving:
             os._exit(1)
-        self._asked = True
+        self._is_leaving = True
         self._worker.leave()
 
 

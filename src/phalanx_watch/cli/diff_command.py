@@ -1,4 +1,4 @@
-"""``phalanx diff``: where two runs part."""
+"""``phalanx diff``: the first difference between two runs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from phalanx.train.compare.runs import (
 def command(
     run_a: Path, run_b: Path, replay: bool, ranks: int | None, from_start: bool, as_json: bool
 ) -> None:
-    """Show where the runs in RUN_A and RUN_B part: fields of their run files, versions and machines, the first step that logged
-    other numbers (compared bit by bit), and the tensors that differ in the first checkpoint that does.
+    """Show where the runs in RUN_A and RUN_B differ: fields of their run files, versions and machines, the first logged step that
+    differs (compared bit by bit), and the tensors that differ in the first differing checkpoint.
 
-    With --replay the newest checkpoint that both hold with equal bits is restored, and the steps after it are computed again under a
-    witness. Neither run is written to.
+    With --replay the newest checkpoint with equal bits in both is restored, and the steps after it are computed again with a record of all
+    tensors. Neither run is written to.
 
     \b
       phalanx diff runs/quickstart-1f3a9c04 runs/quickstart-1f3a9c04-2
@@ -65,20 +65,20 @@ def command(
     from phalanx.launch.local import ReplayError, replay_run
 
     with trouble(EventLogError, NothingToCompareError, NothingToReplayError, ReplayError, RunDirectoryError):
-        found = compare_runs(run_a, run_b, progress_on(console_for(True)))
-        report = msgspec.to_builtins(found) | {
-            "equal": found.equal,
-            "parts_at": found.parts_at,
+        comparison = compare_runs(run_a, run_b, progress_on(console_for(True)))
+        report = msgspec.to_builtins(comparison) | {
+            "equal": comparison.equal,
+            "parts_at": comparison.parts_at,
             "runs": [str(run_a), str(run_b)],
         }
         if not as_json:
-            for line in comparison_lines(found, run_a, run_b):
+            for line in comparison_lines(comparison, run_a, run_b):
                 click.echo(line)
-        if replay and found.equal:
+        if replay and comparison.equal:
             click.echo("nothing is replayed: no step and no checkpoint differs", err=True)
         elif replay:
             steps, logs = (
-                steps_to_replay(found, from_start=from_start),
+                steps_to_replay(comparison, from_start=from_start),
                 (read_logged(RunDirectory(run_a)), read_logged(RunDirectory(run_b))),
             )
             replays = []
@@ -92,61 +92,65 @@ def command(
                 click.echo(line)
     if as_json:
         click.echo(msgspec.json.encode(report).decode())
-    sys.exit(0 if found.equal else 1)
+    sys.exit(0 if comparison.equal else 1)
 
 
 # The text: what two runs differ in, a line for each thing.
 
 
-def comparison_lines(found: RunComparison, one: Path, other: Path) -> Iterator[str]:
-    """What the run directories say."""
-    yield f"A  {one}"
-    yield f"B  {other}"
-    yield _kinship(found)
-    for field in found.fields:
+def comparison_lines(comparison: RunComparison, run_a: Path, run_b: Path) -> Iterator[str]:
+    """Yield the lines of a comparison of two run directories."""
+    yield f"A  {run_a}"
+    yield f"B  {run_b}"
+    yield _kinship(comparison)
+    for field in comparison.fields:
         yield f"  field of the {field.owner:<6}  {field.path}: {field.one!r} in A, {field.other!r} in B"
-    for name, (left, right) in found.record.items():
+    for name, (left, right) in comparison.record.items():
         yield f"  recorded             {name}: {left!r} in A, {right!r} in B"
-    if found.numbers is None:
-        yield f"logged: the numbers of all {found.steps_compared} common steps are equal"
+    if comparison.numbers is None:
+        yield f"logged: the numbers of all {comparison.steps_compared} common steps are equal"
     else:
-        before = f"equal up to step {found.last_equal_step}, then " if found.last_equal_step else ""
-        yield f"logged: {before}different at step {found.numbers.step}"
-        for name, (a, b) in found.numbers.numbers.items():
+        before = f"equal up to step {comparison.last_equal_step}, then " if comparison.last_equal_step else ""
+        yield f"logged: {before}different at step {comparison.numbers.step}"
+        for name, (a, b) in comparison.numbers.numbers.items():
             yield f"  {name:<14} {number_text(a)} in A, {number_text(b)} in B"
-    read = ", ".join(map(str, found.checkpoints_compared)) or "none"
-    if found.checkpoint is None:
-        yield f"checkpoints of the same steps: {read}" + (" (equal)" if found.checkpoints_compared else "")
+    read = ", ".join(map(str, comparison.checkpoints_compared)) or "none"
+    if comparison.checkpoint is None:
+        yield f"checkpoints of the same steps: {read}" + (
+            " (equal)" if comparison.checkpoints_compared else ""
+        )
     else:
-        tensors = found.checkpoint.tensors
+        tensors = comparison.checkpoint.tensors
         count = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
-        yield f"checkpoints of the same steps: {read}; that of step {found.checkpoint.step} differs in {count}"
+        yield f"checkpoints of the same steps: {read}; that of step {comparison.checkpoint.step} differs in {count}"
         for tensor in tensors[:MOST]:
             yield f"  {tensor.name}: {tensor.what}"
         if len(tensors) > MOST:
             yield f"  ... and {len(tensors) - MOST} more"
-    yield from (f"note: {note}" for note in found.notes)
+    yield from (f"note: {note}" for note in comparison.notes)
     yield (
         "nothing that was computed differs"
-        if found.equal
-        else f"the runs part at step {found.parts_at}, or before it"
+        if comparison.equal
+        else f"the runs part at step {comparison.parts_at}, or before it"
     )
 
 
-def _kinship(found: RunComparison) -> str:
-    """How far the two runs are the same."""
-    if found.same_run:
+def _kinship(comparison: RunComparison) -> str:
+    """Return a sentence on how far the two runs are the same."""
+    if comparison.same_run:
         return "the same run and the same data: every bit should be equal"
-    if "data_fingerprint" not in found.record and all(field.owner != "run" for field in found.fields):
+    if "data_fingerprint" not in comparison.record and all(
+        field.owner != "run" for field in comparison.fields
+    ):
         return "the same run and the same data on other layouts, which decide how sums are split"
     return "two different runs (fields of the run, or their data, differ): compared as far as they go"
 
 
 def verdict_lines(verdict: Verdict) -> Iterator[str]:
-    """What replays of both runs say."""
+    """Yield the lines of the result of both replays."""
     origin = f"from the checkpoint of step {verdict.from_step}" if verdict.from_step else "from the beginning"
     yield f"replayed {origin} to step {verdict.to_step}: {verdict.compared.observations:,} tensors compared"
     yield verdict.sentence
-    for one in verdict.unconfirmed:
-        yield f"  {one.run} logged {one.name} {number_text(one.logged)} at step {one.step}, its replay gives {number_text(one.replayed)}"
+    for number in verdict.unconfirmed:
+        yield f"  {number.run} logged {number.name} {number_text(number.logged)} at step {number.step}, its replay gives {number_text(number.replayed)}"
     yield from left_out_lines(verdict.compared)

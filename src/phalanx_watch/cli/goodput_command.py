@@ -1,4 +1,4 @@
-"""``phalanx goodput``: where every second of a run went."""
+"""``phalanx goodput``: time account of a run."""
 
 from __future__ import annotations
 

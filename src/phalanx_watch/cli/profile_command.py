@@ -1,4 +1,4 @@
-"""``phalanx profile``: where the time of a running run's next steps goes, across its ranks."""
+"""``phalanx profile``: record and analyze the next steps of a running run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     type=click.FloatRange(1, 3600),
     default=60,
     show_default=True,
-    help="Seconds within which the run must hear the request.",
+    help="Seconds within which the run must receive the request.",
 )
 @click.option(
     "--show",
@@ -38,15 +38,15 @@ from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
     flag_value="",
     default=None,
     metavar="[NAME]",
-    help="Ask for nothing: list what was recorded, or show one profile.",
+    help="Record nothing: list the recorded profiles, or show one.",
 )
-@click.option("--cluster", help="What the plan is made for; by default this (phalanx calibrate), or cpu.")
+@click.option("--cluster", help="The cluster of the plan; by default this one (phalanx calibrate), or cpu.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON object.")
 def command(
     run_dir: Path, steps: int, ranks: str, wait_s: float, show: str | None, cluster: str | None, as_json: bool
 ) -> None:
-    """Record the next steps of the run in RUN_DIR, which must be training, and say where their time goes: who computes, who
-    waits for whom, what the plan expected, what would pay. Training goes on, with the same bits.
+    """Record the next steps of the run in RUN_DIR, which must be training, and print where their time goes: compute, waits
+    between ranks, comparison with the plan, and possible gains. Training continues, with the same bits.
 
     \b
       phalanx profile runs/quickstart-1f3a9c04
@@ -55,7 +55,7 @@ def command(
     """
     demand_folder(run_dir)
     from phalanx_watch.cli.profile_report import print_list, print_report
-    from phalanx_watch.profile.read import ProfileError, ask, make_summary, profiles, read_summary
+    from phalanx_watch.profile.read import ProfileError, make_summary, profiles, read_summary, request_profile
 
     directory = RunDirectory(run_dir)
     console, errors = text_console(), text_console(stderr=True)
@@ -63,17 +63,19 @@ def command(
         if not directory.run_file.exists():
             raise RunDirectoryError(f"{run_dir} is no run directory: it has no {directory.run_file.name}")
         if show == "":
-            found = profiles(directory)
+            summaries = profiles(directory)
             if as_json:
-                click.echo(json.dumps([vars(one) for one in found]))
+                click.echo(json.dumps([vars(profile) for profile in summaries]))
             else:
-                print_list(console, run_dir, found)
+                print_list(console, run_dir, summaries)
             return
         if show is not None:
             made_anew = cluster is not None
             summary = make_summary(directory, show, cluster) if made_anew else read_summary(directory, show)
         else:
-            name = ask(directory, steps, _ranks(ranks), wait_s, lambda line: errors.print(line, style="dim"))
+            name = request_profile(
+                directory, steps, _ranks(ranks), wait_s, lambda line: errors.print(line, style="dim")
+            )
             summary = make_summary(directory, name, cluster)
     if as_json:
         click.echo(json.dumps(summary))

@@ -1,4 +1,4 @@
-"""A profile for a tired engineer: the verdict in a sentence, then the tables that it comes from."""
+"""A profile for people: the verdict in a sentence, then the tables behind it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,31 @@ if TYPE_CHECKING:
 
 _MOST_RANKS = 6
 _LEAST_SHARE = 0.001
-"""Columns below this part of a step on every rank are added up in one."""
+"""Columns below this share of a step on every rank are summed into one."""
 
 
-def print_list(console: Console, run_dir: Path, found: Sequence[ProfileSummary]) -> None:
-    """Prints the profiles of a run."""
+def print_list(console: Console, run_dir: Path, summaries: Sequence[ProfileSummary]) -> None:
+    """Print the profiles of a run."""
     from rich.table import Table
 
-    if not found:
+    if not summaries:
         console.print(f"nothing was recorded of {run_dir} yet: phalanx profile {run_dir}")
         return
     table = Table("profile", "steps", "ranks", "a step", "verdict", box=None, pad_edge=False)
-    for one in found:
-        last = one.step + one.steps - 1
-        table.add_row(one.name, f"{one.step}-{last}", str(len(one.ranks)), duration(one.step_s), one.verdict)
+    for profile in summaries:
+        last = profile.step + profile.steps - 1
+        table.add_row(
+            profile.name,
+            f"{profile.step}-{last}",
+            str(len(profile.ranks)),
+            duration(profile.step_s),
+            profile.verdict,
+        )
     console.print(table)
 
 
 def print_report(console: Console, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
-    """Prints a profile's summary. Raises ``ProfileError`` if it is not one of this version."""
+    """Print a profile's summary. Raises ``ProfileError`` if it is of another version."""
     from phalanx_watch.profile.read import ProfileError
 
     try:
@@ -51,8 +57,8 @@ def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any
     step_s = float(summary["step_s"])
     verdict, *further = summary["findings"]
     console.print(f"{_capital(verdict['text'])}.", style="bold")
-    for one in further[:4]:
-        console.print(f"  also: {one['text']}")
+    for finding in further[:4]:
+        console.print(f"  also: {finding['text']}")
     for note in summary["notes"]:
         console.print(Text.assemble(("note:", "yellow"), f" {note}"))
     steps, error_s = summary["steps"], summary["clock_error_s"]
@@ -77,28 +83,28 @@ def _report(console: Console, directory: RunDirectory, summary: Mapping[str, Any
 
 
 def _where(console: Console, table: Mapping[str, Any], step_s: float) -> None:
-    """Prints a column for each rank, those that wait least first if there are too many."""
+    """Print a column for each rank, those with the shortest waits first if there are too many."""
     from rich.table import Table
 
     words, rows = table["columns"], table["rows"]
     chosen = sorted(rows, key=lambda row: float(row["waited_s"]))[:_MOST_RANKS]
     chosen.sort(key=lambda row: int(row["rank"]))
-    found = Table(title="where a step of each rank goes, ms", title_justify="left", box=None, pad_edge=False)
-    found.add_column("")
+    grid = Table(title="where a step of each rank goes, ms", title_justify="left", box=None, pad_edge=False)
+    grid.add_column("")
     for row in chosen:
-        found.add_column(f"rank {row['rank']}", justify="right")
+        grid.add_column(f"rank {row['rank']}", justify="right")
     rest = [0.0] * len(chosen)
     for number, word in enumerate(words):
         seconds = [float(row["seconds"][number]) for row in chosen]
         if max(seconds) < _LEAST_SHARE * step_s:
             rest = [before + more for before, more in zip(rest, seconds, strict=True)]
             continue
-        found.add_row(word.replace("communication: ", "exposed communication, "), *map(_cell, seconds))
+        grid.add_row(word.replace("communication: ", "exposed communication, "), *map(_cell, seconds))
     if any(rest):
-        found.add_row("the rest", *map(_cell, rest))
-    found.add_row("= step", *(_cell(row["step_s"]) for row in chosen), style="bold")
-    found.add_row("of it waiting for other ranks", *(_cell(row["waited_s"]) for row in chosen), style="dim")
-    console.print(found)
+        grid.add_row("the rest", *map(_cell, rest))
+    grid.add_row("= step", *(_cell(row["step_s"]) for row in chosen), style="bold")
+    grid.add_row("of it waiting for other ranks", *(_cell(row["waited_s"]) for row in chosen), style="dim")
+    console.print(grid)
     if len(rows) > len(chosen):
         console.print(f"and {len(rows) - len(chosen)} ranks that wait longer (--json has all)", style="dim")
     console.print()
@@ -124,10 +130,12 @@ def _who(console: Console, summary: Mapping[str, Any], step_s: float) -> None:
         ),
         reverse=True,
     )
-    whole = sum(part[0] for part in parts)
-    if whole:
-        told = ", ".join(f"{seconds / whole:.0%} {word} on rank {rank}" for seconds, rank, word in parts[:5])
-        console.print(f"what decided the length of a step (the critical path): {told}")
+    total = sum(part[0] for part in parts)
+    if total:
+        parts_text = ", ".join(
+            f"{seconds / total:.0%} {word} on rank {rank}" for seconds, rank, word in parts[:5]
+        )
+        console.print(f"what decided the length of a step (the critical path): {parts_text}")
     console.print()
 
 
@@ -146,10 +154,10 @@ def _operations(console: Console, summary: Mapping[str, Any]) -> None:
         )
     console.print(table)
     layers = sorted(summary["layers"], key=lambda row: -row["forward_s"] - row["backward_s"])[:5]
-    told = ", ".join(
+    layers_text = ", ".join(
         f"{row['layer']} {duration(row['forward_s'])} + {duration(row['backward_s'])}" for row in layers
     )
-    console.print(f"longest layers, forward + backward: {told}\n")
+    console.print(f"longest layers, forward + backward: {layers_text}\n")
 
 
 def _plan(console: Console, plan: Mapping[str, Any]) -> None:
@@ -167,8 +175,10 @@ def _plan(console: Console, plan: Mapping[str, Any]) -> None:
         table.add_column(head, justify="left" if head == "term" else "right")
     rows = [(row["term"], row["predicted_s"], row["measured_s"]) for row in plan["terms"]]
     rows.append(("step", plan["step_s"], sum(row[2] for row in rows)))
-    for term, planned, found in rows:
-        table.add_row(term, f"{1e3 * planned:.1f}", f"{1e3 * found:.1f}", f"{1e3 * (found - planned):+.1f}")
+    for term, planned, measured in rows:
+        table.add_row(
+            term, f"{1e3 * planned:.1f}", f"{1e3 * measured:.1f}", f"{1e3 * (measured - planned):+.1f}"
+        )
     console.print(table)
     if plan["would_pay"]:
         console.print("what would pay most:")
@@ -180,14 +190,14 @@ def _plan(console: Console, plan: Mapping[str, Any]) -> None:
 def _memory(console: Console, lines: Sequence[Mapping[str, Any]]) -> None:
     if not lines:
         return
-    line = max(lines, key=lambda one: int(one["peak_bytes"]))
-    held = ", ".join(f"{format_bytes(size)} {kind}" for kind, size in line["held_bytes"].items() if size)
+    line = max(lines, key=lambda entry: int(entry["peak_bytes"]))
+    resident = ", ".join(f"{format_bytes(size)} {kind}" for kind, size in line["held_bytes"].items() if size)
     live = ", ".join(
-        f"{format_bytes(one['bytes'])} {one['kind']}{' of ' + one['layer'] if one['layer'] else ''} ({one['made_by']})"
-        for one in line["at_peak"][:4]
+        f"{format_bytes(entry['bytes'])} {entry['kind']}{' of ' + entry['layer'] if entry['layer'] else ''} ({entry['made_by']})"
+        for entry in line["at_peak"][:4]
     )
     console.print(
-        f"memory: {format_bytes(line['peak_bytes'])} at the peak, on rank {line['rank']}, {duration(line['peak_s'])} after the first step began: {held}; {live}\n"
+        f"memory: {format_bytes(line['peak_bytes'])} at the peak, on rank {line['rank']}, {duration(line['peak_s'])} after the first step began: {resident}; {live}\n"
     )
 
 

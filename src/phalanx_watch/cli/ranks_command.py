@@ -33,7 +33,7 @@ _MEANING = {
     "memory_bytes": ("memory", "GiB", 2.0**30),
     "temperature_c": ("temperature", "C", 1.0),
 }
-"""What a column is, and in which unit people read it."""
+"""Title, unit and scale of each column."""
 _ROWS = 10
 _MOST_SLOW = 1000
 _MAP_ROWS = 24
@@ -61,8 +61,8 @@ _MAP_ROWS = 24
     "--json", "as_json", is_flag=True, help="Print one JSON object; seconds, bytes and degrees Celsius."
 )
 def command(run_dir: Path, slow: bool, column: str, last: int, attempt: int | None, as_json: bool) -> None:
-    """Show what the ranks of the run in RUN_DIR measured of themselves: which are slower than their peers, by how much, where they sit in the
-    mesh and on which node; and a map of all ranks over time.
+    """Show the measurements of the ranks of the run in RUN_DIR: which are slower than their peers, by how much, their place in the
+    mesh and their node; and a map of all ranks over time.
 
     A rank is compared with those of its pipeline stage. It is slow if it was slower by 5 % in most windows, and by four standard deviations of
     its peers over all of them: the thresholds by which a fleet replaces stragglers.
@@ -83,37 +83,41 @@ def command(run_dir: Path, slow: bool, column: str, last: int, attempt: int | No
             raise RunDirectoryError(_nothing(directory, attempt))
         head = stream.head(windows[-1])
         layout = layout_of_attempt(directory, head.attempt, head.ranks)
-        found = slowest(column, values_of(stream, column, windows), layout, _MOST_SLOW if slow else _ROWS)
-        found = [one for one in found if one.slow or not slow]
+        slow_ranks = slowest(
+            column, values_of(stream, column, windows), layout, _MOST_SLOW if slow else _ROWS
+        )
+        slow_ranks = [rank for rank in slow_ranks if rank.slow or not slow]
         newest = head.attempt == stream.head(-1).attempt
         nodes = nodes_of_ranks(directory, head.ranks) if newest else {}
         if as_json:
-            click.echo(json.dumps(_as_json(stream, column, windows, layout, found, nodes)))
+            click.echo(json.dumps(_as_json(stream, column, windows, layout, slow_ranks, nodes)))
             return
         click.echo(_headline(stream, column, windows))
-        _print_table(column, layout, found, nodes)
+        _print_table(column, layout, slow_ranks, nodes)
         if not slow:
             _print_map(stream, column, windows)
 
 
 def _nothing(directory: RunDirectory, attempt: int | None) -> str:
-    which = "" if attempt is None else f" of attempt {attempt}"
-    return f"{directory.ranks} has no numbers{which} yet: ranks write there every observe.ranks_every_steps steps, and never if that is 0"
+    scope = "" if attempt is None else f" of attempt {attempt}"
+    return f"{directory.ranks} has no numbers{scope} yet: ranks write there every observe.ranks_every_steps steps, and never if that is 0"
 
 
 def _headline(stream: RankStream, column: str, windows: range) -> str:
     first, last = stream.head(windows[0]), stream.head(windows[-1])
-    what, _, _ = _MEANING[column]
+    meaning, _, _ = _MEANING[column]
     ranks = f"{last.ranks:,} rank{'s' * (last.ranks > 1)}"
-    return f"{what} ({column}): {ranks}, steps {first.step - first.steps + 1:,} to {last.step:,} of attempt {last.attempt}, in {len(windows)} window{'s' * (len(windows) > 1)}"
+    return f"{meaning} ({column}): {ranks}, steps {first.step - first.steps + 1:,} to {last.step:,} of attempt {last.attempt}, in {len(windows)} window{'s' * (len(windows) > 1)}"
 
 
-def _print_table(column: str, layout: Layout, found: Sequence[RankLateness], nodes: dict[int, str]) -> None:
+def _print_table(
+    column: str, layout: Layout, latenesses: Sequence[RankLateness], nodes: dict[int, str]
+) -> None:
     from rich.table import Table
     from rich.text import Text
 
     console = text_console()
-    if not found:
+    if not latenesses:
         console.print("no rank is slow" if column == "compute_s" else "no rank stands out")
         return
     _, unit, scale = _MEANING[column]
@@ -122,20 +126,20 @@ def _print_table(column: str, layout: Layout, found: Sequence[RankLateness], nod
     for title in (unit, "peers", "more", "deviations", "windows"):
         table.add_column(title, justify="right")
     table.add_column("")
-    for one in found:
-        place = rank_place(layout, one.rank)
+    for lateness in latenesses:
+        place = rank_place(layout, lateness.rank)
         table.add_row(
-            str(one.rank),
-            *([nodes.get(one.rank, "")] if nodes else []),
+            str(lateness.rank),
+            *([nodes.get(lateness.rank, "")] if nodes else []),
             *(str(place[axis]) for axis in axes),
-            *(f"{value / scale:.4g}" for value in (one.value, one.typical)),
-            f"{one.slowdown:+.1%}",
-            f"{one.deviations:.1f}",
-            f"{one.slower} of {one.windows}",
+            *(f"{value / scale:.4g}" for value in (lateness.value, lateness.typical)),
+            f"{lateness.slowdown:+.1%}",
+            f"{lateness.deviations:.1f}",
+            f"{lateness.slower} of {lateness.windows}",
             Text("slow", style="bold yellow")
-            if one.slow and column == "compute_s"
+            if lateness.slow and column == "compute_s"
             else "stands out"
-            if one.slow
+            if lateness.slow
             else "",
         )
     console.print(table)
@@ -155,7 +159,7 @@ def _as_json(
     column: str,
     windows: range,
     layout: Layout,
-    found: Sequence[RankLateness],
+    latenesses: Sequence[RankLateness],
     nodes: dict[int, str],
 ) -> dict[str, object]:
     first, last = stream.head(windows[0]), stream.head(windows[-1])
@@ -167,8 +171,12 @@ def _as_json(
         "last_step": last.step,
         "windows": len(windows),
         "found": [
-            {**asdict(one), "node": nodes.get(one.rank, ""), "place": rank_place(layout, one.rank)}
-            for one in found
+            {
+                **asdict(lateness),
+                "node": nodes.get(lateness.rank, ""),
+                "place": rank_place(layout, lateness.rank),
+            }
+            for lateness in latenesses
         ],
     }
 
@@ -181,16 +189,18 @@ _UNKNOWN = "·"
 _MOST_WIDE = 4
 """Characters of one bar, where there are few."""
 _LEAST_RANGE = 0.1
-"""A range of numbers narrower than this part of their median is drawn as if it were so wide: noise shall not look like news."""
+"""Smallest drawn range, as a fraction of the median, so that noise does not look like a difference."""
 
 
 def text_map(picture: HeatMap, unit: float, width: int) -> Iterator[str]:
-    """The lines of ``picture``: what a bar stands for, then its rows, ``width`` wide if need be. Numbers are shown in ``unit``."""
-    known = picture.values[~np.isnan(picture.values)]
-    if not known.size:
+    """Yield the lines of ``picture``: the legend, then its rows, at most ``width`` wide if possible. Numbers are
+    in ``unit``.
+    """
+    values_seen = picture.values[~np.isnan(picture.values)]
+    if not values_seen.size:
         yield "nothing is known"
         return
-    low, high = _range(known)
+    low, high = _range(values_seen)
     yield f"{_BARS[0]} {low / unit:.3g}   {_BARS[-1]} {high / unit:.3g}   {_UNKNOWN} not known"
     labels = [_label(picture, row) for row in range(len(picture.row_ranks))]
     margin, columns = max(map(len, labels)), len(picture.column_steps)
@@ -202,8 +212,8 @@ def text_map(picture: HeatMap, unit: float, width: int) -> Iterator[str]:
     yield f"{'step':>{margin}} {first if left > len(first) else '':<{max(0, left)}}{last}"
 
 
-def _range(known: NDArray[np.float32]) -> tuple[float, float]:
-    low, middle, high = (float(np.quantile(known, share)) for share in (0.0, 0.5, 1.0))
+def _range(numbers: NDArray[np.float32]) -> tuple[float, float]:
+    low, middle, high = (float(np.quantile(numbers, share)) for share in (0.0, 0.5, 1.0))
     return low, max(high, low + _LEAST_RANGE * middle)
 
 

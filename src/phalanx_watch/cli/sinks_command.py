@@ -1,4 +1,4 @@
-"""``phalanx sinks``: what trackers have missed of a run."""
+"""``phalanx sinks``: send a run's missing events to its trackers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.train.start.open_run import take_lock
 
 @click.group("sinks")
 def command() -> None:
-    """Experiment trackers of a run: send them what they missed."""
+    """Experiment trackers of a run: send missing events."""
 
 
 @command.command("fill")
@@ -30,9 +30,10 @@ def command() -> None:
     help="Which; may be repeated.",
 )
 def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:
-    """Send to the trackers of the run in RUN_DIR (observe.sinks), or to those of --sink, what they lack of it.
+    """Send missing events of the run in RUN_DIR to its trackers (observe.sinks), or to those of --sink.
 
-    Each start of a run sends what a killed one has not. This also mends gaps in the middle, after a full queue or an outage of the tracker.
+    Each start of a run sends the events that a killed one did not. This command also fills gaps in the middle, after a full queue or an
+    outage of the tracker.
     TensorBoard's folder and the offline files of W&B are written from scratch; MLflow gets the points that it does not hold.
 
     \b
@@ -44,14 +45,14 @@ def fill_command(run_dir: Path, names: tuple[str, ...]) -> None:
         described = read_resolved(
             directory
         ).observe.sinks  # a folder that is no run is refused, and keeps what it has
-        wanted = names or described
-        if not wanted:
+        sink_names = names or described
+        if not sink_names:
             raise click.UsageError(
                 f"the run file of {run_dir} names no sink (observe.sinks); give one: --sink NAME"
             )
-        lock = take_lock(directory.lock)  # a run that goes on sends its events itself
+        lock = take_lock(directory.lock)  # a running run sends its events itself
         try:
-            for name in wanted:
+            for name in sink_names:
                 sent = fill_sink(name, run_dir, run_dir.name, read_events(directory.events))
                 click.echo(f"{name}: {sent:,} events sent")
         finally:

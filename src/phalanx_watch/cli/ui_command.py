@@ -17,11 +17,11 @@ from phalanx.run.fields import ValueRange
 class UiOptions:
     folders: Annotated[tuple[Path, ...], Argument(metavar="[DIR ...]")] = ()
     host: Annotated[str, HostName()] = "127.0.0.1"
-    """Address to listen at. Any but a loopback address demands a token, which is printed."""
+    """Address to listen at. Any but a loopback address requires a token, which is printed."""
     port: Annotated[int | None, ValueRange(at_least=0, at_most=65535)] = None
-    """Port to listen at (0: any). Without it 7425, or the next that is free."""
+    """Port to listen at (0: any). Without it 7425, or the next free one."""
     token: bool = False
-    """Demand a token on a loopback address too, as on a machine that others log in to."""
+    """Require a token on a loopback address too, for machines with several users."""
     open_page: Annotated[bool | None, Option("--open/--no-open")] = None
     """Open the page in a browser, or not. Without it: where there is one."""
     export: Annotated[Path | None, Option(metavar="FILE")] = None

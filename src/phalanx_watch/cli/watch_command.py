@@ -1,4 +1,4 @@
-"""``phalanx watch``: a run's display, drawn from its event stream, from anywhere that sees its directory."""
+"""``phalanx watch``: a run's display, from its event stream, on any machine that can read its directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.run.directory.paths import RunDirectory
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Show what there is and end, instead of following the run.")
 def command(run_dir: Path, once: bool) -> None:
-    """Show the run in RUN_DIR as it goes on, or as it went. Ctrl-C ends the display, never the run.
+    """Show the progress of the run in RUN_DIR, live or afterwards. Ctrl-C ends the display, never the run.
 
     \b
       phalanx watch runs/quickstart-1f3a9c04

@@ -1,4 +1,4 @@
-"""``phalanx why``: what is wrong with a run, since when, by which evidence, and what to do."""
+"""``phalanx why``: what is wrong with a run, since when, the evidence, and the next step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx_watch.why.reasons import reasons
 
 _POLL_S = 2.0
 _ENGINE_S = 60.0
-"""Seconds between questions to a scheduler, which all users share."""
+"""Seconds between queries of a scheduler, which all users share."""
 _COLORS = {"critical": "red", "warning": "yellow", "info": "cyan"}
 _NARROWEST = 40
 
@@ -37,7 +37,7 @@ _NARROWEST = 40
     "--watch", "follow", is_flag=True, help="Look again and again, and print what has changed, until Ctrl-C."
 )
 def command(run_dir: Path, as_json: bool, follow: bool) -> None:
-    """Say what is wrong with the run in RUN_DIR: since when, the evidence, what is being done about it, and what to do next.
+    """Print what is wrong with the run in RUN_DIR: since when, the evidence, what is being done about it, and what to do next.
 
     Every reason is named, the worst first. Exit codes: 0 nothing is wrong, 1 warnings, 2 something critical, or
     no run there.
@@ -51,50 +51,52 @@ def command(run_dir: Path, as_json: bool, follow: bool) -> None:
     if not (directory.events.exists() or directory.record.exists() or (run_dir / FOLDER).is_dir()):
         raise TroubleError(f"{run_dir} is no run directory: it has neither events.jsonl nor record.json")
     job, asked_s = standing_or_end(run_dir), time.monotonic()
-    found = reasons(directory, time.time(), job)
-    _print(found, directory, as_json)
+    current = reasons(directory, time.time(), job)
+    _print(current, directory, as_json)
     while follow:
         time.sleep(_POLL_S)
         if time.monotonic() - asked_s >= _ENGINE_S:
             job, asked_s = standing_or_end(run_dir), time.monotonic()
-        before, found = found, reasons(directory, time.time(), job)
-        if [_key(one) for one in found] != [_key(one) for one in before]:
-            _print(found, directory, as_json)
-    sys.exit(_exit_code(found))
+        before, current = current, reasons(directory, time.time(), job)
+        if [_key(reason) for reason in current] != [_key(reason) for reason in before]:
+            _print(current, directory, as_json)
+    sys.exit(_exit_code(current))
 
 
 def _key(reason: Reason) -> tuple[str, str, str]:
     return reason.code, reason.where, reason.severity
 
 
-def _exit_code(found: list[Reason]) -> int:
-    severities = {one.severity for one in found}
+def _exit_code(reasons: list[Reason]) -> int:
+    severities = {reason.severity for reason in reasons}
     return 2 if "critical" in severities else 1 if "warning" in severities else 0
 
 
-def _print(found: list[Reason], directory: RunDirectory, as_json: bool) -> None:
+def _print(reasons: list[Reason], directory: RunDirectory, as_json: bool) -> None:
     now = time.time()
     if as_json:
         click.echo(
-            json.dumps({"run": str(directory.path), "t": now, "reasons": [asdict(one) for one in found]})
+            json.dumps(
+                {"run": str(directory.path), "t": now, "reasons": [asdict(reason) for reason in reasons]}
+            )
         )
         return
-    if not found:
+    if not reasons:
         click.echo(f"nothing is wrong with {directory.path}")
-    for number, one in enumerate(found):
+    for number, reason in enumerate(reasons):
         if number:
             click.echo()
-        _print_reason(one, now)
+        _print_reason(reason, now)
 
 
-def _print_reason(one: Reason, now: float) -> None:
-    head = click.style(one.severity, fg=_COLORS[one.severity], bold=True)
-    click.echo(f"{head}  {click.style(' '.join(one.title.split()), bold=True)}  [{one.code}]")
+def _print_reason(reason: Reason, now: float) -> None:
+    head = click.style(reason.severity, fg=_COLORS[reason.severity], bold=True)
+    click.echo(f"{head}  {click.style(' '.join(reason.title.split()), bold=True)}  [{reason.code}]")
     since = ""
-    if one.since is not None:
-        since = f"{moment(one.since)}, {format_duration(max(0.0, now - one.since))} ago"
-    rows = [("where", one.where), ("since", since), *(("because", line) for line in one.evidence)]
-    for name, text in [*rows, ("doing", one.doing), ("next", one.next)]:
+    if reason.since is not None:
+        since = f"{moment(reason.since)}, {format_duration(max(0.0, now - reason.since))} ago"
+    rows = [("where", reason.where), ("since", since), *(("because", line) for line in reason.evidence)]
+    for name, text in [*rows, ("doing", reason.doing), ("next", reason.next)]:
         if text:
             _print_row(name, text)
 

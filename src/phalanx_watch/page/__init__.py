@@ -1,1 +1,1 @@
-"""``phalanx ui``: a page over run directories, its answers as JSON, and the same in one file that needs no server."""
+"""``phalanx ui``: dashboard of run directories, its JSON interface, and its export to one file."""

@@ -1,7 +1,7 @@
-"""The application of ``phalanx ui``, and its server: paths, the view of each path, and uvicorn at a free address until Ctrl-C.
+"""Application and server of ``phalanx ui``: routes, their views, and uvicorn at a free address until Ctrl-C.
 
-Everything is read from run directories at the time of the request; nothing is ever written to one, and no file of one is locked. Views are
-plain functions that run in threads, so that a slow disk holds up no other request.
+Everything is read from run directories at the time of the request. Nothing is written to a run directory or locked in
+it. Views are plain functions that run in threads, so that a slow disk delays no other request.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ from phalanx_watch.page.export import ExportError, exported
 from phalanx_watch.page.http import (
     Access,
     Guard,
+    PageRequestError,
     Parameters,
-    RequestError,
     access_for,
     json_answer,
     new_token,
     not_found,
 )
-from phalanx_watch.page.live import Live
-from phalanx_watch.page.runs import Place, Runs, StoredSeries, default_folder
+from phalanx_watch.page.live import LiveUpdates
+from phalanx_watch.page.runs import PageRuns, RunPlace, StoredSeries, default_folder
 from phalanx_watch.page.view_curves import compare_view, curves_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
 from phalanx_watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
 from phalanx_watch.page.view_run import checkpoints_view, logs_view, summary, why_view
 from phalanx_watch.runs.index import RunIndex, found_in
 
-# Answers that many viewers ask for at once are made once: fifty open pages of one run cost little more than one.
+# Responses to simultaneous requests are computed once: fifty open pages of one run cost little more than one.
 #
-# An answer is given again for a second, but not after its run is known to have changed. Whoever asks while it is being made waits for it.
+# A response is cached for a second, or until its run changes. A request during the computation waits for it.
 
 KEPT_S = 1.0
 _MOST_BYTES = 64 << 20
 
 
 class KeptAnswers:
-    """The answers of the last second, by question. For one event loop."""
+    """Cache of the responses of the last second, by request. For one event loop."""
 
     def __init__(self, kept_s: float = KEPT_S) -> None:
         self._kept_s = kept_s
@@ -73,11 +73,13 @@ class KeptAnswers:
         self._nbytes = 0
 
     def changed(self, run: str) -> None:
-        """The run of this identifier is another than before: what is kept of it is old."""
+        """Invalidate the cached responses of a run."""
         self._changes[run] += 1
 
     async def get(self, run: str, question: str, make: Callable[[], Response]) -> Response:
-        """The answer to a question about a run; ``make`` makes it, in a thread. Raises what ``make`` does."""
+        """Return the response to a request about a run; ``make`` computes it, in a thread. Raises the errors of
+        ``make``.
+        """
         key = f"{self._changes[run]} {question}"
         kept = self._made.get(key)
         if kept is not None and time.monotonic() - kept[0] < self._kept_s:
@@ -85,7 +87,7 @@ class KeptAnswers:
         making = self._making.get(key)
         if making is None:
             making = self._making[key] = asyncio.create_task(self._make(key, make))
-        return await asyncio.shield(making)  # one who leaves takes the answer from nobody else
+        return await asyncio.shield(making)  # a canceled request must not cancel the others
 
     async def _make(self, key: str, make: Callable[[], Response]) -> Response:
         try:
@@ -111,7 +113,7 @@ class KeptAnswers:
 
 
 class MetricsOfRuns:
-    """Serves the metrics of the runs below some folders; nothing is looked at before somebody asks."""
+    """Metrics endpoints of the runs below some folders. Nothing is read before the first request."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = tuple(folders)
@@ -119,7 +121,7 @@ class MetricsOfRuns:
         self._lock = threading.Lock()
 
     async def text(self, request: Request) -> Response:
-        """The text for Prometheus: OpenMetrics for who asks for it."""
+        """Return the metrics for Prometheus, as OpenMetrics if the client accepts it."""
         open_metrics = "application/openmetrics-text" in request.headers.get("accept", "")
         zipped = "gzip" in request.headers.get("accept-encoding", "")
 
@@ -131,11 +133,11 @@ class MetricsOfRuns:
         return Response(body, headers=headers, media_type=OPEN_METRICS if open_metrics else TEXT)
 
     async def targets(self, _request: Request) -> Response:
-        """The endpoints of these runs' own processes, in the form of Prometheus' HTTP service discovery."""
+        """Return the metrics endpoints of these runs' own processes, for Prometheus' HTTP service discovery."""
         return json_answer(await to_thread.run_sync(lambda: targets(found_in(self._folders))))
 
     def close(self) -> None:
-        """Ends the threads of the sources."""
+        """End the threads."""
         with self._lock:
             if self._exporter is not None:
                 self._exporter.close()
@@ -150,13 +152,15 @@ class MetricsOfRuns:
 
 STATIC = Path(__file__).parent / "static"
 _MOST_WATCHED = 500
-View = Callable[[Runs, Place, Parameters], object]
+View = Callable[[PageRuns, RunPlace, Parameters], object]
 
 
-def application(runs: Runs, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
-    """The application over ``runs``, for those whom ``access`` lets in; an answer is given again for ``kept_s`` seconds."""
+def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
+    """Return the application over ``runs`` for clients that ``access`` admits; responses are cached for ``kept_s``
+    seconds.
+    """
     kept = KeptAnswers(kept_s)
-    live = Live(runs.news, lambda place: kept.changed(place.id))
+    live = LiveUpdates(runs.news, lambda place: kept.changed(place.id))
     metrics = MetricsOfRuns(runs.folders)
 
     @asynccontextmanager
@@ -188,7 +192,7 @@ def application(runs: Runs, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        exception_handlers={RequestError: _explain, HTTPException: _explain, Exception: _apologize},
+        exception_handlers={PageRequestError: _explain, HTTPException: _explain, Exception: _apologize},
     )
     return Guard(app, access)
 
@@ -215,18 +219,18 @@ async def _index(_request: Request) -> Response:
     return FileResponse(STATIC / "index.html", media_type="text/html")
 
 
-async def _list(runs: Runs, kept: KeptAnswers, _request: Request) -> Response:
+async def _list(runs: PageRuns, kept: KeptAnswers, _request: Request) -> Response:
     return await kept.get("", "runs", lambda: json_answer(runs.list_all()))
 
 
-async def _compare(runs: Runs, kept: KeptAnswers, request: Request) -> Response:
+async def _compare(runs: PageRuns, kept: KeptAnswers, request: Request) -> Response:
     def make() -> Response:
         return json_answer(compare_view(runs, Parameters(request.query_params)))
 
     return await kept.get("", f"compare?{request.url.query}", make)
 
 
-async def _view(runs: Runs, kept: KeptAnswers, view: View, request: Request) -> Response:
+async def _view(runs: PageRuns, kept: KeptAnswers, view: View, request: Request) -> Response:
     run = str(request.path_params["id"])
 
     def make() -> Response:
@@ -236,8 +240,8 @@ async def _view(runs: Runs, kept: KeptAnswers, view: View, request: Request) -> 
     return await kept.get(run, f"{request.url.path}?{request.url.query}", make)
 
 
-async def _trace(runs: Runs, request: Request) -> Response:
-    """A file, which may be long: it is sent as it is read."""
+async def _trace(runs: PageRuns, request: Request) -> Response:
+    """Return a trace file, streamed because it may be long."""
 
     def find() -> Path:
         return trace_file(runs.place(request.path_params["id"]), request.path_params["name"])
@@ -247,13 +251,15 @@ async def _trace(runs: Runs, request: Request) -> Response:
     return FileResponse(path, media_type="application/gzip", filename=name)
 
 
-async def _export(runs: Runs, request: Request) -> Response:
-    """The page of one run as a file to keep. Its own content policy holds in it, stricter than the page's."""
+async def _export(runs: PageRuns, request: Request) -> Response:
+    """Return the page of one run as a file to download. Its own content policy, stricter than the page's, applies
+    in it.
+    """
     place = await to_thread.run_sync(runs.place, request.path_params["id"])
     try:
         content = await to_thread.run_sync(exported, runs, place)
     except ExportError as error:
-        raise RequestError(str(error), 500) from error
+        raise PageRequestError(str(error), 500) from error
     headers = {
         "Content-Disposition": f'attachment; filename="{place.id}.html"',
         "Content-Security-Policy": "sandbox",
@@ -261,21 +267,21 @@ async def _export(runs: Runs, request: Request) -> Response:
     return Response(content, media_type="text/html", headers=headers)
 
 
-def _events(runs: Runs, live: Live) -> Callable[[Request], object]:
+def _events(runs: PageRuns, live: LiveUpdates) -> Callable[[Request], object]:
     async def endpoint(request: Request) -> Response:
         if live.full:
-            raise RequestError("there are as many viewers as one server has: close a page, or wait", 503)
-        asked = Parameters(request.query_params).names("ids", most=_MOST_WATCHED)
-        places = await to_thread.run_sync(runs.watched, asked, _MOST_WATCHED)
+            raise PageRequestError("there are as many viewers as one server has: close a page, or wait", 503)
+        identifiers = Parameters(request.query_params).names("ids", most=_MOST_WATCHED)
+        places = await to_thread.run_sync(runs.watched, identifiers, _MOST_WATCHED)
         return _Stream(live, places)
 
     return endpoint
 
 
 class _Stream(Response):
-    """A response that lasts as long as its viewer."""
+    """Response that lasts as long as its viewer."""
 
-    def __init__(self, live: Live, places: list[Place]) -> None:
+    def __init__(self, live: LiveUpdates, places: list[RunPlace]) -> None:
         super().__init__()
         self._live, self._places = live, places
 
@@ -284,7 +290,7 @@ class _Stream(Response):
 
 
 async def _explain(_request: Request, error: Exception) -> Response:
-    if isinstance(error, RequestError):
+    if isinstance(error, PageRequestError):
         return json_answer({"error": str(error)}, error.status)
     assert isinstance(error, HTTPException)
     return json_answer({"error": error.detail}, error.status_code)
@@ -302,7 +308,7 @@ async def _apologize(_request: Request, error: Exception) -> Response:
 USUAL_PORT = 7425
 _TRIES = 20
 _BEHIND_RUNS = 5
-"""The server's niceness: a run on the same machine goes first."""
+"""Niceness of the server: a run on the same machine has priority."""
 _MOST_CONNECTIONS = 1024
 
 
@@ -315,11 +321,11 @@ def serve(
     open_page: bool | None,
     tell: Callable[[str], None],
 ) -> None:
-    """Serves the page until Ctrl-C; ``tell`` is given its address. Raises ``ListenError``."""
+    """Serve the page until Ctrl-C; ``tell`` receives its address. Raises ``ListenError``."""
     token = new_token() if demand_token or not is_private(host) else ""
     sock = listen(host, port)
     url = address(host, sock.getsockname()[1], token)
-    runs = Runs(folders, stored=StoredSeries(default_folder()))
+    runs = PageRuns(folders, stored=StoredSeries(default_folder()))
     os.nice(_BEHIND_RUNS)
     count = len(runs.places())
     tell(
@@ -335,8 +341,8 @@ def serve(
         over.set()
 
 
-def uvicorn_of(runs: Runs, host: str, token: str) -> uvicorn.Server:
-    """A server of the page, that is given its socket."""
+def uvicorn_of(runs: PageRuns, host: str, token: str) -> uvicorn.Server:
+    """Return a server of the page, without a socket."""
     config = uvicorn.Config(
         application(runs, access_for(host, token)),
         http="h11",
@@ -354,7 +360,9 @@ def uvicorn_of(runs: Runs, host: str, token: str) -> uvicorn.Server:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """A socket that listens at ``port``; at the usual one or one after it if that is ``None``. Raises ``ListenError``."""
+    """Return a socket that listens at ``port``; if None, at the default port or the next free one. Raises
+    ``ListenError``.
+    """
     first, last = (USUAL_PORT, USUAL_PORT + _TRIES - 1) if port is None else (port, port)
     for candidate in range(first, last):
         try:
@@ -366,7 +374,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def address(host: str, port: int, token: str) -> str:
-    """The page's URL; of an address that means all of them, the machine's name."""
+    """Return the page's URL. A wildcard address is replaced by the machine's name."""
     name = socket.gethostname() if host in ("0.0.0.0", "::", "") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
 

@@ -1,14 +1,18 @@
-"""One run's page in one file of HTML that needs no server and no network: to send, to keep beside a paper, to attach to a ticket.
+"""Export of one run's page to a single HTML file that needs no server and no network: to send, archive, or attach to
+a ticket.
 
-The file holds the same scripts and styles as the page, and the answers that a server would give:
-``window.__PHALANX_EXPORT__ = {"id": ID, "written": unix seconds, "answers": {KEY: JSON}}``. A key is the path of the request, such as ``/api/run/ID/goodput``,
-with the one parameter that chooses among answers: ``/api/run/ID/curves?x=step`` (and tokens, flops, time; all curves of the run in one answer),
-``/api/run/ID/ranks?column=compute_s``, whose numbers are ``values_base64`` beside the header, and ``/api/run/ID/profile/NAME``. What
-is not there, the page shows as not in the file. Answers are bounded: curves to 2,000 points, logs to the last thousand groups, the whole to 48 MB;
-what does not fit is left out and listed under ``left_out``.
+The file has the scripts and styles of the page, and the responses of a server: ``window.__PHALANX_EXPORT__ = {"id":
+ID, "written": unix seconds, "answers": {KEY: JSON}}``. A key is the path of the request, such as
+``/api/run/ID/goodput``, with the one parameter that selects a response: ``/api/run/ID/curves?x=step`` (and tokens,
+flops, time; all curves of the run in one response), ``/api/run/ID/ranks?column=compute_s``, whose numbers are
+``values_base64`` beside the header, and ``/api/run/ID/profile/NAME``. The page marks missing responses as not in the
+file.
 
-Modules of a page cannot be files here, so each is a ``data:`` URL in an import map, under ``phalanx/NAME.js``. The file's own content policy admits
-these, its own scripts and styles by their SHA-256, and nothing from anywhere else.
+Responses are bounded: curves to 2,000 points, logs to the last thousand groups, the total to 48 MB. Omitted parts are
+listed under ``left_out``.
+
+The modules of the page cannot be separate files, so each is a ``data:`` URL in an import map, under
+``phalanx/NAME.js``. The file's content policy allows only these, and its own scripts and styles by their SHA-256.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ from pathlib import Path
 import msgspec
 
 from phalanx.run.directory.files import write_atomically
-from phalanx_watch.page.http import Parameters, RequestError, json_bytes
-from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.page.http import PageRequestError, Parameters, json_bytes
+from phalanx_watch.page.runs import PageRuns, RunPlace
 from phalanx_watch.page.view_curves import AXES, curves_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
 from phalanx_watch.page.view_ranks import (
@@ -50,16 +54,16 @@ _ICON = re.compile(r'href="/static/([A-Za-z0-9_./-]+\.svg)"')
 
 
 class ExportError(RuntimeError):
-    """A run's page cannot be written into a file; the message says why."""
+    """A run's page cannot be exported. The message has the reason."""
 
 
 def export_run(run_dir: Path, file: Path, static: Path = STATIC) -> int:
-    """Writes the page of the run in ``run_dir`` into ``file`` and returns its size in bytes. Raises ``ExportError``."""
-    runs = Runs([run_dir])
-    found = runs.places()
-    if len(found) != 1:
-        raise ExportError(f"{run_dir} holds {len(found)} runs; give the directory of one")
-    content = exported(runs, found[0], static)
+    """Write the page of the run in ``run_dir`` into ``file`` and return its size in bytes. Raises ``ExportError``."""
+    runs = PageRuns([run_dir])
+    places = runs.places()
+    if len(places) != 1:
+        raise ExportError(f"{run_dir} holds {len(places)} runs; give the directory of one")
+    content = exported(runs, places[0], static)
     try:
         write_atomically(file, content)
     except OSError as error:
@@ -67,8 +71,8 @@ def export_run(run_dir: Path, file: Path, static: Path = STATIC) -> int:
     return len(content)
 
 
-def exported(runs: Runs, place: Place, static: Path = STATIC) -> bytes:
-    """The page of a run as one file of HTML. Raises ``ExportError`` if the page's own files are missing."""
+def exported(runs: PageRuns, place: RunPlace, static: Path = STATIC) -> bytes:
+    """Return the page of a run as one HTML file. Raises ``ExportError`` if the page's own files are missing."""
     series = runs.series(place)
     until_s = time.monotonic() + _READING_S
     while series.unread is not None and time.monotonic() < until_s:
@@ -90,11 +94,11 @@ def exported(runs: Runs, place: Place, static: Path = STATIC) -> bytes:
         raise ExportError(f"{error.filename}: {error.strerror}; install Phalanx again") from error
 
 
-def _answers(runs: Runs, place: Place) -> Iterator[tuple[str, object]]:
-    """The answers that the page asks for, by key, the most wanted first."""
+def _answers(runs: PageRuns, place: RunPlace) -> Iterator[tuple[str, object]]:
+    """Yield the page's responses by key, the most important first."""
     base = f"/api/run/{place.id}"
     plain = Parameters({})
-    # Of the list the run's own row alone: whoever is sent the file need not learn of other runs.
+    # Only the run's own row of the list: a recipient of the file must not see other runs.
     yield from _answer("/api/runs", lambda: {"folders": [], "runs": [asdict(runs.row(place))]})
     views = {
         "": summary,
@@ -106,10 +110,10 @@ def _answers(runs: Runs, place: Place) -> Iterator[tuple[str, object]]:
     for path, view in views.items():
         yield from _answer(f"{base}{path}", partial(view, runs, place, plain))
     for axis in AXES:
-        asked = Parameters({"names": "all", "x": axis, "points": _POINTS})
-        yield from _answer(f"{base}/curves?x={axis}", partial(curves_view, runs, place, asked))
-    asked = Parameters({"grouped": "1", "last": "1000"})
-    yield from _answer(f"{base}/logs", partial(logs_view, runs, place, asked))
+        query = Parameters({"names": "all", "x": axis, "points": _POINTS})
+        yield from _answer(f"{base}/curves?x={axis}", partial(curves_view, runs, place, query))
+    query = Parameters({"grouped": "1", "last": "1000"})
+    yield from _answer(f"{base}/logs", partial(logs_view, runs, place, query))
     for column in HEAT_COLUMNS:
         yield from _answer(f"{base}/ranks?column={column}", partial(heat_table, runs, place, column))
     yield from _answer(f"{base}/profiles", partial(profiles_view, runs, place, plain))
@@ -118,16 +122,18 @@ def _answers(runs: Runs, place: Place) -> Iterator[tuple[str, object]]:
 
 
 def _answer(key: str, make: Callable[[], object]) -> Iterator[tuple[str, object]]:
-    """One answer; none where a server would answer with an error."""
+    """Yield one response; none if a server would return an error."""
     try:
         answer = make()
-    except RequestError:
+    except PageRequestError:
         return
     yield key, answer
 
 
 def page_in_one_file(data: str, static: Path = STATIC) -> str:
-    """The page with its styles, scripts and ``data``, JSON, in one text. Raises ``OSError`` if a file of the page is missing."""
+    """Return the page with its styles, scripts and ``data`` (JSON) in one text. Raises ``OSError`` if a file of
+    the page is missing.
+    """
     page = (static / "index.html").read_text()
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
@@ -169,17 +175,17 @@ def page_in_one_file(data: str, static: Path = STATIC) -> str:
 
 
 def _in_script(data: str) -> str:
-    """JSON as it can stand in a script: no text of a run can end the script, or begin a comment that hides its end."""
+    """Escape JSON for a script element: no text of a run can end the script or begin a comment."""
     return data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _modules(static: Path, main: str) -> dict[str, str]:
-    """The modules that ``main`` needs, itself among them, by path, with their imports by the names in the import map."""
-    found: dict[str, str] = {}
+    """Return ``main`` and the modules that it imports, by path, with their imports renamed to the import map."""
+    texts: dict[str, str] = {}
     due = [main]
     while due:
         name = due.pop()
-        if name in found:
+        if name in texts:
             continue
         folder = Path(name).parent
 
@@ -188,8 +194,8 @@ def _modules(static: Path, main: str) -> dict[str, str]:
             due.append(path)
             return f"{match[1]}{match[2]}phalanx/{path}{match[2]}"
 
-        found[name] = _IMPORT.sub(renamed, (static / name).read_text())
-    return found
+        texts[name] = _IMPORT.sub(renamed, (static / name).read_text())
+    return texts
 
 
 def _data_url(text: str, kind: str = "text/javascript") -> str:

@@ -1,10 +1,12 @@
-"""HTTP of the page: who may read it, parameters that are checked before they are used, and answers as JSON.
+"""HTTP of the page: access control, validation of parameters, and JSON responses.
 
-On a loopback address anybody on this machine may read, but no web page that a browser here happens to show: such a page can make its own
-host name point at 127.0.0.1 ("DNS rebinding"), and then the browser sends that name, which is refused. On any other address a token is
-demanded, once in the URL and from then on as a cookie. Nothing can be changed through the page, so only GET and HEAD are answered.
+On a loopback address every process of this machine may read, but no foreign web page in a browser here. Such a page
+can point its own host name at 127.0.0.1 (DNS rebinding), but the browser then sends that name, which is refused. On
+any other address a token is required: once in the URL, and from then on as a cookie. The page changes nothing, so
+only GET and HEAD are allowed.
 
-Answers tell the browser to run no script but the page's own files, to load nothing from elsewhere, and to show the page in no frame.
+Responses allow the browser to run only the page's own scripts, load nothing from elsewhere, and show the page in no
+frame.
 """
 
 from __future__ import annotations
@@ -51,22 +53,24 @@ _HEADERS = {
 
 
 def new_token() -> str:
-    """A token that nobody guesses."""
+    """Return a random token."""
     return secrets.token_urlsafe(24)
 
 
 @dataclass(frozen=True)
 class Access:
-    """What is asked of a request."""
+    """Requirements on a request."""
 
     token: str = ""
-    """Empty: none is asked for."""
+    """Required token; empty for none."""
     hosts: tuple[str, ...] = ()
-    """Names that the Host header may hold, without the port; empty: any."""
+    """Allowed names in the Host header, without the port; empty allows any."""
 
 
 def access_for(host: str, token: str) -> Access:
-    """On a loopback address only its own names are answered, with or without a token; elsewhere there must be one."""
+    """Return the requirements for a server at ``host``: only loopback names on a loopback address, and a token
+    elsewhere.
+    """
     if is_private(host):
         return Access(token, loopback_names(host))
     if not token:
@@ -75,7 +79,7 @@ def access_for(host: str, token: str) -> Access:
 
 
 class Guard:
-    """The application ``inner``, for those who have access."""
+    """Middleware that admits requests to the application ``inner``."""
 
     def __init__(self, inner: ASGIApp, access: Access) -> None:
         self._inner, self._access = inner, access
@@ -109,10 +113,12 @@ class Guard:
         return self._token_refusal(scope, headers) if self._access.token else None
 
     def _token_refusal(self, scope: Scope, headers: Headers) -> Response | None:
-        """Whoever brings the token in a page's URL is sent on without it, with a cookie: URLs are kept, shown and sent along."""
+        """Return the refusal of a request without the token, or None. A token in a page's URL becomes a cookie and
+        a redirect without it, because URLs are stored and shared.
+        """
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-        given = [value for name, value in query if name == "token"]
-        if any(_equal(value, self._access.token) for value in given):
+        tokens = [value for name, value in query if name == "token"]
+        if any(_equal(value, self._access.token) for value in tokens):
             if scope["path"].startswith("/api/"):
                 return None
             rest = urlencode([(name, value) for name, value in query if name != "token"])
@@ -130,42 +136,42 @@ class Guard:
         )
 
 
-def _equal(one: str, other: str) -> bool:
-    """Compares in a time that does not tell how much is equal."""
-    return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode())
+def _equal(candidate: str, token: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(candidate.encode("utf-8", "replace"), token.encode())
 
 
 def _cookie(header: str, name: str) -> str:
     try:
-        found = SimpleCookie(header).get(name)
+        morsel = SimpleCookie(header).get(name)
     except CookieError:
         return ""
-    return found.value if found else ""
+    return morsel.value if morsel else ""
 
 
 def _local(path: str) -> str:
-    """A path that a browser takes for one of this server: ``//name`` would be another."""
+    """Return a path that a browser resolves on this server: ``//name`` would be another host."""
     return "/" + path.lstrip("/\\")
 
 
 # Parameters and answers.
 
 
-class RequestError(Exception):
-    """The request cannot be answered; ``str`` says why and what would be."""
+class PageRequestError(Exception):
+    """The request cannot be answered. The message has the reason and the valid values."""
 
     def __init__(self, text: str, status: int = 400) -> None:
         super().__init__(text)
         self.status = status
 
 
-def not_found(what: str) -> RequestError:
-    """There is no such thing here."""
-    return RequestError(what, 404)
+def not_found(message: str) -> PageRequestError:
+    """Return the error of a missing resource."""
+    return PageRequestError(message, 404)
 
 
 def json_bytes(content: object) -> bytes:
-    """The content as JSON; numbers that are not finite become ``null``."""
+    """Return the content as JSON; numbers that are not finite become ``null``."""
     try:
         return msgspec.json.encode(content, enc_hook=_plain)
     except (
@@ -176,7 +182,7 @@ def json_bytes(content: object) -> bytes:
 
 
 def _writable(value: object) -> object:
-    """The value with escapes for what no text may hold."""
+    """Return the value with invalid text escaped."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, int) and abs(value) >= 1 << 63:
@@ -187,7 +193,7 @@ def _writable(value: object) -> object:
 
 
 def json_answer(content: object, status: int = 200) -> Response:
-    """A response of JSON."""
+    """Return a JSON response."""
     return Response(json_bytes(content), status, media_type="application/json")
 
 
@@ -198,54 +204,54 @@ def _plain(value: object) -> object:
 
 
 class Parameters:
-    """The query of a request, and what its path names."""
+    """Query and path parameters of a request."""
 
     def __init__(self, query: Mapping[str, str], path: Mapping[str, str] | None = None) -> None:
         self._query, self.path = query, path or {}
 
     def text(self, name: str, default: str = "", most: int = 2000) -> str:
-        """A text. Raises ``RequestError`` if it is too long."""
-        found = self._query.get(name, default)
-        if len(found) > most:
-            raise RequestError(f"{name} has {len(found)} characters; it may have {most}")
-        return found
+        """Return a text. Raises ``PageRequestError`` if it is too long."""
+        value = self._query.get(name, default)
+        if len(value) > most:
+            raise PageRequestError(f"{name} has {len(value)} characters; it may have {most}")
+        return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """One of ``choices``, the first if nothing is said."""
-        found = self.text(name) or choices[0]
-        if found not in choices:
-            raise RequestError(f"{name}={found[:100]!r}: there are {', '.join(choices)}")
-        return found
+        """Return one of ``choices``, by default the first."""
+        value = self.text(name) or choices[0]
+        if value not in choices:
+            raise PageRequestError(f"{name}={value[:100]!r}: there are {', '.join(choices)}")
+        return value
 
     def names(self, name: str, most: int = 64) -> list[str]:
-        """A list of names with commas between them."""
-        found = [one for one in self.text(name, most=8000).split(",") if one]
-        if len(found) > most:
-            raise RequestError(f"{name} names {len(found)}; it may name {most}")
-        return found
+        """Return a list of names that are separated by commas."""
+        names = [entry for entry in self.text(name, most=8000).split(",") if entry]
+        if len(names) > most:
+            raise PageRequestError(f"{name} names {len(names)}; it may name {most}")
+        return names
 
     def number(self, name: str) -> float | None:
-        """A finite number; ``None`` if nothing is said."""
-        said = self.text(name, most=100)
-        if not said:
+        """Return a finite number; None if the parameter is missing."""
+        text = self.text(name, most=100)
+        if not text:
             return None
         try:
-            found = float(said)
+            number = float(text)
         except ValueError:
-            found = math.nan
-        if not math.isfinite(found):
-            raise RequestError(f"{name}={said!r} is no number")
-        return found
+            number = math.nan
+        if not math.isfinite(number):
+            raise PageRequestError(f"{name}={text!r} is no number")
+        return number
 
-    def whole(self, name: str, default: int, least: int, most: int) -> int:
-        """A whole number within bounds."""
-        said = self.text(name, most=100)
-        if not said:
+    def integer(self, name: str, default: int, least: int, most: int) -> int:
+        """Return an integer within bounds."""
+        text = self.text(name, most=100)
+        if not text:
             return default
         try:
-            found = int(said)
+            number = int(text)
         except ValueError:
-            found = least - 1
-        if not least <= found <= most:
-            raise RequestError(f"{name}={said!r}: give a whole number from {least} to {most}")
-        return found
+            number = least - 1
+        if not least <= number <= most:
+            raise PageRequestError(f"{name}={text!r}: give a whole number from {least} to {most}")
+        return number

@@ -1,12 +1,12 @@
-"""All runs that the page shows, each under an identifier that is safe in a URL, and the readers and series kept open between requests.
+"""Runs of the page, each with a URL-safe identifier, and the readers and series that stay open between requests.
 
-A request names a run by its identifier alone, which is looked up here: no path of a request is ever joined to a folder. Two runs of
-one name have different identifiers, since these end with a digest of the whole path.
+A request names a run only by its identifier, which is looked up here: no path of a request is ever joined to a
+folder. Two runs with the same name have different identifiers, which end with a digest of the full path.
 
-What was read of a long event file is also kept on disk, so that the next server does not read it all again.
-A kept file holds the columns as they are in memory, the offsets of all lines that are no steps, and the place up to which the file was
-read. Whether it is still the same file is checked as it is for a file that is followed: by its inode, its first bytes and its length. The
-cache is only that: it may be deleted or damaged, and a folder where nothing can be written is done without.
+The parsed content of a long event file is also cached on disk, for the next server. A cache file has the columns as
+they are in memory, the offsets of all lines other than steps, and the position of reading. The event file is
+identified by inode, first bytes and length, as for a followed file. The cache may be deleted or damaged, and is
+optional if its folder is not writable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
-from phalanx_watch.page.http import RequestError, not_found
+from phalanx_watch.page.http import PageRequestError, not_found
 from phalanx_watch.runs.index import RunIndex, RunRow, found_in
 from phalanx_watch.runs.row import run_id
 from phalanx_watch.series.run_series import USUAL_BUDGET_S, RunSeries, SeriesState, thinned_events
@@ -41,73 +41,75 @@ from phalanx_watch.series.run_series import USUAL_BUDGET_S, RunSeries, SeriesSta
 MOST_RUNS = 20_000
 _STALE_S = 2.0
 USUAL_BYTES = 512 << 20
-"""A bound on the memory of all series together."""
+"""Default limit on the memory of all series together."""
 
 
 @dataclass(frozen=True)
-class Place:
+class RunPlace:
     """A run directory and its identifier."""
 
     id: str
     path: Path
 
 
-class Places:
-    """Finds the runs in the folders, anew when the last look was more than two seconds ago."""
+class RunPlaces:
+    """Finder of the runs in the folders; the result is cached for two seconds."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = tuple(Path(os.path.abspath(folder)) for folder in folders)
         self._lock = threading.Lock()
-        self._found: dict[str, Place] = {}
+        self._places: dict[str, RunPlace] = {}
         self._looked_s = float("-inf")
 
-    def all(self) -> list[Place]:
-        """All runs, those of each folder by name."""
+    def all(self) -> list[RunPlace]:
+        """Return all runs, sorted by name within each folder."""
         with self._lock:
             if time.monotonic() - self._looked_s > _STALE_S:
-                found = [Place(run_id(path), path) for path in islice(found_in(self.folders), MOST_RUNS)]
-                self._found = {place.id: place for place in found}
+                places = [RunPlace(run_id(path), path) for path in islice(found_in(self.folders), MOST_RUNS)]
+                self._places = {place.id: place for place in places}
                 self._looked_s = time.monotonic()
-            return list(self._found.values())
+            return list(self._places.values())
 
-    def get(self, identifier: str) -> Place | None:
-        """The run of an identifier; ``None`` if there is none."""
-        known = self._found.get(identifier)
-        if known is not None:
-            return known
+    def get(self, identifier: str) -> RunPlace | None:
+        """Return the run of an identifier; None if there is none."""
+        place = self._places.get(identifier)
+        if place is not None:
+            return place
         self.all()
-        return self._found.get(identifier)
+        return self._places.get(identifier)
 
 
 # Kept between requests: to index a rank stream of days again takes longer than to draw it.
 
 
 class RankStreams:
-    """Open streams, each used by one thread at a time."""
+    """Open rank streams, each used by one thread at a time."""
 
     def __init__(self, most: int = 16) -> None:
         self._most, self._lock = most, threading.Lock()
-        self._held: OrderedDict[Path, tuple[RankStream, threading.Lock]] = OrderedDict()
+        self._streams: OrderedDict[Path, tuple[RankStream, threading.Lock]] = OrderedDict()
 
     def of(self, path: Path) -> tuple[RankStream, threading.Lock]:
-        """The stream in a file, and the lock under which it is used. Raises ``RankStreamError``."""
+        """Return the stream of a file, and its lock. Raises ``RankStreamError``."""
         with self._lock:
-            found = self._held.get(path)
-            if found is None:
-                found = self._held[path] = (RankStream(path), threading.Lock())
-            self._held.move_to_end(path)
-            while len(self._held) > self._most:
-                self._held.popitem(last=False)  # its file is closed with it, when nobody uses it any more
-        return found
+            entry = self._streams.get(path)
+            if entry is None:
+                entry = self._streams[path] = (RankStream(path), threading.Lock())
+            self._streams.move_to_end(path)
+            while len(self._streams) > self._most:
+                self._streams.popitem(last=False)  # its file is closed with its last reference
+        return entry
 
 
 GIVES_WAY_S = 0.3
-"""Nobody has asked for so long before a run is read ahead: two threads that both want Python's lock are slower than one after the other."""
+"""Seconds without a request before runs are read ahead: two threads that compete for Python's lock are slower than
+one after the other.
+"""
 _LOOK_S = 0.05
 
 
-class Runs:
-    """The runs below some folders. Threads of requests share one."""
+class PageRuns:
+    """The runs below some folders. Request threads share one."""
 
     def __init__(
         self,
@@ -117,50 +119,50 @@ class Runs:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock, self._asked_s = clock, -math.inf
-        self._places = Places(folders)
+        self._places = RunPlaces(folders)
         self._series = SeriesCache(most_series_bytes, stored)
         self._thinned = KeptStories()
         self.rank_streams = RankStreams()
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders that the page was given."""
+        """Folders of the page."""
         return self._places.folders
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[RunPlace]:
         """All runs, by path."""
         return self._places.all()
 
-    def place(self, identifier: str) -> Place:
-        """The run of an identifier. Raises ``RequestError``."""
-        found = self._places.get(identifier)
-        if found is None:
+    def place(self, identifier: str) -> RunPlace:
+        """Return the run of an identifier. Raises ``PageRequestError``."""
+        place = self._places.get(identifier)
+        if place is None:
             raise not_found(f"there is no run {identifier[:100]!r} here (any more)")
-        return found
+        return place
 
-    def watched(self, identifiers: Sequence[str], most: int) -> list[Place]:
-        """The runs of the identifiers that there are; of none, all, ``most`` at most."""
+    def watched(self, identifiers: Sequence[str], most: int) -> list[RunPlace]:
+        """Return the existing runs of the identifiers; without identifiers all runs, at most ``most``."""
         if not identifiers:
             return self.places()[:most]
-        return [place for one in identifiers if (place := self._places.get(one)) is not None]
+        return [place for identifier in identifiers if (place := self._places.get(identifier)) is not None]
 
     def list_all(self) -> dict[str, object]:
-        """The answer to ``/api/runs``."""
+        """Return the response of ``/api/runs``."""
         rows = RunIndex(self.folders).rows()[:MOST_RUNS]
         return {"folders": [str(folder) for folder in self.folders], "runs": [asdict(row) for row in rows]}
 
-    def row(self, place: Place) -> RunRow:
-        """A run's row in the list. Raises ``RequestError`` if its directory is gone."""
-        found = RunIndex([place.path]).rows()
-        if not found:
+    def row(self, place: RunPlace) -> RunRow:
+        """Return a run's row in the list. Raises ``PageRequestError`` if its directory is gone."""
+        rows = RunIndex([place.path]).rows()
+        if not rows:
             raise not_found(f"{place.path} is no run directory any more")
-        return found[0]
+        return rows[0]
 
-    def news(self, place: Place) -> dict[str, object]:
-        """What viewers are told when a run has changed."""
+    def news(self, place: RunPlace) -> dict[str, object]:
+        """Return the notification of a changed run."""
         try:
             row = self.row(place)
-        except RequestError:
+        except PageRequestError:
             return {"id": place.id, "kind": "changed", "step": None, "state": "gone", "updated": None}
         return {
             "id": place.id,
@@ -170,15 +172,15 @@ class Runs:
             "updated": row.updated,
         }
 
-    def series(self, place: Place) -> RunSeries:
-        """The run's numbers, as new as its file."""
+    def series(self, place: RunPlace) -> RunSeries:
+        """Return the run's numbers, refreshed from its file."""
         self._asked_s = self._clock()
         return self._series.get(place.path)
 
     def read_ahead(self, until: Callable[[], bool], sleep: Callable[[float], None] = time.sleep) -> None:
-        """Reads runs that nobody has asked for yet, the newest first, until there is no more room or ``until()``.
+        """Read runs that were not requested yet, the newest first, until the cache is full or ``until()``.
 
-        It takes half of the time, and none while people ask.
+        It takes half of the time, and pauses during requests.
         """
         rows = sorted(RunIndex(self.folders).rows(), key=lambda row: row.updated or 0.0, reverse=True)
         for path in (Path(row.path) for row in rows):
@@ -192,48 +194,50 @@ class Runs:
                 if unread is None:
                     break
 
-    def thinned(self, place: Place) -> list[Event]:
-        """The events on which the run's accounts depend. Raises ``RequestError`` if its file cannot be read."""
+    def thinned(self, place: RunPlace) -> list[Event]:
+        """Return the events that the run's accounts depend on. Raises ``PageRequestError`` if its file cannot be
+        read.
+        """
         run = self.series(place)
         try:
             return self._thinned.of(place.id, run)
         except OSError as error:
-            raise RequestError(f"cannot read {error.filename}: {error.strerror}", 404) from None
+            raise PageRequestError(f"cannot read {error.filename}: {error.strerror}", 404) from None
 
-    def spec(self, place: Place) -> RunSpec | None:
-        """The run's resolved run file; ``None`` if it cannot be read."""
+    def spec(self, place: RunPlace) -> RunSpec | None:
+        """Return the run's resolved run file; None if it cannot be read."""
         try:
             return read_resolved(RunDirectory(place.path))
         except (RunDirectoryError, OSError):
             return None
 
-    def flops_per_token(self, place: Place) -> float | None:
-        """Operations of the run's model for a training token, attention in full as MFU counts it; ``None`` if it is not known."""
+    def flops_per_token(self, place: RunPlace) -> float | None:
+        """Return the model FLOP of a training token, with full attention as MFU counts it; None if unknown."""
         spec = self.spec(place)
         return None if spec is None else _flops_per_token(spec)
 
 
 class KeptStories:
-    """The thinned events of the runs that were asked for last, until their files grow."""
+    """Cache of the thinned events of recently requested runs, until their files grow."""
 
     def __init__(self, most: int = 32) -> None:
         self._most, self._lock = most, threading.Lock()
         self._kept: OrderedDict[str, tuple[tuple[int, int], list[Event]]] = OrderedDict()
 
     def of(self, identifier: str, run: RunSeries) -> list[Event]:
-        """The thinned events of a run. Raises ``OSError``."""
+        """Return the thinned events of a run. Raises ``OSError``."""
         version = run.version
         with self._lock:
             kept = self._kept.get(identifier)
         if kept is not None and kept[0] == version:
             return kept[1]
-        found = thinned_events(run)
+        events = thinned_events(run)
         with self._lock:
-            self._kept[identifier] = version, found
+            self._kept[identifier] = version, events
             self._kept.move_to_end(identifier)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
-        return found
+        return events
 
 
 @lru_cache(maxsize=256)
@@ -248,7 +252,7 @@ def _flops_per_token(spec: RunSpec) -> float | None:
 
 
 class SeriesCache:
-    """Gives out series by run directory; the ones that nobody asked for longest go when all together take more than ``most_bytes``."""
+    """Cache of series by run directory; the least recently used ones are evicted above ``most_bytes`` in total."""
 
     def __init__(self, most_bytes: int = USUAL_BYTES, stored: StoredSeries | None = None) -> None:
         """
@@ -258,28 +262,28 @@ class SeriesCache:
         """
         self._most_bytes, self._stored = most_bytes, stored
         self._lock = threading.Lock()
-        self._held: OrderedDict[Path, RunSeries] = OrderedDict()
+        self._by_path: OrderedDict[Path, RunSeries] = OrderedDict()
         self._saved_bytes: dict[Path, int] = {}
 
     def get(self, path: Path, budget_s: float = USUAL_BUDGET_S) -> RunSeries:
-        """The series of the run in ``path``, refreshed for about ``budget_s`` seconds."""
+        """Return the series of the run in ``path``, refreshed for about ``budget_s`` seconds."""
         with self._lock:
-            found = self._held.get(path)
-            if found is None:
-                found = self._held[path] = RunSeries(path)
+            series = self._by_path.get(path)
+            if series is None:
+                series = self._by_path[path] = RunSeries(path)
                 self._saved_bytes[path] = 0
-            self._held.move_to_end(path)
-        with found.lock:
-            if self._stored is not None and found.version == (0, 0):
-                self._stored.load(found)
-            found.refresh(budget_s)
-            self._save(path, found)
+            self._by_path.move_to_end(path)
+        with series.lock:
+            if self._stored is not None and series.version == (0, 0):
+                self._stored.load(series)
+            series.refresh(budget_s)
+            self._save(path, series)
         self._drop_old()
-        return found
+        return series
 
     def _save(self, path: Path, run: RunSeries) -> None:
-        """Keeps a series of which much text was parsed since, once it was read to its end."""
-        read = run.parsed_bytes  # what an index has told is told again as fast
+        """Store a series on disk once it is read to the end, if much was parsed."""
+        read = run.parsed_bytes  # an index can be read again as fast
         least = max(WORTH_BYTES, 1.5 * self._saved_bytes.get(path, 0))
         if self._stored is None or run.unread is not None or read < least:
             return
@@ -288,48 +292,48 @@ class SeriesCache:
 
     @property
     def full(self) -> bool:
-        """True if another series might push one out."""
+        """True if another series might evict one."""
         return self.nbytes > 0.8 * self._most_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all series here take, about."""
+        """Approximate bytes of all series."""
         with self._lock:
-            return sum(series.nbytes for series in self._held.values())
+            return sum(series.nbytes for series in self._by_path.values())
 
     def _drop_old(self) -> None:
         with self._lock:
-            sizes = [series.nbytes for series in self._held.values()]
+            sizes = [series.nbytes for series in self._by_path.values()]
             total = sum(sizes)
             for size in sizes:
-                if total <= self._most_bytes or len(self._held) == 1:
+                if total <= self._most_bytes or len(self._by_path) == 1:
                     return
-                self._held.popitem(last=False)
+                self._by_path.popitem(last=False)
                 total -= size
 
 
 WORTH_BYTES = 4 << 20
-"""Nothing is kept of a file shorter than this: it is read in no time."""
+"""Least size of an event file that is cached on disk; a shorter one is read quickly."""
 MOST_BYTES = 2 << 30
 _SHAPE = b"phalanx-series-1"
 _SEAL_BYTES = 8
 
 
 def default_folder() -> Path:
-    """The folder of the cache: below ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the folder of the cache, in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "phalanx" / "series"
 
 
 class StoredSeries:
-    """The cache in one folder."""
+    """Disk cache in one folder."""
 
     def __init__(self, folder: Path, *, worth_bytes: int = WORTH_BYTES) -> None:
-        """Nothing is kept of an event file shorter than ``worth_bytes``."""
+        """Event files shorter than ``worth_bytes`` are not cached."""
         self._folder, self._worth_bytes = folder, worth_bytes
 
     def load(self, run: RunSeries) -> None:
-        """Takes what is kept of the run, if it is of the file that lies there now."""
+        """Load the cached content of the run, if it is of the current file."""
         try:
             content = self._path(run).read_bytes()
         except OSError:
@@ -342,7 +346,7 @@ class StoredSeries:
             run.resume(msgspec.msgpack.decode(body, type=SeriesState))
 
     def save(self, run: RunSeries) -> None:
-        """Keeps what was read of the run, and lets the oldest go where all together are too large."""
+        """Store the content of the run, and delete the oldest entries above the size limit."""
         state = run.state()
         if state.position.read_bytes < self._worth_bytes:
             return
@@ -358,11 +362,11 @@ class StoredSeries:
         return self._folder / f"{hashlib.sha256(os.fsencode(place)).hexdigest()[:32]}.columns"
 
     def _make_room(self) -> None:
-        found = sorted(
+        entries = sorted(
             (entry.stat().st_mtime, entry.stat().st_size, entry) for entry in self._folder.glob("*.columns")
         )
-        total = sum(size for _, size, _ in found)
-        for _, size, entry in found:
+        total = sum(size for _, size, _ in entries)
+        for _, size, entry in entries:
             if total <= MOST_BYTES:
                 return
             entry.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Views of numbers over time and side by side: ``/api/run/ID/curves`` and ``/api/compare``.
+"""Views of curves and comparisons: ``/api/run/ID/curves`` and ``/api/compare``.
 
-Curves are drawn over steps, tokens, operations or time, reduced to the points that a picture can show. A comparison of runs shows whether
-those that must have the same bits part, and where.
+Curves are drawn over steps, tokens, FLOP or time, reduced to the resolution of a picture. A comparison shows whether
+runs that must have the same bits differ, and where.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from phalanx.run.directory.paths import RunDirectoryError
-from phalanx_watch.page.http import Parameters, RequestError
-from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.page.http import PageRequestError, Parameters
+from phalanx_watch.page.runs import PageRuns, RunPlace
 from phalanx_watch.runs.recorded import MOST_RUNS, compare
-from phalanx_watch.series.run_series import Mark, RunSeries
+from phalanx_watch.series.run_series import CurveMark, RunSeries
 from phalanx_watch.series.table import NAMES, Floats, Integers, columns_of, reduce_series, rounded
 
 Axis = Literal["step", "tokens", "flops", "time"]
@@ -34,16 +34,16 @@ _RANK = {
     "evaluation": 3,
     "checkpoint": 4,
 }
-"""What is left out last where there are too many marks, first."""
+"""Priority of marks by kind, the most important first; excess marks are dropped from the end."""
 
 
 class NoSuchCurveError(ValueError):
-    """A curve or an axis that no run has; the message lists those that there are."""
+    """An unknown curve or axis. The message lists the valid ones."""
 
 
 @dataclass(frozen=True)
-class Curve:
-    """The value of the line at each x, and the lowest and highest value near it."""
+class ReducedCurve:
+    """Line value, minimum and maximum at each x."""
 
     y: Floats
     lo: Floats
@@ -52,10 +52,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class PlacedMark:
-    """A mark and its place on the axis; ``None`` if it has none, before the first step."""
+    """A mark and its position on the axis; None before the first step."""
 
     x: float | None
-    mark: Mark
+    mark: CurveMark
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Curves:
     """Curves over one axis."""
 
     x: Floats
-    series: dict[str, Curve]
+    series: dict[str, ReducedCurve]
     reduced: bool
-    """There are more logged steps in the range than points."""
+    """True if the range has more logged steps than points."""
     total: int
     """Logged steps in the range."""
     marks: list[PlacedMark]
@@ -81,10 +81,11 @@ def curves(
     points: int = 1200,
     flops_per_token: float | None = None,
 ) -> Curves:
-    """The curves ``names`` of a run over the axis ``x``, from ``first`` to ``last`` on it, in about ``points`` points.
+    """Return the curves ``names`` of a run over the axis ``x``, from ``first`` to ``last``, in about ``points``
+    points.
 
-    A step that was computed several times counts as it was computed last. ``time`` is in seconds since the run began, ``flops`` in
-    operations of the model, by its operations a token. Raises ``NoSuchCurveError``.
+    The last computation of a step counts. ``time`` is in seconds since the start of the run, ``flops`` in model FLOP,
+    by ``flops_per_token``. Raises ``NoSuchCurveError``.
     """
     points = min(max(points, LEAST_POINTS), MOST_POINTS)
     with run.lock:
@@ -92,15 +93,15 @@ def curves(
         along = _axis(run, rows, x, flops_per_token)
         inside = _inside(along, first, last)
         rows, shown = rows[inside], along[inside]
-        series: dict[str, Curve] = {}
+        series: dict[str, ReducedCurve] = {}
         columns = columns_of(shown, points) if len(shown) > points else None
         for name in dict.fromkeys(names):
             values = _values(run, name, rows)
             if columns is None:
-                series[name] = Curve(values, values, values)
+                series[name] = ReducedCurve(values, values, values)
             else:
                 reduced = reduce_series(values, columns)
-                series[name] = Curve(reduced.y, reduced.lo, reduced.hi)
+                series[name] = ReducedCurve(reduced.y, reduced.lo, reduced.hi)
         marks = _marks(run, along, first, last)
     return Curves(
         x=shown if columns is None else shown[columns.first],
@@ -113,7 +114,7 @@ def curves(
 
 
 def _axis(run: RunSeries, rows: Integers, x: Axis, flops_per_token: float | None) -> Floats:
-    """The place of each row on the axis; it never goes back, whatever a clock that was set back or a damaged line says."""
+    """Return the axis position of each row. It never decreases, even after a clock was set back or a damaged line."""
     match x:
         case "step":
             return run.table.column("step")[rows].astype(np.float64)
@@ -133,15 +134,17 @@ def _axis(run: RunSeries, rows: Integers, x: Axis, flops_per_token: float | None
 
 
 def began(run: RunSeries) -> float:
-    """When the run began: its first start, or its first step, whichever is earlier."""
-    known = [event.t for event in list(run.starts)[:1]]
+    """Return the start time of the run: its first start or first step, whichever is earlier."""
+    times = [event.t for event in list(run.starts)[:1]]
     if run.table.rows:
-        known.append(float(run.table.column("t")[0]))
-    return min(known, default=0.0)
+        times.append(float(run.table.column("t")[0]))
+    return min(times, default=0.0)
 
 
 def _inside(along: Floats, first: float | None, last: float | None) -> slice:
-    """The rows in the range, with one more on either side, so that the line leaves the picture where it should."""
+    """Return the rows in the range and one more on either side, so that the line crosses the border of the
+    picture.
+    """
     start = 0 if first is None else int(np.searchsorted(along, first, "left"))
     end = len(along) if last is None else int(np.searchsorted(along, last, "right"))
     return slice(max(0, start - (first is not None)), max(start, end + (last is not None)))
@@ -164,7 +167,7 @@ def _values(run: RunSeries, name: str, rows: Integers) -> Floats:
 def _marks(
     run: RunSeries, along: Floats, first: float | None, last: float | None
 ) -> tuple[list[PlacedMark], int]:
-    """The marks in the range, by x; of too many the weightiest are kept, and among equals the newest."""
+    """Return the marks in the range, by x. Of too many, the most important are kept, and the newest among equals."""
     steps = run.table.column("step")[run.table.alive()]
     marks = list(run.marks)
     at = np.searchsorted(steps, [mark.step for mark in marks], "left")
@@ -186,26 +189,26 @@ _USUAL = "loss"
 _ALL = "all"
 
 
-def curves_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
-    """The curves that the request names (``all``: every one that the run has), reduced to the points that it asks for."""
+def curves_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
+    """Return the requested curves (``all`` for every one), reduced to the requested number of points."""
     run = runs.series(place)
     names = parameters.names("names") or [_USUAL]
     if names == [_ALL]:
         names = run.curve_names()
     axis: Axis = parameters.choice("x", AXES)  # type: ignore[assignment]
     try:
-        found = curves(
+        reduced_curves = curves(
             run,
             names,
             axis,
             parameters.number("first"),
             parameters.number("last"),
-            parameters.whole("points", 1200, 1, MOST_POINTS),
+            parameters.integer("points", 1200, 1, MOST_POINTS),
             runs.flops_per_token(place) if axis == "flops" else None,
         )
     except NoSuchCurveError as error:
-        raise RequestError(str(error)) from None
-    return answer(found) | {
+        raise PageRequestError(str(error)) from None
+    return answer(reduced_curves) | {
         "names": run.curve_names(),
         "unread": _unread(run.unread),
         "torn_lines": run.torn_lines,
@@ -214,17 +217,18 @@ def curves_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, o
     }
 
 
-def answer(found: Curves) -> dict[str, object]:
-    """Curves as plain values."""
+def answer(result: Curves) -> dict[str, object]:
+    """Return curves as plain values."""
     return {
-        "x": _plain(found.x, whole=not found.reduced),
+        "x": _plain(result.x, exact=not result.reduced),
         "series": {
-            name: _series(curve.y, curve.lo, curve.hi, found.reduced) for name, curve in found.series.items()
+            name: _series(curve.y, curve.lo, curve.hi, result.reduced)
+            for name, curve in result.series.items()
         },
-        "reduced": found.reduced,
-        "total": found.total,
-        "marks": [{"x": placed.x, **asdict(placed.mark)} for placed in found.marks],
-        "marks_left_out": found.marks_left_out,
+        "reduced": result.reduced,
+        "total": result.total,
+        "marks": [{"x": placed.x, **asdict(placed.mark)} for placed in result.marks],
+        "marks_left_out": result.marks_left_out,
     }
 
 
@@ -233,24 +237,26 @@ def _series(y: Floats, lo: Floats, hi: Floats, reduced: bool) -> dict[str, objec
     return {"y": line, "lo": rounded(lo) if reduced else line, "hi": rounded(hi) if reduced else line}
 
 
-def _plain(x: Floats, *, whole: bool) -> list[float | None]:
-    return [value if value - value == 0 else None for value in x.tolist()] if whole else rounded(x, 12)
+def _plain(x: Floats, *, exact: bool) -> list[float | None]:
+    return [value if value - value == 0 else None for value in x.tolist()] if exact else rounded(x, 12)
 
 
-def _unread(found: tuple[int, int] | None) -> dict[str, int] | None:
-    """How far reading has come of a file that is too long to be read at once; the next request goes on."""
-    return None if found is None else {"read_bytes": found[0], "size_bytes": found[1]}
+def _unread(progress: tuple[int, int] | None) -> dict[str, int] | None:
+    """Return the progress of reading a long file; the next request continues."""
+    return None if progress is None else {"read_bytes": progress[0], "size_bytes": progress[1]}
 
 
 # Comparison.
 
 
-def compare_view(runs: Runs, parameters: Parameters) -> dict[str, object]:
-    """The comparison of the runs whose identifiers are given, in that order."""
-    places = [runs.place(one) for one in dict.fromkeys(parameters.names("ids", most=MOST_RUNS))]
+def compare_view(runs: PageRuns, parameters: Parameters) -> dict[str, object]:
+    """Return the comparison of the runs with the given identifiers, in that order."""
+    places = [runs.place(identifier) for identifier in dict.fromkeys(parameters.names("ids", most=MOST_RUNS))]
     if len(places) < 2:
-        raise RequestError(f"ids: give the identifiers of 2 to {MOST_RUNS} runs, with commas between them")
+        raise PageRequestError(
+            f"ids: give the identifiers of 2 to {MOST_RUNS} runs, with commas between them"
+        )
     try:
         return compare([place.path for place in places]).to_json()
     except RunDirectoryError as error:
-        raise RequestError(str(error)) from None
+        raise PageRequestError(str(error)) from None

@@ -1,7 +1,7 @@
-"""Views of a run's fleet and of its time: ``/api/run/ID/fleet`` and ``/api/run/ID/goodput``.
+"""Views of a run's fleet and time: ``/api/run/ID/fleet`` and ``/api/run/ID/goodput``.
 
-The fleet view has members and spares now, epochs on a time line, and each fault with its phases. The goodput view has seconds, and dollars
-if there is a price, by bucket, outcome, attempt and cause.
+The fleet view has the present members and spares, epochs on a time line, and each fault with its phases. The goodput
+view has seconds, and dollars if there is a price, by bucket, outcome, attempt and cause.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from phalanx.observe.goodput import (
     meta_ettr,
 )
 from phalanx.observe.ledger import NS_PER_S, Recovery, recoveries
-from phalanx_watch.page.http import Parameters, RequestError
-from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.page.http import PageRequestError, Parameters
+from phalanx_watch.page.runs import PageRuns, RunPlace
 
 _MOST_HAPPENINGS = 2000
 _MOST_MEMBERS = 20_000
 _NODE = "node "
 
 
-def fleet_view(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
-    """The fleet of a run; of a run without one, its epochs alone, which are its attempts."""
+def fleet_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
+    """Return the fleet of a run; without a fleet, only its epochs, which are its attempts."""
     problem, seen = "", None
     try:
         seen = read_fleet_file(place.path)
@@ -42,18 +42,20 @@ def fleet_view(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, o
 
 
 def story(events: Sequence[Event], seen: FleetFile | None) -> dict[str, object]:
-    """The fleet by its file, and what happened to it by the run's events."""
+    """Return the fleet's state from its file, and its history from the run's events."""
     attempts = attempt_accounts(events)
-    found = {one.attempt: one for one in recoveries(events, attempts[0].attempt if attempts else 0)}
+    recoveries_by_attempt = {
+        account.attempt: account for account in recoveries(events, attempts[0].attempt if attempts else 0)
+    }
     happenings = list(seen.happenings[-_MOST_HAPPENINGS:]) if seen else []
     members = list(seen.members[:_MOST_MEMBERS]) if seen else []
     return {
         "now": None if seen is None else _now(seen),
         "members": [msgspec.to_builtins(member) for member in members],
         "members_left_out": max(0, len(seen.members) - len(members)) if seen else 0,
-        "epochs": [_epoch(one) for one in attempts],
-        "faults": _faults(events, attempts, found, happenings),
-        "happenings": [msgspec.to_builtins(one) for one in happenings],
+        "epochs": [_epoch(account) for account in attempts],
+        "faults": _faults(events, attempts, recoveries_by_attempt, happenings),
+        "happenings": [msgspec.to_builtins(account) for account in happenings],
     }
 
 
@@ -74,44 +76,46 @@ def _now(seen: FleetFile) -> dict[str, object]:
     return {name: getattr(seen, name) for name in (*kept, *more)}
 
 
-def _epoch(one: AttemptAccount) -> dict[str, object]:
+def _epoch(attempt: AttemptAccount) -> dict[str, object]:
     return {
-        "epoch": one.attempt,
-        "started": one.started_s,
-        "ended": one.ended_s,
-        "reason": one.reason,
-        "ranks": one.ranks,
-        "first_step": one.first_step,
-        "last_step": one.last_step,
+        "epoch": attempt.attempt,
+        "started": attempt.started_s,
+        "ended": attempt.ended_s,
+        "reason": attempt.reason,
+        "ranks": attempt.ranks,
+        "first_step": attempt.first_step,
+        "last_step": attempt.last_step,
     }
 
 
 def _faults(
     events: Sequence[Event],
     attempts: Sequence[AttemptAccount],
-    found: dict[int, Recovery],
+    recoveries_by_attempt: dict[int, Recovery],
     happenings: Sequence[FleetIncident],
 ) -> list[dict[str, object]]:
-    """Each end of an epoch that another one followed, with what the recovery took and cost."""
+    """Return each end of an epoch that another one followed, with the duration and cost of the recovery."""
     left = _left(events)
     faults: list[dict[str, object]] = []
     for before, after in pairwise(attempts):
         at, reason = left.get(before.attempt, (before.ended_s, before.reason))
-        node, what = _named(reason)
-        recovery = found.get(after.attempt)
+        node, incident = _named(reason)
+        recovery = recoveries_by_attempt.get(after.attempt)
         faults.append(
             {
                 "t": at,
                 "epoch": before.attempt,
                 "node": node,
-                "what": what or "ended without a word",
-                "detected_by": _detected_by(what),
+                "what": incident or "ended without a word",
+                "detected_by": _detected_by(incident),
                 "phases": recovery.seconds if recovery else {},
                 "lost_steps": recovery.lost_steps if recovery else 0,
                 "resumed_step": recovery.resumed_step if recovery else None,
                 "moved_bytes": recovery.moved_bytes if recovery else 0,
                 "about": [
-                    one.what for one in happenings if one.node == node and node and abs(one.unix_s - at) < 60
+                    happening.what
+                    for happening in happenings
+                    if happening.node == node and node and abs(happening.unix_s - at) < 60
                 ][:10],
             }
         )
@@ -119,19 +123,19 @@ def _faults(
 
 
 def _left(events: Sequence[Event]) -> dict[int, tuple[float, str]]:
-    """When and why each attempt of the ranks was left, by the coordinator's words."""
-    found: dict[int, tuple[float, str]] = {}
+    """Return, by attempt of the ranks, when and why it was left, as the coordinator logged it."""
+    ends: dict[int, tuple[float, str]] = {}
     lived = 0
     for event in events:
         if isinstance(event.body, EpochLeft):
-            found.setdefault(lived, (event.t, event.body.reason))
+            ends.setdefault(lived, (event.t, event.body.reason))
         else:
             lived = event.attempt
-    return found
+    return ends
 
 
 def _named(reason: str) -> tuple[str, str]:
-    """The node that a reason names, and the rest."""
+    """Return the node that a reason names, and the rest of the text."""
     head, colon, rest = reason.partition(": ")
     return (head.removeprefix(_NODE), rest) if colon and head.startswith(_NODE) else ("", reason)
 
@@ -154,9 +158,9 @@ _WORDS = (
 )
 
 
-def _detected_by(what: str) -> str:
-    """Who noticed, by the words of the reason; empty if they do not tell."""
-    low = what.lower()
+def _detected_by(incident: str) -> str:
+    """Return the detector of an incident, from the words of the reason; empty if unknown."""
+    low = incident.lower()
     return next((who for word, who in _WORDS if word in low), "")
 
 
@@ -168,43 +172,43 @@ _MOST_PRICE = 1e6
 _START = ("start.", "fault.", "reconfigure")
 
 
-def goodput_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
-    """The account of the run; ``price_per_accelerator_hour``, or the run file's price, adds what it cost."""
+def goodput_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
+    """Return the run's time account; ``price_per_accelerator_hour``, or the run file's price, adds its cost."""
     price = parameters.number("price_per_accelerator_hour")
     if price is None and (spec := runs.spec(place)) is not None:
         price = spec.observe.accelerator_hour_price or None
     if price is not None and not 0 <= price <= _MOST_PRICE:
-        raise RequestError(f"price_per_accelerator_hour={price}: give dollars, 0 or more")
+        raise PageRequestError(f"price_per_accelerator_hour={price}: give dollars, 0 or more")
     events = runs.thinned(place)
     return account(events, price)
 
 
 def account(events: Sequence[Event], price: float | None) -> dict[str, object]:
-    """The account of a run by its events, in seconds."""
-    whole, attempts = goodput(events), attempt_accounts(events)
+    """Return the run's time account from its events, in seconds."""
+    total, attempts = goodput(events), attempt_accounts(events)
     first = attempts[0].attempt if attempts else 0
-    found = {one.attempt: one for one in recoveries(events, first)}
+    recoveries_by_attempt = {attempt.attempt: attempt for attempt in recoveries(events, first)}
     return {
-        "held_s": whole.held_ns / NS_PER_S,
-        "gap_s": whole.gap_ns / NS_PER_S,
-        "goodput": whole.goodput,
-        "goodput_if_kept": whole.goodput_if_kept,
-        "buckets": _seconds(whole.buckets_ns),
-        "outcomes": _seconds(_outcomes(whole)),
-        "attempts": [_attempt(one) for one in attempts],
-        "causes": _causes(attempts, found),
-        "cost": None if price is None else _cost(whole, attempts, price),
-        **_others(whole),
+        "held_s": total.held_ns / NS_PER_S,
+        "gap_s": total.gap_ns / NS_PER_S,
+        "goodput": total.goodput,
+        "goodput_if_kept": total.goodput_if_kept,
+        "buckets": _seconds(total.buckets_ns),
+        "outcomes": _seconds(_outcomes(total)),
+        "attempts": [_attempt(attempt) for attempt in attempts],
+        "causes": _causes(attempts, recoveries_by_attempt),
+        "cost": None if price is None else _cost(total, attempts, price),
+        **_others(total),
     }
 
 
-def _outcomes(whole: Goodput) -> dict[str, int]:
+def _outcomes(total: Goodput) -> dict[str, int]:
     return {
-        "committed": whole.committed_ns,
-        "pending": whole.pending_ns,
-        "discarded.rollback": whole.rollback_ns,
-        "discarded.nonfinite": whole.nonfinite_ns,
-        "waiting": whole.waiting_ns,
+        "committed": total.committed_ns,
+        "pending": total.pending_ns,
+        "discarded.rollback": total.rollback_ns,
+        "discarded.nonfinite": total.nonfinite_ns,
+        "waiting": total.waiting_ns,
     }
 
 
@@ -212,24 +216,28 @@ def _seconds(parts: Mapping[str, int]) -> dict[str, float]:
     return {name: value / NS_PER_S for name, value in parts.items()}
 
 
-def _attempt(one: AttemptAccount) -> dict[str, object]:
+def _attempt(attempt: AttemptAccount) -> dict[str, object]:
     return {
-        "attempt": one.attempt,
-        "started": one.started_s,
-        "ended": one.ended_s,
-        "ranks": one.ranks,
-        "reason": one.reason,
-        "first_step": one.first_step,
-        "last_step": one.last_step,
-        "buckets": _seconds(one.buckets_ns),
+        "attempt": attempt.attempt,
+        "started": attempt.started_s,
+        "ended": attempt.ended_s,
+        "ranks": attempt.ranks,
+        "reason": attempt.reason,
+        "first_step": attempt.first_step,
+        "last_step": attempt.last_step,
+        "buckets": _seconds(attempt.buckets_ns),
     }
 
 
-def _causes(attempts: Sequence[AttemptAccount], found: Mapping[int, Recovery]) -> list[dict[str, object]]:
-    """What each end of an attempt cost until the next one trained: the time between, the new start, and steps computed again."""
+def _causes(
+    attempts: Sequence[AttemptAccount], recoveries_by_attempt: Mapping[int, Recovery]
+) -> list[dict[str, object]]:
+    """Return the cost of each end of an attempt until the next one trained: the gap, the new start, and steps
+    computed again.
+    """
     causes: list[dict[str, object]] = []
     for before, after in pairwise(attempts):
-        recovery = found.get(after.attempt)
+        recovery = recoveries_by_attempt.get(after.attempt)
         parts = {
             name: value / NS_PER_S
             for name, value in after.buckets_ns.items()
@@ -252,18 +260,20 @@ def _causes(attempts: Sequence[AttemptAccount], found: Mapping[int, Recovery]) -
     return causes
 
 
-def _cost(whole: Goodput, attempts: Sequence[AttemptAccount], price: float) -> dict[str, object]:
-    """Dollars by bucket and outcome. The first rank's time stands for that of all; nodes that were held and had no rank are not counted."""
+def _cost(total: Goodput, attempts: Sequence[AttemptAccount], price: float) -> dict[str, object]:
+    """Return dollars by bucket and outcome. The first rank's time is used for all ranks; nodes without a rank are
+    not counted.
+    """
     buckets: dict[str, float] = {}
     rank_s = 0.0
-    for one in attempts:
-        ranks = max(1, one.ranks)
-        for name, value in one.buckets_ns.items():
+    for attempt in attempts:
+        ranks = max(1, attempt.ranks)
+        for name, value in attempt.buckets_ns.items():
             buckets[name] = buckets.get(name, 0.0) + value / NS_PER_S * ranks / _S_PER_H * price
             rank_s += value / NS_PER_S * ranks
     dollars = rank_s / _S_PER_H * price
-    held = whole.held_ns or 1
-    outcomes = {name: dollars * value / held for name, value in _outcomes(whole).items()}
+    total_ns = total.held_ns or 1
+    outcomes = {name: dollars * value / total_ns for name, value in _outcomes(total).items()}
     return {
         "price_per_accelerator_hour": price,
         "accelerator_hours": rank_s / _S_PER_H,
@@ -274,8 +284,8 @@ def _cost(whole: Goodput, attempts: Sequence[AttemptAccount], price: float) -> d
     }
 
 
-def _others(whole: Goodput) -> dict[str, object]:
-    google, meta = google_goodput(whole), meta_ettr(whole)
+def _others(total: Goodput) -> dict[str, object]:
+    google, meta = google_goodput(total), meta_ettr(total)
     return {
         "google": {
             "goodput": google.goodput,

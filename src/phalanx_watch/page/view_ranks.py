@@ -18,8 +18,8 @@ from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
 from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankStreamError
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.layout import Layout, layout_of, rank_groups, rank_place
-from phalanx_watch.page.http import Parameters, RequestError, json_bytes, not_found
-from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.page.http import PageRequestError, Parameters, json_bytes, not_found
+from phalanx_watch.page.runs import PageRuns, RunPlace
 from phalanx_watch.profile.read import ProfileError, profiles, read_summary, trace_path
 from phalanx_watch.ranks import BY_RANK, in_order, nodes_of_ranks, orders
 from phalanx_watch.series.table import rounded
@@ -30,15 +30,17 @@ _MOST_STEP = 2**62
 _MOST_GROUP = 4096
 
 
-def ranks_view(runs: Runs, place: Place, parameters: Parameters) -> Response | dict[str, object]:
-    """A heat map as bytes: the length of a header in four bytes, the header in JSON, and the values in single precision, row by row."""
+def ranks_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> Response | dict[str, object]:
+    """Return a heat map as bytes: the length of a header in four bytes, the JSON header, and the fp32 values row
+    by row.
+    """
     heat = heat_map(
         runs,
         place,
         parameters.choice("column", HEAT_COLUMNS),
         Part(
-            parameters.whole("columns", 800, 1, _MOST_ACROSS),
-            parameters.whole("rows", 400, 1, _MOST_DOWN),
+            parameters.integer("columns", 800, 1, _MOST_ACROSS),
+            parameters.integer("rows", 400, 1, _MOST_DOWN),
             _step(parameters, "first"),
             _step(parameters, "last"),
             parameters.text("order") or BY_RANK,
@@ -55,7 +57,9 @@ def ranks_view(runs: Runs, place: Place, parameters: Parameters) -> Response | d
 
 @dataclass(frozen=True)
 class Part:
-    """What of a map is drawn: in at most so many columns and rows, from one step to another, from one place in the order of ranks to another."""
+    """Drawn part of a heat map: limits on columns and rows, a range of steps, and a range of places in the rank
+    order.
+    """
 
     columns: int
     rows: int
@@ -68,22 +72,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Heat:
-    """A heat map, and the rank of each row that a look at the row should show first."""
+    """A heat map, and the rank to highlight in each row."""
 
     map: HeatMap
     worst: list[int]
     row_nodes: list[str]
-    """The nodes of each row's ranks in words; empty where no node is known."""
+    """Text with the nodes of each row's ranks; empty if unknown."""
     order: str
     orders: list[str]
-    """The orders that make a difference for the run."""
+    """Rank orders that differ for this run."""
     first_place: int
     """Place of the first drawn rank in the order, of ``places``."""
     places: int
 
 
-def heat_map(runs: Runs, place: Place, column: str, part: Part) -> Heat | None:
-    """The heat map of one column; ``None`` if the run has no numbers of ranks. Raises ``RequestError`` if they cannot be read."""
+def heat_map(runs: PageRuns, place: RunPlace, column: str, part: Part) -> Heat | None:
+    """Return the heat map of one column; None if the run has no rank numbers. Raises ``PageRequestError`` if they
+    cannot be read.
+    """
     directory = RunDirectory(place.path)
     try:
         stream, lock = runs.rank_streams.of(directory.ranks)
@@ -99,69 +105,71 @@ def heat_map(runs: Runs, place: Place, column: str, part: Part) -> Heat | None:
             first = min(max(0, part.first_place or 0), ranks - 1)
             last = ranks if part.last_place is None else max(first + 1, part.last_place + 1)
             # Without an order and a part, frames of an attempt with more ranks are drawn whole.
-            whole = part.order == BY_RANK and first == 0 and last >= ranks
-            order = None if whole else in_order(part.order, ranks, layout, nodes)
-            found = stream.heat_map(
+            is_full = part.order == BY_RANK and first == 0 and last >= ranks
+            order = None if is_full else in_order(part.order, ranks, layout, nodes)
+            picture = stream.heat_map(
                 *(column, part.first_step, part.last_step, part.columns, part.rows, order),
-                slice(None) if whole else slice(first, last),
+                slice(None) if is_full else slice(first, last),
             )
             return Heat(
-                map=found,
-                worst=_worst(stream, column, found),
-                row_nodes=_nodes(found, nodes),
+                map=picture,
+                worst=_worst(stream, column, picture),
+                row_nodes=_nodes(picture, nodes),
                 order=part.order,
                 orders=all_orders,
                 first_place=first,
-                places=max(ranks, found.ranks),
+                places=max(ranks, picture.ranks),
             )
     except RankStreamError as error:
-        raise RequestError(str(error), 404) from None
+        raise PageRequestError(str(error), 404) from None
 
 
-def _worst(stream: RankStream, column: str, found: HeatMap) -> list[int]:
-    """The rank of each row that has the greatest value in the newest frame that is shown."""
-    if not found.values.size:
+def _worst(stream: RankStream, column: str, picture: HeatMap) -> list[int]:
+    """Return, for each row, the rank with the greatest value in the newest frame."""
+    if not picture.values.size:
         return []
-    shown = np.flatnonzero(stream.steps == found.column_steps[-1])
+    shown = np.flatnonzero(stream.steps == picture.column_steps[-1])
     newest = stream.frame(int(shown[-1])).columns[column]
-    values = np.full(int(found.drawn.max()) + 1, np.nan, np.float32)
+    values = np.full(int(picture.drawn.max()) + 1, np.nan, np.float32)
     values[: len(newest)] = newest[: len(values)]
     worst = []
-    for places in found.rows:
-        ranks = found.drawn[places.start : places.stop]
+    for places in picture.rows:
+        ranks = picture.drawn[places.start : places.stop]
         row = values[ranks]
         worst.append(int(ranks[int(np.nanargmax(row)) if np.isfinite(row).any() else 0]))
     return worst
 
 
-def _nodes(found: HeatMap, nodes: Mapping[int, str]) -> list[str]:
-    """The node of each row, or the first and last of several."""
+def _nodes(picture: HeatMap, nodes: Mapping[int, str]) -> list[str]:
+    """Return the node of each row, or the first and last of several."""
     if not nodes:
         return []
-    ends = [(int(found.drawn[places.start]), int(found.drawn[places.stop - 1])) for places in found.rows]
+    ends = [
+        (int(picture.drawn[places.start]), int(picture.drawn[places.stop - 1])) for places in picture.rows
+    ]
     named = [(nodes.get(first, ""), nodes.get(last, "")) for first, last in ends]
     return [first if first == last else f"{first} … {last}" for first, last in named]
 
 
 def header(heat: Heat) -> dict[str, object]:
-    """What is said of a heat map beside its values."""
-    found = heat.map
-    known = found.values[np.isfinite(found.values)]
+    """Return the JSON header of a heat map."""
+    picture = heat.map
+    finite_values = picture.values[np.isfinite(picture.values)]
     return {
-        "rows": found.values.shape[0],
-        "columns": found.values.shape[1],
-        "row_ranks": found.row_ranks.tolist(),
-        "row_sizes": [len(places) for places in found.rows],
+        "rows": picture.values.shape[0],
+        "columns": picture.values.shape[1],
+        "row_ranks": picture.row_ranks.tolist(),
+        "row_sizes": [len(places) for places in picture.rows],
         "row_worst": heat.worst,
         "row_nodes": heat.row_nodes,
-        "column_steps": found.column_steps.tolist(),
-        "column_times": found.column_times.tolist(),
-        "column_usual": rounded(found.usual.astype(np.float64)),
-        "minimum": float(known.min()) if len(known) else None,
-        "maximum": float(known.max()) if len(known) else None,
-        "median": float(np.median(known)) if len(known) else None,
-        "reduced": found.reduced,
-        "ranks": found.ranks,
+        "column_steps": picture.column_steps.tolist(),
+        "column_times": picture.column_times.tolist(),
+        "column_usual": rounded(picture.usual.astype(np.float64)),
+        "minimum": float(finite_values.min()) if len(finite_values) else None,
+        "maximum": float(finite_values.max()) if len(finite_values) else None,
+        "median": float(np.median(finite_values)) if len(finite_values) else None,
+        "reduced": picture.reduced,
+        "ranks": picture.ranks,
         "order": heat.order,
         "orders": heat.orders,
         "first_place": heat.first_place,
@@ -169,8 +177,8 @@ def header(heat: Heat) -> dict[str, object]:
     }
 
 
-def heat_table(runs: Runs, place: Place, column: str) -> dict[str, object]:
-    """A small heat map as JSON, for a file without a server."""
+def heat_table(runs: PageRuns, place: RunPlace, column: str) -> dict[str, object]:
+    """Return a small heat map as JSON, for an exported file."""
     heat = heat_map(runs, place, column, Part(columns=400, rows=200))
     if heat is None:
         return {"missing": True}
@@ -178,8 +186,8 @@ def heat_table(runs: Runs, place: Place, column: str) -> dict[str, object]:
     return header(heat) | {"orders": [BY_RANK], "values_base64": values}
 
 
-def rank_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
-    """The history of one rank, its node, its place in the mesh and its neighbors in each group."""
+def rank_view(runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
+    """Return the history of one rank, its node, its place in the mesh and its neighbors in each group."""
     rank = int(parameters.path["rank"])
     column = parameters.choice("column", HEAT_COLUMNS)
     try:
@@ -191,13 +199,13 @@ def rank_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, obj
                 raise not_found(f"there is no rank {rank} among {ranks} in the newest numbers of this run")
             steps, values = stream.rank(column, rank, _step(parameters, "first"), _step(parameters, "last"))
     except RankStreamError as error:
-        raise RequestError(str(error), 404) from None
+        raise PageRequestError(str(error), 404) from None
     layout = _layout(runs, place, ranks)
     where: dict[str, int] = {}
     groups: dict[str, list[int]] = {}
     if layout is not None:
         where = rank_place(layout, rank)
-        groups = {axis: found[:_MOST_GROUP] for axis, found in rank_groups(layout, rank).items()}
+        groups = {axis: members[:_MOST_GROUP] for axis, members in rank_groups(layout, rank).items()}
     return {
         "rank": rank,
         "column": column,
@@ -209,19 +217,19 @@ def rank_view(runs: Runs, place: Place, parameters: Parameters) -> dict[str, obj
     }
 
 
-def _layout(runs: Runs, place: Place, ranks: int) -> Layout | None:
-    """The layout of the run's ranks; ``None`` for another number of them than its run file takes."""
+def _layout(runs: PageRuns, place: RunPlace, ranks: int) -> Layout | None:
+    """Return the layout of the run's ranks; None if their number does not fit its run file."""
     spec = runs.spec(place)
     if spec is None:
         return None
     with suppress(ValueError):
-        found = layout_of(spec.parallel, ranks)
-        return found if found.ranks == ranks else None
+        layout = layout_of(spec.parallel, ranks)
+        return layout if layout.ranks == ranks else None
     return None
 
 
-def _node(place: Place, rank: int) -> str:
-    """The node that holds the rank now; empty without a fleet."""
+def _node(place: RunPlace, rank: int) -> str:
+    """Return the current node of the rank; empty without a fleet."""
     try:
         members = read_fleet_file(place.path).members
     except FleetFileError:
@@ -230,8 +238,8 @@ def _node(place: Place, rank: int) -> str:
 
 
 def _step(parameters: Parameters, name: str) -> int | None:
-    said = parameters.number(name)
-    return None if said is None else int(max(-1.0, min(said, float(_MOST_STEP))))
+    number = parameters.number(name)
+    return None if number is None else int(max(-1.0, min(number, float(_MOST_STEP))))
 
 
 # Profiles.
@@ -240,36 +248,38 @@ def _step(parameters: Parameters, name: str) -> int | None:
 _MOST_EXPORTED = 8
 
 
-def profiles_view(_runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
-    """The profiles of a run, the newest last."""
+def profiles_view(_runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
+    """Return the profiles of a run, the newest last."""
     return {"profiles": profiles(RunDirectory(place.path))}
 
 
-def profile_names(place: Place) -> list[str]:
-    """The names of the newest profiles."""
-    return [one.name for one in profiles(RunDirectory(place.path))][-_MOST_EXPORTED:]
+def profile_names(place: RunPlace) -> list[str]:
+    """Return the names of the newest profiles."""
+    return [profile.name for profile in profiles(RunDirectory(place.path))][-_MOST_EXPORTED:]
 
 
-def profile_view(_runs: Runs, place: Place, parameters: Parameters) -> Mapping[str, object]:
-    """The analysis of one profile."""
+def profile_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> Mapping[str, object]:
+    """Return the analysis of one profile."""
     return profile_summary(place, parameters.path["name"])
 
 
-def profile_summary(place: Place, name: str) -> Mapping[str, object]:
-    """The analysis of the profile ``name``. Raises ``RequestError``."""
+def profile_summary(place: RunPlace, name: str) -> Mapping[str, object]:
+    """Return the analysis of the profile ``name``. Raises ``PageRequestError``."""
     try:
         summary: Mapping[str, object] = read_summary(RunDirectory(place.path), name)
     except ProfileError as error:
-        raise RequestError(str(error), 404) from None
+        raise PageRequestError(str(error), 404) from None
     return summary
 
 
-def trace_file(place: Place, name: str) -> Path:
-    """The file of the merged trace. Raises ``RequestError`` for a name that leads out of the run directory, by a link too."""
+def trace_file(place: RunPlace, name: str) -> Path:
+    """Return the path of the merged trace. Raises ``PageRequestError`` for a name or link that leads out of the
+    run directory.
+    """
     try:
         path = trace_path(RunDirectory(place.path), name).resolve()
     except (ProfileError, OSError) as error:
-        raise RequestError(str(error), 404) from None
+        raise PageRequestError(str(error), 404) from None
     if not path.is_relative_to(place.path.resolve()) or not path.is_file():
         raise not_found(f"the profile {name[:100]!r} has no trace")
     return path

@@ -1,7 +1,8 @@
 """Views of one run: ``/api/run/ID`` and below it ``/why``, ``/checkpoints`` and ``/logs``.
 
-The summary has the run's row, its starts, what it was made from, and which other views have something to show. Checkpoints are described by
-their indexes; no tensor is read on a request. Log lines are merged in time, filtered, and grouped where many processes log the same.
+The summary has the run's row, its starts, its origin, and the views that have content. Checkpoints are described from
+their indexes; no tensor is read. Log lines are merged by time, filtered, and grouped if many processes log the same
+line.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from phalanx.observe.record.notes import read_serving
 from phalanx.run.directory.files import files_below, open_regular
 from phalanx.run.directory.lineage import read_lineage
 from phalanx.run.directory.paths import CHECKPOINT_INDEX, RunDirectory, read_small_json, step_folder
-from phalanx_watch.page.http import Parameters, RequestError
-from phalanx_watch.page.runs import Place, Runs
+from phalanx_watch.page.http import PageRequestError, Parameters
+from phalanx_watch.page.runs import PageRuns, RunPlace
 from phalanx_watch.series.run_series import RunSeries
 from phalanx_watch.why.reasons import reasons
 
@@ -45,8 +46,8 @@ _MOST_STARTS = 500
 _MOST_EVALUATIONS = 2000
 
 
-def summary(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
-    """The run in a page."""
+def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
+    """Return the summary of the run."""
     directory, run = RunDirectory(place.path), runs.series(place)
     with run.lock:
         starts = list(run.starts)[-_MOST_STARTS:]
@@ -72,13 +73,13 @@ def summary(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, obje
 
 
 def _serving(directory: RunDirectory) -> list[dict[str, object]]:
-    """What serves the run's weights, as the servers themselves say."""
+    """Return the notes of the servers of the run's weights."""
     now = time.time()
     return [asdict(note) | {"silent": note.silent(now)} for note in read_serving(directory)]
 
 
-def has(place: Place) -> dict[str, bool]:
-    """Which views of a run have something to show."""
+def has(place: RunPlace) -> dict[str, bool]:
+    """Return which views of a run have content."""
     directory = RunDirectory(place.path)
     return {
         "fleet": path_in(place.path).is_file(),
@@ -106,13 +107,13 @@ def _start(event: Event) -> dict[str, object]:
 
 
 def _environment(starts: list[Event]) -> dict[str, object]:
-    """What the newest start has recorded of code, versions and machine."""
+    """Return the newest start's record of code, versions and machine."""
     body = starts[-1].body if starts else None
     return dict(body.environment) if isinstance(body, RunStarted) else {}
 
 
 def _evaluations(run: RunSeries) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = [
+    evaluations: list[dict[str, object]] = [
         {
             "step": body.step,
             "t": event.t,
@@ -122,7 +123,7 @@ def _evaluations(run: RunSeries) -> list[dict[str, object]]:
         }
         for event, body in run.evaluations
     ]
-    return found[-_MOST_EVALUATIONS:]
+    return evaluations[-_MOST_EVALUATIONS:]
 
 
 def _masked(text: str) -> str:
@@ -135,7 +136,7 @@ def _masked(text: str) -> str:
 
 
 def _text(path: Path) -> str:
-    """A file's text; what is longer than any run file is cut off. Empty if it cannot be read."""
+    """Return a file's text, truncated to the size of a long run file. Empty if it cannot be read."""
     try:
         with open_regular(path) as file:
             return file.read(_MOST_RUN_FILE_BYTES).decode(errors="replace")
@@ -143,8 +144,8 @@ def _text(path: Path) -> str:
         return ""
 
 
-def why_view(_runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
-    """The reasons, with their evidence and the next command."""
+def why_view(_runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
+    """Return the reasons, with their evidence and the next command."""
     return {"reasons": reasons(RunDirectory(place.path), time.time())}
 
 
@@ -156,11 +157,11 @@ _MOST_INDEX_BYTES = 64 << 20
 _MOST_FILES = 4096
 
 
-def checkpoints_view(runs: Runs, place: Place, _parameters: Parameters) -> dict[str, object]:
-    """The newest committed checkpoints, the newest first, with what is known of each without reading it whole.
+def checkpoints_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
+    """Return the newest committed checkpoints, the newest first, from their indexes.
 
-    ``verified`` is false where something is wrong that shows at once (an index that is damaged, a file that is missing or short), and null
-    where every byte would have to be read to know: ``phalanx checkpoint verify`` does.
+    ``verified`` is false for visible damage (a damaged index, a missing or short file), and null if only a full read
+    can verify it (``phalanx checkpoint verify``).
     """
     directory = RunDirectory(place.path)
     try:
@@ -227,18 +228,20 @@ def _index(folder: Path) -> tuple[Index, float]:
 
 
 def _shortfall(folder: Path, index: Index) -> str:
-    """What is missing of a checkpoint, by the names and sizes of its files alone; empty if nothing is, or there are too many to look at."""
+    """Return what is missing of a checkpoint, by file names and sizes; empty if nothing is, or if there are too
+    many files.
+    """
     for ref in index.catalogs:
         if not (folder / ref.file).is_file():
             return f"{folder / ref.file} is missing"
     if index.world_size > _MOST_FILES:
         return ""
-    found = sum(path.stat().st_size for path in files_below(folder) if path.suffix == ".safetensors")
-    wanted = sum(ref.data_bytes for ref in index.catalogs)
+    size = sum(path.stat().st_size for path in files_below(folder) if path.suffix == ".safetensors")
+    expected = sum(ref.data_bytes for ref in index.catalogs)
     return (
         ""
-        if found >= wanted
-        else f"its files hold {found:,} bytes of {wanted:,}: some are missing or cut off"
+        if size >= expected
+        else f"its files hold {size:,} bytes of {expected:,}: some are missing or cut off"
     )
 
 
@@ -251,32 +254,34 @@ _LONGEST_TEXT = 20_000
 _MOST_FOLLOWERS = 20
 
 
-def logs_view(_runs: Runs, place: Place, parameters: Parameters) -> dict[str, object]:
-    """The newest ``last`` lines that the request's filters leave, oldest first, and the failure that came before its followers."""
+def logs_view(_runs: PageRuns, place: RunPlace, parameters: Parameters) -> dict[str, object]:
+    """Return the newest ``last`` lines that pass the filters, oldest first, and the first failure."""
     directory = RunDirectory(place.path)
-    last = parameters.whole("last", 500, 1, _MOST_LINES)
-    found = read_lines(directory, query_of(parameters), last + 1)
-    shown = found[-last:]
-    told = told_failure(directory)
+    last = parameters.integer("last", 500, 1, _MOST_LINES)
+    lines = read_lines(directory, query_of(parameters), last + 1)
+    shown = lines[-last:]
+    failure = told_failure(directory)
     return {
-        "lines": [_group(one) for one in grouped(shown)]
+        "lines": [_group(item) for item in grouped(shown)]
         if parameters.text("grouped") == "1"
-        else [_line(one) for one in shown],
-        "more": len(found) > last,
+        else [_line(item) for item in shown],
+        "more": len(lines) > last,
         "first_failure": None
-        if told is None
-        else _line(told.line)
+        if failure is None
+        else _line(failure.line)
         | {
-            "what": what_happened(told.line.text)[:_LONGEST_TEXT],
-            "recovered_step": recovered_step(directory, told.line),
-            "evidence": list(told.evidence),
-            "followers": [_line(one) for one in told.followers[:_MOST_FOLLOWERS]],
+            "what": what_happened(failure.line.text)[:_LONGEST_TEXT],
+            "recovered_step": recovered_step(directory, failure.line),
+            "evidence": list(failure.evidence),
+            "followers": [_line(item) for item in failure.followers[:_MOST_FOLLOWERS]],
         },
     }
 
 
 def query_of(parameters: Parameters) -> LogQuery:
-    """Which lines a request asks for. Text is looked for as it stands: an expression could be one that takes forever."""
+    """Return the log query of a request. Text is matched literally, because a regular expression could take
+    forever.
+    """
     ranks = [_rank(word) for word in parameters.names("rank", most=1000)]
     level = parameters.choice("level", LEVELS)
     return LogQuery(
@@ -291,7 +296,7 @@ def query_of(parameters: Parameters) -> LogQuery:
 
 def _rank(word: str) -> int:
     if not word.isdecimal() or len(word) > 9 or int(word) > _MOST_RANK:
-        raise RequestError(f"rank={word[:50]!r}: give the numbers of ranks, with commas between them")
+        raise PageRequestError(f"rank={word[:50]!r}: give the numbers of ranks, with commas between them")
     return int(word)
 
 

@@ -1,1 +1,3 @@
-"""What a recorded profile says: where a step's time went on each rank, who waits for whom, what the planner expected, memory."""
+"""Analysis of a recorded profile: the time of a step on each rank, waits between ranks, comparison with the
+planner, memory.
+"""

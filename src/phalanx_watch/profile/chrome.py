@@ -1,12 +1,12 @@
 """A rank's memory through the steps, and all ranks' traces as one, in Chrome's Trace Event Format (Google, 2016), which ui.perfetto.dev opens.
 
-The profiler reports each allocation and release. What a tensor was for shows in when it was made and when it went: made in a forward pass and
-alive until the backward pass, it is an activation; made in a backward pass and kept after it, a gradient; made around a collective, a buffer of it;
-gone before its phase was over, a temporary. What was there before the first step (weights, the optimizer's state) was measured by asking for it.
+The profiler reports each allocation and release. The kind of a tensor follows from its lifetime. A tensor from a forward pass that lives until
+the backward pass is an activation. One from a backward pass that lives longer is a gradient. One around a collective is its buffer, and one
+freed within its phase a temporary. Memory before the first step (weights, the optimizer's state) was measured directly.
 
 In the trace each rank is a process, each of its threads and streams a track, its memory a counter; clocks are those of the first rank. An arrow
-leads from the rank that came last to a collective to each that waited for it. The trace is bounded: what is short is left out first, of all ranks
-alike, and the trace says how much.
+leads from the last rank of a collective to each that waited for it. The size is bounded: the shortest ranges of all ranks are left out first,
+and the trace has their number.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _MOST_LIVE = 12
 
 
 @dataclass(frozen=True)
-class Live:
-    """Allocations of one kind and layer that were alive at the peak."""
+class LiveAllocations:
+    """Allocations of one kind and layer that are alive at the peak."""
 
     kind: str
     layer: str
@@ -57,19 +57,19 @@ class MemoryLine:
 
     rank: int
     held_bytes: dict[str, int]
-    """There before the first step, by kind."""
+    """Bytes before the first step, by kind."""
     times_s: list[float]
-    """Since the first step began."""
+    """Seconds since the start of the first step."""
     bytes: dict[str, list[int]]
-    """By kind, on top of what was held."""
+    """Bytes by kind, in addition to ``held_bytes``."""
     peak_bytes: int
-    """The peak of what was made in the steps and what was held, together."""
+    """Peak of ``held_bytes`` and the bytes allocated in the steps together."""
     peak_s: float
-    at_peak: list[Live]
+    at_peak: list[LiveAllocations]
 
 
 def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
-    """The memory of a rank; ``None`` without a step or an allocation."""
+    """Return the memory of a rank; None without a step or an allocation."""
     rows = trace.allocations
     if trace.meta.get("device") == "cuda":
         rows = rows[rows["device"] > 0]
@@ -80,15 +80,15 @@ def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
     if not len(spans):
         return None
     made = np.clip(np.searchsorted(cut.pieces["begin_ns"], spans["from"], side="right") - 1, 0, None)
-    gone = np.clip(np.searchsorted(cut.pieces["begin_ns"], spans["to"], side="right") - 1, 0, None)
-    kinds = _kinds(cut, made, gone)
+    freed = np.clip(np.searchsorted(cut.pieces["begin_ns"], spans["to"], side="right") - 1, 0, None)
+    kinds = _kinds(cut, made, freed)
     order = np.argsort(np.concatenate([spans["from"], spans["to"]]), kind="stable")
     times = np.concatenate([spans["from"], spans["to"]])[order]
     change = np.concatenate([spans["bytes"], -spans["bytes"]])[order]
     both = np.concatenate([kinds, kinds])[order]
     total = np.cumsum(change)
     peak = int(np.argmax(total))
-    held = {str(kind): int(size) for kind, size in dict(trace.meta.get("held_bytes", {})).items()}
+    resident = {str(kind): int(size) for kind, size in dict(trace.meta.get("held_bytes", {})).items()}
     shown = np.unique(np.append(np.linspace(0, len(times) - 1, _POINTS).astype(int), peak))
     curves = {
         word: np.cumsum(np.where(both == number, change, 0))[shown].tolist()
@@ -98,39 +98,39 @@ def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
     alive = (spans["from"] <= times[peak]) & (spans["to"] > times[peak])
     return MemoryLine(
         trace.rank,
-        held,
+        resident,
         ((times[shown] - begin) / 1e9).tolist(),
         curves,
-        int(total[peak]) + sum(held.values()),
+        int(total[peak]) + sum(resident.values()),
         float((times[peak] - begin) / 1e9),
         _live(trace, cut, spans[alive], made[alive], kinds[alive]),
     )
 
 
 def _lifetimes(rows: NDArray[np.void], end_ns: int) -> NDArray[np.void]:
-    """From when to when each allocation of the recording was alive."""
+    """Return the lifetime of each recorded allocation."""
     open_at: dict[int, tuple[int, int]] = {}
-    found = []
+    lifetimes = []
     for t_ns, address, size, _ in rows.tolist():
         if size > 0:
             open_at[address] = t_ns, size
         elif address in open_at:
             since_ns, had = open_at.pop(address)
-            found.append((since_ns, t_ns, had))
-    found += [(since_ns, end_ns + 1, had) for since_ns, had in open_at.values()]
-    return np.array(sorted(found), dtype=[("from", "<i8"), ("to", "<i8"), ("bytes", "<i8")])
+            lifetimes.append((since_ns, t_ns, had))
+    lifetimes += [(since_ns, end_ns + 1, had) for since_ns, had in open_at.values()]
+    return np.array(sorted(lifetimes), dtype=[("from", "<i8"), ("to", "<i8"), ("bytes", "<i8")])
 
 
-def _kinds(cut: StepPieces, made: NDArray[np.intp], gone: NDArray[np.intp]) -> NDArray[np.int_]:
-    """The kind of each allocation, an index of ``KINDS``."""
+def _kinds(cut: StepPieces, made: NDArray[np.intp], freed: NDArray[np.intp]) -> NDArray[np.int_]:
+    """Return the kind of each allocation, an index of ``KINDS``."""
     phase, category = cut.pieces["phase"], cut.pieces["category"]
 
     def is_one(word: str) -> NDArray[np.bool_]:
-        wanted = np.array([name.startswith(word) for name in cut.categories], bool)
-        chosen: NDArray[np.bool_] = wanted[category[made]]
+        matches = np.array([name.startswith(word) for name in cut.categories], bool)
+        chosen: NDArray[np.bool_] = matches[category[made]]
         return chosen
 
-    later = (phase[gone] != phase[made]) | (cut.pieces["step"][gone] != cut.pieces["step"][made])
+    later = (phase[freed] != phase[made]) | (cut.pieces["step"][freed] != cut.pieces["step"][made])
     forward, backward = phase[made] == FORWARD, phase[made] == BACKWARD
     choices = [is_one(COMM), is_one(OPTIMIZER), is_one(DATA), forward & later, backward & later]
     numbers = [
@@ -148,7 +148,7 @@ def _live(
     spans: NDArray[np.void],
     made: NDArray[np.intp],
     kinds: NDArray[np.int_],
-) -> list[Live]:
+) -> list[LiveAllocations]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for size, piece, kind in zip(spans["bytes"].tolist(), made.tolist(), kinds.tolist(), strict=True):
         event = int(cut.pieces["event"][piece])
@@ -158,14 +158,14 @@ def _live(
         row = sums[KINDS[kind], cut.layers[int(cut.pieces["layer"][piece])], made_by]
         row[0] += size
         row[1] += 1
-    live = [Live(*key, size, count) for key, (size, count) in sums.items()]
-    return sorted(live, key=lambda one: -one.bytes)[:_MOST_LIVE]
+    live = [LiveAllocations(*key, size, count) for key, (size, count) in sums.items()]
+    return sorted(live, key=lambda row: -row.bytes)[:_MOST_LIVE]
 
 
 # The merged trace.
 
 MOST_EVENTS = 250_000
-"""Most ranges of a merged trace, of all ranks together: some 30 MB of text, which Perfetto opens in seconds."""
+"""Most ranges of a merged trace, of all ranks together: about 30 MB of text, which Perfetto opens in seconds."""
 _MOST_ARROWS = 20_000
 
 
@@ -177,7 +177,7 @@ def merged(
     *,
     about: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The merged trace as one JSON object; times in microseconds since the earliest event."""
+    """Return the merged trace as one JSON object; times are microseconds since the earliest event."""
     starts = {
         trace.rank: clocks[trace.rank].to_common(
             trace.events["begin_ns"] + int(trace.meta.get("base_unix_ns", 0))
@@ -198,7 +198,7 @@ def merged(
         )
     events += _arrows(traces, waits, origin)
     for line in memory:
-        trace = next(one for one in traces if one.rank == line.rank)
+        trace = next(candidate for candidate in traces if candidate.rank == line.rank)
         events += _counters(line, _first_step(trace, starts[line.rank]) - origin)
     return {
         "displayTimeUnit": "ms",
@@ -208,7 +208,7 @@ def merged(
 
 
 def packed(trace: Mapping[str, Any]) -> bytes:
-    """The trace as a gzip file, the same bytes for the same trace."""
+    """Return the trace as gzip, with the same bytes for the same trace."""
     return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), 6, mtime=0)
 
 
@@ -223,10 +223,10 @@ def _first_step(trace: RankTrace, starts: np.ndarray[tuple[int], np.dtype[np.int
 def _lengths(
     trace: RankTrace, begin_ns: np.ndarray[tuple[int], np.dtype[np.int64]], clock: ClockFit
 ) -> list[int]:
-    """The length of each event in common time, cut where it would outlast the one around it.
+    """Return the length of each event in common time, cut at the end of the enclosing event.
 
-    A thread that moves to another core may read a clock that is some microseconds off, and then what is inside seems to end last; viewers
-    misplace such a range.
+    A thread that moves to another core may read a clock that is some microseconds off. An inner event then seems to
+    end last, and viewers misplace such a range.
     """
     events = trace.events
     base_ns = int(trace.meta.get("base_unix_ns", 0))
@@ -274,7 +274,7 @@ def _tracks(trace: RankTrace) -> Iterator[dict[str, Any]]:
 
 
 _STREAMS = 1 << 20
-"""Streams are numbered from here on, apart from threads."""
+"""First track number of streams, apart from threads."""
 
 
 def _track(event: np.void) -> tuple[int, bool]:
@@ -306,26 +306,30 @@ def _range(trace: RankTrace, place: int, start_ns: int, length_ns: int) -> dict[
 
 
 def _arrows(traces: Sequence[RankTrace], waits: Waits, origin: int) -> Iterator[dict[str, Any]]:
-    """Arrows from whoever came last to those who waited, the longest waits if there are too many."""
+    """Yield arrows from the last rank of a collective to the ranks that waited, the longest waits first if there
+    are too many.
+    """
     thread = {
         (trace.rank, place): _track(trace.events[place])[0]
         for trace in traces
         for place in np.flatnonzero(trace.events["mark"] >= 0).tolist()
     }
-    found = [
+    arrows = [
         (meeting.waited_ns(passage), meeting, passage)
         for meeting in waits.meetings
         for passage in meeting.passages
         if passage.rank != meeting.last
     ]
-    for number, (_, meeting, passage) in enumerate(sorted(found, key=lambda one: -one[0])[:_MOST_ARROWS]):
-        source = next(one for one in meeting.passages if one.rank == meeting.last)
+    for number, (_, meeting, passage) in enumerate(
+        sorted(arrows, key=lambda arrow: -arrow[0])[:_MOST_ARROWS]
+    ):
+        source = next(other for other in meeting.passages if other.rank == meeting.last)
         same = {"cat": "waits for", "name": passage.key[2], "id": number}
-        tracks = (thread.get((one.rank, one.event), 0) for one in (source, passage))
+        tracks = (thread.get((side.rank, side.event), 0) for side in (source, passage))
         times = (meeting.last_came_ns, max(passage.left_ns - 1, meeting.last_came_ns))
-        for ph, one, track, time_ns in zip("sf", (source, passage), tracks, times, strict=True):
+        for ph, side, track, time_ns in zip("sf", (source, passage), tracks, times, strict=True):
             end = {"bp": "e"} if ph == "f" else {}
-            yield {"ph": ph, **same, **end, "pid": one.rank, "tid": track, "ts": (time_ns - origin) / 1e3}
+            yield {"ph": ph, **same, **end, "pid": side.rank, "tid": track, "ts": (time_ns - origin) / 1e3}
 
 
 def _counters(line: MemoryLine, start_ns: int) -> Iterator[dict[str, Any]]:

@@ -1,11 +1,13 @@
-"""Operations against what they could achieve: by kind and by layer against measured peaks, and term by term against the plan.
+"""Achieved against attainable performance: by kind and layer against measured peaks, and by term against the plan.
 
-The roofline of an operation is the longer of two times: its FLOP at the peak of matrix products, its bytes at the peak of copies (Williams,
-Waterman and Patterson, 2009). The achieved fraction is that time over the one it took. Bytes are those of the arguments and one result, each once; FLOP
-are those of products, exact, and of attention, with masked pairs counted as if they were computed.
+The roofline of an operation is the longer of two times: its FLOP at the peak of matrix products, and its bytes at the
+peak of copies (Williams, Waterman and Patterson, 2009). The achieved fraction is that time over the measured one.
+Bytes are those of the arguments and one result, each once. FLOP are those of products, exact, and of attention, with
+masked pairs counted as computed.
 
-The planner's terms are its own (``phalanx_plan.step_cost``): what they stand for is measured by the kinds of operations and by the axes of collectives.
-Waiting for a late rank is in no plan; it stands in a row of its own, so that a collective's row shows what moving the bytes took.
+The planner's terms are its own (``phalanx_plan.step_cost``). They are measured by kinds of operations and axes of
+collectives. No plan has waits for late ranks; they have a row of their own, so that a collective's row is its
+transfer time.
 """
 
 from __future__ import annotations
@@ -46,34 +48,34 @@ class KindRow:
 
     kind: str
     seconds: float
-    """A step, added up over ranks."""
+    """Seconds of a step, summed over ranks."""
     calls: float
     flops: float
     bytes: float
     roofline: float | None
-    """The fraction of the roofline; ``None`` where neither FLOP nor bytes are known."""
+    """Fraction of the roofline; None if neither FLOP nor bytes are known."""
 
     @property
     def flops_per_s(self) -> float:
-        """On one rank."""
+        """FLOP/s of one rank."""
         return self.flops / self.seconds if self.seconds else 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """On one rank."""
+        """Bytes/s of one rank."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
 
 def kinds(
     traces: Sequence[RankTrace], cuts: Sequence[StepPieces], peak_flops: float, copy_bytes_per_s: float
 ) -> list[KindRow]:
-    """The table of kinds, the longest first."""
+    """Return the table of kinds, the longest first."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
     for trace, cut in zip(traces, cuts, strict=True):
         steps = max(len(cut.steps), 1)
         kind_names = [kind_of(name) for name in trace.names]
-        wanted = [cut.categories.index(word) for word in (COMPUTE, COPY) if word in cut.categories]
-        mine = np.isin(cut.pieces["category"], wanted) & (cut.pieces["event"] >= 0)
+        counted = [cut.categories.index(word) for word in (COMPUTE, COPY) if word in cut.categories]
+        mine = np.isin(cut.pieces["category"], counted) & (cut.pieces["event"] >= 0)
         spent = np.zeros(len(trace.events))
         lengths = cut.pieces["end_ns"][mine] - cut.pieces["begin_ns"][mine]
         np.add.at(spent, cut.pieces["event"][mine], lengths / 1e9)
@@ -107,8 +109,8 @@ class LayerRow:
 
 
 def by_layer(cuts: Sequence[StepPieces]) -> list[LayerRow]:
-    """The layers in the order in which they first ran, each with the rank that takes longest over it."""
-    found: dict[str, LayerRow] = {}
+    """Return the layers in order of first use, each with its slowest rank."""
+    rows: dict[str, LayerRow] = {}
     for cut in cuts:
         pieces, steps = cut.pieces, max(len(cut.steps), 1)
         lengths = (pieces["end_ns"] - pieces["begin_ns"]) / (1e9 * steps)
@@ -130,10 +132,10 @@ def by_layer(cuts: Sequence[StepPieces]) -> list[LayerRow]:
             row = LayerRow(
                 layer or "outside of the model", cut.rank, *(float(table[name][number]) for name in table)
             )
-            before = found.get(row.layer)
+            before = rows.get(row.layer)
             if before is None or row.forward_s + row.backward_s > before.forward_s + before.backward_s:
-                found[row.layer] = row
-    return list(found.values())[:_MOST_LAYERS]
+                rows[row.layer] = row
+    return list(rows.values())[:_MOST_LAYERS]
 
 
 # The plan's terms.
@@ -163,9 +165,9 @@ class TermRow:
 
     term: str
     predicted_s: float
-    """NaN where there is no plan."""
+    """NaN without a plan."""
     measured_s: float
-    """On average over the ranks that recorded."""
+    """Mean of the recorded ranks."""
 
 
 @dataclass(frozen=True)
@@ -178,16 +180,16 @@ class Prediction:
 
 
 def predict(spec: RunSpec, ranks: int, cluster_name: str) -> Prediction:
-    """The planner's estimate of the run's own layout on ``ranks`` ranks of a cluster.
+    """Return the planner's estimate of the run's own layout on ``ranks`` ranks of a cluster.
 
-    Raises ``ValueError`` that says why there is none.
+    Raises ``ValueError`` with the reason if there is none.
     """
     try:
-        step_s, found = installed_planner().step_terms(spec, ranks, cluster_name)
+        step_s, terms_s = installed_planner().step_terms(spec, ranks, cluster_name)
     except (HardwareError, PlannerError) as error:
         raise ValueError(str(error)) from error
     rows: dict[str, float] = defaultdict(float)
-    for term, seconds in found.items():
+    for term, seconds in terms_s.items():
         rows[next((row for row, terms in _GROUPS.items() if term in terms), f"other: {term}")] += seconds
     return Prediction(cluster_name, step_s, {row: seconds for row, seconds in rows.items() if seconds})
 
@@ -198,7 +200,7 @@ def measured(
     waits: Waits,
     passages: Mapping[int, Sequence[Passage]],
 ) -> dict[str, float]:
-    """Seconds of a step by row, on average over ranks. They sum to the step's wall time."""
+    """Return the seconds of a step by row, as means over ranks. They sum to the step's wall time."""
     count = max(len(cuts), 1)
     steps = max(max((len(cut.steps) for cut in cuts), default=1), 1)
     rows: dict[str, float] = defaultdict(float)
@@ -229,8 +231,8 @@ def measured(
             rows["host gaps"] += seconds
         elif word in (DATA, SAVE):
             rows[word] += seconds
-    whole = sum(cut.step_s for cut in cuts) / count
-    rest = whole - sum(rows.values())
+    step_s = sum(cut.step_s for cut in cuts) / count
+    rest = step_s - sum(rows.values())
     if rest > 1e-9:
         rows["other"] += rest
     return {row: seconds for row, seconds in rows.items() if seconds}
@@ -243,41 +245,41 @@ def _row_of_axis(axis: str) -> str:
 
 
 def _gathers(passages: Mapping[int, Sequence[Passage]], axis: str) -> float:
-    """The part of an axis's collectives that gathers weights, by time."""
+    """Return the fraction of an axis's collectives that gathers weights, by time."""
     if axis.partition(" ")[0] not in ("shard", "expert_shard"):
         return 0.0
     all_ns = gather_ns = 0
-    for found in passages.values():
-        for one in found:
-            if one.axis == axis and not one.message:
-                all_ns += one.left_ns - one.came_ns
-                gather_ns += (one.left_ns - one.came_ns) * one.key[2].startswith("all_gather")
+    for rank_passages in passages.values():
+        for passage in rank_passages:
+            if passage.axis == axis and not passage.message:
+                all_ns += passage.left_ns - passage.came_ns
+                gather_ns += (passage.left_ns - passage.came_ns) * passage.key[2].startswith("all_gather")
     return gather_ns / all_ns if all_ns else 0.0
 
 
-def term_rows(prediction: Prediction | None, found: Mapping[str, float]) -> list[TermRow]:
-    """Predicted and measured side by side, the planner's rows first."""
+def term_rows(prediction: Prediction | None, measured_s: Mapping[str, float]) -> list[TermRow]:
+    """Return predicted and measured seconds side by side, the planner's rows first."""
     planned = {} if prediction is None else prediction.terms
-    order = [row for row in _GROUPS if row in planned or row in found]
-    order += sorted((planned.keys() | found.keys()) - set(order))
+    order = [row for row in _GROUPS if row in planned or row in measured_s]
+    order += sorted((planned.keys() | measured_s.keys()) - set(order))
     nothing = float("nan") if prediction is None else 0.0
-    return [TermRow(row, planned.get(row, nothing), found.get(row, 0.0)) for row in order]
+    return [TermRow(row, planned.get(row, nothing), measured_s.get(row, 0.0)) for row in order]
 
 
 def what_would_pay(rows: Sequence[TermRow], step_s: float) -> list[str]:
-    """Sentences on the terms that are furthest over what the planner expected, in milliseconds of a step."""
+    """Return sentences on the terms that most exceed the planner's estimate."""
     over = sorted(
         (row for row in rows if row.measured_s - row.predicted_s > 0.02 * step_s),
         key=lambda row: row.predicted_s - row.measured_s,
     )
-    told = []
+    sentences = []
     for row in over[:3]:
         plan = (
-            f"the plan said {duration(row.predicted_s)}" if row.predicted_s else "the plan has nothing for it"
+            f"the plan has {duration(row.predicted_s)}" if row.predicted_s else "the plan has nothing for it"
         )
         gain_s = row.measured_s - row.predicted_s
-        told.append(
+        sentences.append(
             f"{row.term}: {plan}, measured {duration(row.measured_s)}; as planned, a step would take {duration(step_s - gain_s)} "
             f"instead of {duration(step_s)}"
         )
-    return told
+    return sentences

@@ -1,9 +1,12 @@
-"""Partition of a rank's steps into pieces, each spent on one thing: no moment twice, none left out, so that the pieces sum to the step.
+"""Partition of a rank's steps into pieces of one category each. Every moment is in exactly one piece, so the pieces
+sum to the step.
 
-On a CPU everything happens in one thread, in ranges within ranges. A moment belongs to the innermost one: an operation of PyTorch's computes, a
-collective communicates, and what is left of our own ranges is what they say (waiting for data, the update) or time in which Python is on
-its way from one operation to the next. On a GPU the host runs ahead, and a moment belongs to what the device does: a kernel that
-computes, else one that communicates, else a copy, else nothing; then it is what the host was at.
+On a CPU everything runs in one thread, in nested ranges. A moment belongs to the innermost one: an operation of
+PyTorch computes, and a collective communicates. The rest of our own ranges has the range's category (data wait,
+update), or is time of Python between operations.
+
+On a GPU the host runs ahead, and a moment belongs to the device's activity: a compute kernel, else a communication
+kernel, else a copy, else the host's activity.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ COMPUTE, COPY, OPTIMIZER, DATA, BUBBLE = "compute", "copies", "optimizer", "data
 BETWEEN, INSIDE = "host gap between steps", "host gap inside steps"
 SAVE, EVALUATION, AUDIT, LOG = "save and snapshot", "evaluation", "audit", "log"
 COMM = "communication: "
-"""Before the name of an axis: time in its collectives that nothing hides."""
+"""Prefix of an axis name: exposed time in its collectives."""
 GAPS = (BETWEEN, INSIDE, LOG)
-"""Time in which a rank computes nothing and waits for nobody."""
+"""Categories in which a rank neither computes nor waits for another rank."""
 ORDER = (COMPUTE, COPY, OPTIMIZER, BUBBLE, DATA, INSIDE, BETWEEN, LOG, SAVE, EVALUATION, AUDIT)
 
 _OF_BUCKET = {
@@ -47,7 +50,7 @@ _COLLECTIVE_KERNEL = re.compile(r"nccl|gloo|rccl", re.IGNORECASE)
 
 
 def category_of_mark(kind: str, name: str, axis: str) -> str | None:
-    """What the time of a range is spent on, if the range itself says so; ``None`` if what is around it does."""
+    """Return the category of a range's time, or None if the enclosing range decides it."""
     if kind == "bucket":
         return _OF_BUCKET.get(name)
     if kind == "work":
@@ -58,7 +61,7 @@ def category_of_mark(kind: str, name: str, axis: str) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operation of PyTorch's or of a kernel, by its name."""
+    """Return the kind of a PyTorch operation or kernel, by name."""
     if "attention" in name or "flash" in name or "fmha" in name:
         return "attention"
     if _PRODUCTS.match(name) or "gemm" in name or "cutlass" in name or "nvjet" in name:
@@ -69,22 +72,22 @@ def kind_of(name: str) -> str:
 
 
 def is_collective_kernel(name: str) -> bool:
-    """True for a kernel of a communication library."""
+    """Return True for a kernel of a communication library."""
     return _COLLECTIVE_KERNEL.search(name) is not None
 
 
 def axis_of(category: str) -> str | None:
-    """The axis of a category of communication; ``None`` for others."""
+    """Return the axis of a communication category; None for others."""
     return category.removeprefix(COMM) if category.startswith(COMM) else None
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people, in milliseconds below one."""
+    """Format seconds for people, in milliseconds below one second."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def in_order(categories: set[str]) -> list[str]:
-    """Categories as tables show them: computing first, then communication by axis, then what is idle."""
+    """Return categories in table order: compute, then communication by axis, then idle."""
     place = {name: number for number, name in enumerate(ORDER)}
     return sorted(categories, key=lambda name: (place.get(name, 2.5), name))
 
@@ -106,28 +109,28 @@ PIECE = np.dtype(
 OUTSIDE, FORWARD, BACKWARD = range(3)
 """Phases of a step."""
 _LOOK_INSIDE = 8
-"""Events after the begin of a wait among which its collective is."""
+"""Number of events after the start of a wait that may be its collective."""
 
 
 @dataclass
 class Names:
-    """Numbers for words, in the order of their first use."""
+    """Numbering of words by first use."""
 
     of: dict[str, int] = field(default_factory=dict)
 
     def number(self, word: str) -> int:
-        """The number of ``word``."""
+        """Return the number of ``word``."""
         return self.of.setdefault(word, len(self.of))
 
     @property
     def words(self) -> list[str]:
-        """The words by number."""
+        """Words by number."""
         return list(self.of)
 
 
 @dataclass(frozen=True)
 class StepPieces:
-    """The steps of one rank, in pieces that follow each other without a gap; times in ns since the recording's base, by its own clock."""
+    """Steps of one rank in consecutive pieces; times in ns since the recording's base, by its own clock."""
 
     rank: int
     steps: tuple[tuple[int, int, int], ...]
@@ -136,27 +139,27 @@ class StepPieces:
     categories: list[str]
     layers: list[str]
     leaves: NDArray[np.bool_]
-    """By event: true for an operation that is not made of smaller ones with work of their own."""
+    """By event: True for an operation without inner operations that do work."""
 
     def seconds(self) -> dict[str, float]:
-        """Seconds a step by category; they sum to a step's wall time."""
+        """Return seconds per step by category; they sum to a step's wall time."""
         return self.sums(self.pieces["category"], self.categories)
 
     def sums(self, key: NDArray[np.int_], words: list[str]) -> dict[str, float]:
-        """Seconds a step of the pieces, summed by ``key``, an index of ``words`` for each."""
+        """Return seconds per step of the pieces, summed by ``key``, an index of ``words`` for each."""
         lengths = (self.pieces["end_ns"] - self.pieces["begin_ns"]) / (1e9 * max(len(self.steps), 1))
         totals = np.bincount(key, lengths, minlength=len(words))
         return {word: float(total) for word, total in zip(words, totals, strict=True) if total > 0}
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step, on average."""
+        """Mean seconds of a step."""
         return sum(end - begin for _, begin, end in self.steps) / (1e9 * max(len(self.steps), 1))
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a moment inside an event is spent on, unless something smaller is inside."""
+    """Category of a moment inside an event, unless an inner event overrides it."""
 
     end_ns: int
     event: int
@@ -164,11 +167,11 @@ class _Frame:
     layer: int
     phase: int
     settled: bool
-    """True if what is inside does not change the category: an operation within a collective communicates."""
+    """True if inner events do not change the category: an operation within a collective communicates."""
 
 
 def partition(trace: RankTrace) -> StepPieces:
-    """The partition of what a rank recorded."""
+    """Partition a rank's recording."""
     cut = _Cut(trace)
     host = list(cut.host_pieces())
     pieces = np.array(host, dtype=PIECE) if host else np.zeros(0, PIECE)
@@ -178,7 +181,7 @@ def partition(trace: RankTrace) -> StepPieces:
 
 
 class _Cut:
-    """The state of one partition."""
+    """State of one partition."""
 
     def __init__(self, trace: RankTrace) -> None:
         self.trace, self.events = trace, trace.events
@@ -201,7 +204,7 @@ class _Cut:
         self.phase_at = np.zeros(len(self.events), np.int64)
 
     def host_pieces(self) -> Iterator[tuple[int, ...]]:
-        """The pieces of the training's own thread."""
+        """Yield the pieces of the training thread."""
         chosen = np.flatnonzero((self.events["thread"] == self.thread) & (self.events["kind"] == HOST))
         for number, begin, end in self.steps:
             inside = chosen[
@@ -231,7 +234,7 @@ class _Cut:
         return begin, end, frame.category, frame.layer, frame.phase, frame.event, step
 
     def _inside(self, around: _Frame, place: int, end: int) -> _Frame:
-        """The frame of an event within another."""
+        """Return the frame of an event within another."""
         mark = self.trace.mark(place)
         if mark is not None:
             frame = self._of_mark(around, mark, place, end)
@@ -262,7 +265,7 @@ class _Cut:
         return _Frame(end, place, self.categories.number(word), layer, phase, settled=False)
 
     def _axis_within(self, place: int, end: int) -> str | None:
-        """The axis of the collective in a stopwatch's range, which may know only one for several."""
+        """Return the axis of the collective in a stopwatch's range, which may have one name for several axes."""
         for inner in range(place + 1, min(place + _LOOK_INSIDE, len(self.events))):
             mark = self.trace.mark(inner)
             if mark is not None and mark["kind"] == "collective" and self.events["begin_ns"][inner] < end:
@@ -290,7 +293,7 @@ class _Cut:
     # --- a device ---
 
     def device_pieces(self, host: NDArray[np.void]) -> NDArray[np.void]:
-        """The pieces of a device's time; where it does nothing, those of the host's."""
+        """Return the pieces of a device's time; idle time gets the host's."""
         events = self.events
         launched = {
             int(link): place
@@ -309,8 +312,8 @@ class _Cut:
         return self._painted(host, layers)
 
     def _enclosing(self) -> dict[int, int]:
-        """For each launch and operation of the host, the innermost event around it whose purpose is known."""
-        found: dict[int, int] = {}
+        """Return, for each launch and host operation, the innermost enclosing event with a known category."""
+        enclosing: dict[int, int] = {}
         events = self.events
         for thread in np.unique(events["thread"][events["kind"] != KERNEL]).tolist():
             stack: list[int] = []
@@ -320,9 +323,11 @@ class _Cut:
                     stack.pop()
                 if self.category_at[place] < 0 and stack:  # another thread's: autograd's, for a device
                     self._inherit(place, stack[-1])
-                found[place] = next((at for at in (place, *reversed(stack)) if self.category_at[at] >= 0), -1)
+                enclosing[place] = next(
+                    (at for at in (place, *reversed(stack)) if self.category_at[at] >= 0), -1
+                )
                 stack.append(place)
-        return found
+        return enclosing
 
     def _inherit(self, place: int, around: int) -> None:
         end = int(self.events["begin_ns"][place] + self.events["ns"][place])
@@ -353,7 +358,7 @@ class _Cut:
             self.layer_at[place], self.phase_at[place] = self.layer_at[parent], self.phase_at[parent]
 
     def _painted(self, host: NDArray[np.void], layers: list[list[tuple[int, int, int]]]) -> NDArray[np.void]:
-        """Cuts the host's pieces where the device begins or ends something, and gives each moment to what the device does."""
+        """Cut the host's pieces at the device's events, and assign each moment to the device's activity."""
         edges = np.unique(
             np.concatenate(
                 [host["begin_ns"], host["end_ns"]]
@@ -372,12 +377,12 @@ class _Cut:
         pieces = host[owner[valid]].copy()
         pieces["begin_ns"], pieces["end_ns"] = edges[:-1][valid], edges[1:][valid]
         busy, places = event[valid] >= 0, event[valid]
-        for field_, known in (
+        for field_, value_at in (
             ("category", self.category_at),
             ("layer", self.layer_at),
             ("phase", self.phase_at),
         ):
-            pieces[field_][busy] = known[places[busy]]
+            pieces[field_][busy] = value_at[places[busy]]
         pieces["event"][busy] = places[busy]
         # Where the device does nothing, the host neither computes nor communicates: it is late.
         late = np.array([word in (COMPUTE, COPY) or word.startswith(COMM) for word in self.categories.words])

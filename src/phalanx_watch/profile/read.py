@@ -1,4 +1,4 @@
-"""Profiles of a run: requested from its ranks, listed, and read; with the summary and the trace made of their files."""
+"""Profiles of a run: requests to its ranks, list, summaries and traces."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _MOST_SUMMARY_BYTES = 32 << 20
 
 
 _MOST_NAMED = 8
-"""Profiles that an error names, the newest."""
+"""Most profiles that an error lists, the newest."""
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be read or made; the message says why and what to do."""
+    """A profile that cannot be read or made. The message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -52,36 +52,36 @@ class ProfileSummary:
 
     name: str
     step: int
-    """The first step that was recorded."""
+    """First recorded step."""
     steps: int
     ranks: tuple[int, ...]
     step_s: float
     verdict: str
     table: Mapping[str, Any]
-    """Where a step of each rank went: ``columns``, and ``rows`` with ``rank``, ``step_s`` and ``seconds`` by column."""
+    """Time of a step by rank: ``columns``, and ``rows`` with ``rank``, ``step_s`` and ``seconds`` by column."""
     asked_unix_s: float | None
     trace_bytes: int
-    """The size of the merged trace."""
+    """Size of the merged trace."""
 
 
 def profiles(directory: RunDirectory) -> list[ProfileSummary]:
-    """The profiles of a run that have a summary, the newest last; those that cannot be read are left out."""
+    """Return the readable profiles of a run that have a summary, the newest last."""
     try:
         names = sorted(path.name for path in directory.profiles.iterdir() if is_profile_name(path.name))
     except OSError:
         return []
-    found = []
+    summaries = []
     for name in names:
         try:
-            found.append(_listed(directory, name))
+            summaries.append(_listed(directory, name))
         except (ProfileError, KeyError, TypeError, ValueError, OverflowError, OSError):
             continue
-    return found
+    return summaries
 
 
 def _listed(directory: RunDirectory, name: str) -> ProfileSummary:
     summary = read_summary(directory, name)
-    asked = summary.get("asked_unix_s")
+    requested = summary.get("asked_unix_s")
     return ProfileSummary(
         name,
         int(summary["step"]),
@@ -90,13 +90,13 @@ def _listed(directory: RunDirectory, name: str) -> ProfileSummary:
         float(summary["step_s"]),
         str(summary["verdict"]),
         dict(summary["table"]),
-        float(asked) if isinstance(asked, int | float) else None,
+        float(requested) if isinstance(requested, int | float) else None,
         trace_path(directory, name).stat().st_size,
     )
 
 
 def folder_of(directory: RunDirectory, name: str) -> Path:
-    """The folder of a profile. Raises ``ProfileError`` if that cannot be the name of one."""
+    """Return the folder of a profile. Raises ``ProfileError`` for an invalid name."""
     if not is_profile_name(name):
         raise ProfileError(
             f"{name!r} cannot be the name of a profile; phalanx profile {directory.path} --show lists those that there are"
@@ -105,85 +105,85 @@ def folder_of(directory: RunDirectory, name: str) -> Path:
 
 
 def trace_path(directory: RunDirectory, name: str) -> Path:
-    """The file of the merged trace. Raises ``ProfileError``."""
+    """Return the path of the merged trace. Raises ``ProfileError``."""
     return folder_of(directory, name) / TRACE_FILE
 
 
 def read_summary(directory: RunDirectory, name: str) -> dict[str, Any]:
-    """The summary of a profile. Raises ``ProfileError``."""
+    """Return the summary of a profile. Raises ``ProfileError``."""
     path = folder_of(directory, name) / SUMMARY_FILE
     return _read_json(path, _MOST_SUMMARY_BYTES)
 
 
 def read_order(directory: RunDirectory, name: str) -> dict[str, Any]:
-    """What rank 0 ordered to be recorded. Raises ``ProfileError``."""
+    """Return rank 0's recording order. Raises ``ProfileError``."""
     return _read_json(folder_of(directory, name) / ORDER_FILE, _MOST_SUMMARY_BYTES)
 
 
 def _read_json(path: Path, most_bytes: int) -> dict[str, Any]:
     try:
-        found = plain_json(read_small(path, most_bytes))
+        content = plain_json(read_small(path, most_bytes))
     except FileNotFoundError as error:
         raise ProfileError(_missing(path)) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ProfileError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ProfileError(f"{path} is no JSON object")
-    return found
+    return content
 
 
 def _missing(path: Path) -> str:
-    """Why a profile's file is not there: the profile is not, or it is not done; and which are."""
+    """Return why a profile's file is missing, and list the existing profiles."""
     folder, run = path.parent, path.parent.parent.parent
     if folder.is_dir():
         return f"profile {folder.name} of {run} has no {path.name}: it was not recorded to its end"
     try:
-        known = sorted(one.name for one in folder.parent.iterdir() if is_profile_name(one.name))
+        names = sorted(entry.name for entry in folder.parent.iterdir() if is_profile_name(entry.name))
     except OSError:
-        known = []
+        names = []
     recorded = (
-        f"there are {', '.join(known[-_MOST_NAMED:])}"
-        if known
+        f"there are {', '.join(names[-_MOST_NAMED:])}"
+        if names
         else f"none was recorded: phalanx profile {run} does"
     )
     return f"{run} has no profile {folder.name}; {recorded}"
 
 
 def ordered_ranks(order: Mapping[str, Any]) -> list[int]:
-    """The ranks that an order names."""
+    """Return the ranks that an order names."""
     ranks = order.get("ranks")
     return sorted(int(rank) for rank in ranks if str(rank).isdigit()) if isinstance(ranks, dict) else []
 
 
 def missing_ranks(directory: RunDirectory, name: str, order: Mapping[str, Any]) -> list[int]:
-    """The ranks of an order that have not written their file."""
+    """Return the ranks of an order that have not written their file."""
     folder = folder_of(directory, name)
     return [rank for rank in ordered_ranks(order) if not rank_file(folder, rank).exists()]
 
 
 def make_summary(directory: RunDirectory, name: str, cluster: str | None = None) -> dict[str, Any]:
-    """Analyzes what the ranks have written, and writes ``summary.json`` and ``trace.json.gz``.
+    """Analyze the ranks' recordings, and write ``summary.json`` and ``trace.json.gz``.
 
     Args:
         directory: Of the run.
         name: Of the profile.
-        cluster: What the planner is to expect; by default what ``phalanx calibrate`` measured, else a CPU or nothing.
+        cluster: Cluster of the plan; by default that of ``phalanx calibrate``, else a CPU or none.
 
     Raises:
-        ProfileError: No rank has written anything that can be read.
+        ProfileError: No rank has a readable recording.
         OSError: The files cannot be written.
     """
     folder, order = folder_of(directory, name), read_order(directory, name)
     traces, notes = _traces(directory, name, order)
     if not traces:
         raise ProfileError(
-            f"no rank has recorded profile {name}: {'; '.join(notes)}. If a fault ended the epoch meanwhile, ask again"
+            f"no rank has recorded profile {name}: {'; '.join(notes)}. If a fault ended the epoch meanwhile, request it again"
         )
     prediction, note = _prediction(directory, order, cluster)
     try:
         done = analyze(name, traces, order, prediction, [*notes, *([note] if note else [])])
     except ValueError as error:
-        raise ProfileError(f"profile {name} shows nothing: {error}; ask for a new one") from error
+        raise ProfileError(f"profile {name} shows nothing: {error}; request a new one") from error
     write_atomically(folder / TRACE_FILE, packed(done.trace), durable=False)
     write_atomically(
         folder / SUMMARY_FILE, (json.dumps(done.summary, indent=1) + "\n").encode(), durable=False
@@ -194,8 +194,8 @@ def make_summary(directory: RunDirectory, name: str, cluster: str | None = None)
 def _traces(
     directory: RunDirectory, name: str, order: Mapping[str, Any]
 ) -> tuple[list[RankTrace], list[str]]:
-    """The recordings that can be read, and what is to be said of the others."""
-    found, notes = [], []
+    """Return the readable recordings, and notes on the others."""
+    traces, notes = [], []
     missing = missing_ranks(directory, name, order)
     if missing:
         notes.append(
@@ -209,16 +209,16 @@ def _traces(
             trace = read_rank_trace(path)
             if trace.rank != rank:
                 raise ProfileFileError(f"{path} is the recording of rank {trace.rank}")
-            found.append(trace)
+            traces.append(trace)
         except (ProfileFileError, OSError) as error:
             notes.append(str(error))
-    return found, notes
+    return traces, notes
 
 
 def _prediction(
     directory: RunDirectory, order: Mapping[str, Any], cluster: str | None
 ) -> tuple[Prediction | None, str]:
-    """The planner's step, and why there is none if there is none."""
+    """Return the planner's step, or the reason why there is none."""
     from phalanx.hardware.catalog import this_machine
 
     name = cluster or ("this" if this_machine().is_file() else "cpu" if order.get("device") == "cpu" else "")
@@ -239,55 +239,57 @@ def _prediction(
 _LOOK_EVERY_S = 0.2
 _LEAST_FOR_FILES_S = 60.0
 _GONE_S = 2.0
-"""After so long without an answer from a directory that no process holds, none will come."""
+"""Seconds to wait for an answer if no process holds the directory."""
 _WRITES_S = 5.0
-"""Time that ranks may take over their files when the run has ended."""
+"""Seconds that ranks may take to write their files after the run has ended."""
 
 
-def ask(
+def request_profile(
     directory: RunDirectory,
     steps: int,
     ranks: tuple[int, ...] | str,
     wait_s: float,
-    tell: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> str:
-    """Has the next ``steps`` steps recorded; returns the profile's name once its ranks have written, or no more will.
+    """Request a profile of the next ``steps`` steps. Return its name once its ranks have written, or no more will.
 
     Args:
         directory: Of the run.
-        steps: How many.
+        steps: Number of steps.
         ranks: As in ``ProfileRequest``.
-        wait_s: The time within which the run must hear the request.
-        tell: Takes a line on how far it is.
+        wait_s: Seconds within which the run must receive the request.
+        progress: Callback for progress messages.
 
     Raises:
-        ProfileError: The run does not hear, or refuses; the message says what to do.
+        ProfileError: The run does not receive the request, or refuses it; the message has the remedy.
         OSError: The request cannot be written.
     """
     if directory.result.exists():
         raise ProfileError(f"the run in {directory.path} is finished: --show lists what was recorded of it")
     name, since_s = new_name(), time.time()
-    with _request(directory, ProfileRequest(name, steps, ranks, since_s + wait_s)) as asked:
-        tell(f"asked for {steps} steps; the run hears it within a second and a step")
-        _heard(directory, name, since_s, wait_s, asked)
+    with _request(directory, ProfileRequest(name, steps, ranks, since_s + wait_s)) as inode:
+        progress(f"requested {steps} steps; the run receives it within a second and a step")
+        _await_order(directory, name, since_s, wait_s, inode)
     order = read_order(directory, name)
     count = len(ordered_ranks(order))
-    tell(f"recording {steps} steps on {count} of {order.get('of_ranks')} ranks")
-    _written(directory, name, steps, wait_s)
+    progress(f"recording {steps} steps on {count} of {order.get('of_ranks')} ranks")
+    _await_files(directory, name, steps, wait_s)
     return name
 
 
 @contextmanager
 def _request(directory: RunDirectory, request: ProfileRequest) -> Iterator[int | None]:
-    """Leaves the request for the time inside, and takes it back if nobody has taken it. Gives its inode, if it was still there."""
+    """Write the request for the time of the block, and remove it if it was not taken. Yields its inode, or None if
+    it was taken at once.
+    """
     write_request(directory, request)
     path = request_path(directory)
-    asked = _inode(path)  # rank 0 may have taken it already
+    inode = _inode(path)  # rank 0 may have taken it already
     try:
-        yield asked
+        yield inode
     finally:
         with suppress(OSError):
-            if asked is not None and _inode(path) == asked:
+            if inode is not None and _inode(path) == inode:
                 path.unlink()
 
 
@@ -298,7 +300,9 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-def _heard(directory: RunDirectory, name: str, since_s: float, wait_s: float, asked: int | None) -> None:
+def _await_order(
+    directory: RunDirectory, name: str, since_s: float, wait_s: float, inode: int | None
+) -> None:
     path = folder_of(directory, name) / ORDER_FILE
     while not path.exists():
         now_s = time.time()
@@ -307,48 +311,46 @@ def _heard(directory: RunDirectory, name: str, since_s: float, wait_s: float, as
         if now_s > since_s + _GONE_S and KernelLocks().holds(directory) is False:
             raise ProfileError(_silence(directory, _GONE_S))
         now = _inode(request_path(directory))
-        if now is not None and asked is not None and now != asked:
+        if now is not None and inode is not None and now != inode:
             raise ProfileError(
-                "somebody else asked for a profile in the same second, and theirs is made: ask again"
+                "another profile was requested in the same second, and that one is recorded: try again"
             )
         if now is None:
-            # Taken: the answer follows within a step, or a warning in the event stream says why not.
-            said = _warning(directory, since_s)
-            if said is not None:
-                raise ProfileError(said)
+            # Taken: the order follows within a step, or a warning with the reason in the event stream.
+            warning = _warning(directory, since_s)
+            if warning is not None:
+                raise ProfileError(warning)
         time.sleep(_LOOK_EVERY_S)
 
 
 def _warning(directory: RunDirectory, since_s: float) -> str | None:
-    """What the run said about the request, if it does not follow it."""
+    """Return the run's warning about the request, if it refuses it."""
     if not directory.events.exists():
         return None
-    found = newest_event(
+    event = newest_event(
         directory.events,
         lambda event: isinstance(event.body, Message) and event.body.incident is IncidentKind.PROFILE_REFUSED,
     )
-    if found is None or found.t < since_s or not isinstance(found.body, Message):
+    if event is None or event.t < since_s or not isinstance(event.body, Message):
         return None
-    return found.body.text
+    return event.body.text
 
 
 def _silence(directory: RunDirectory, wait_s: float) -> str:
-    """Why nobody may have heard."""
+    """Return why the request may not have been received."""
     newest = None
     if directory.events.exists():
         newest = newest_event(directory.events, lambda event: isinstance(event.body, Step))
     if newest is None:
-        return f"nobody took the request within {wait_s:g} s, and no step has been logged: does the run in {directory.path} train?"
+        return f"the run did not take the request within {wait_s:g} s, and no step has been logged: does the run in {directory.path} train?"
     age_s = time.time() - newest.t
-    gone = KernelLocks().holds(directory) is False or age_s >= 10 * wait_s
-    remedy = "it seems not to run: start it first" if gone else "steps may take longer: raise --wait"
-    return (
-        f"nobody took the request within {wait_s:g} s; the newest step was logged {age_s:.0f} s ago; {remedy}"
-    )
+    is_over = KernelLocks().holds(directory) is False or age_s >= 10 * wait_s
+    remedy = "it seems not to run: start it first" if is_over else "steps may take longer: raise --wait"
+    return f"the run did not take the request within {wait_s:g} s; the newest step was logged {age_s:.0f} s ago; {remedy}"
 
 
-def _written(directory: RunDirectory, name: str, steps: int, wait_s: float) -> None:
-    """Waits for the files of all ranks; for no longer than they can take."""
+def _await_files(directory: RunDirectory, name: str, steps: int, wait_s: float) -> None:
+    """Wait for the files of all ranks, with a timeout."""
     began_s, ended_s = time.time(), None
     patience_s = max(wait_s, _LEAST_FOR_FILES_S) + 3 * steps * _step_s(directory)
     order = read_order(directory, name)
@@ -357,12 +359,12 @@ def _written(directory: RunDirectory, name: str, steps: int, wait_s: float) -> N
         if directory.result.exists() or _attempt(directory) != order.get("attempt"):
             ended_s = ended_s or now_s  # also an epoch of a fleet that a fault has ended
         if now_s > began_s + patience_s or (ended_s is not None and now_s > ended_s + _WRITES_S):
-            return  # what has come is analyzed, and the summary says what is missing
+            return  # the arrived files are analyzed, and the summary lists the missing ones
         time.sleep(_LOOK_EVERY_S)
 
 
 def _attempt(directory: RunDirectory) -> int | None:
-    """The newest attempt, or epoch, that has told anything."""
+    """Return the newest attempt, or epoch, that has logged an event."""
     newest = newest_event(directory.events, lambda _: True) if directory.events.exists() else None
     return None if newest is None else newest.attempt
 

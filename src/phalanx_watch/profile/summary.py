@@ -1,8 +1,10 @@
-"""Analysis of a profile: one JSON object for the page, the terminal and programs, with sentences on what costs most, and the merged trace.
+"""Analysis of a profile: one JSON object for the page, the terminal and programs, with sentences on the largest
+costs; and the merged trace.
 
-Four things make a step longer than its computing, and each is measured apart from the others: a rank that comes late to what all do together (the
-others' waiting is charged to it, and what it spends more time on than its peers is why), bytes that move slowly although everybody is there, time in
-which no rank computes (the host's gaps, waiting for data, saving), and a pipeline with nothing to do. Their costs are in seconds of a step.
+Four causes make a step longer than its compute, and each is measured separately. A rank is late to a collective: the
+waits of the others are charged to it, and its excess over its peers is the cause. Bytes move slowly although all
+ranks are present. No rank computes (host gaps, data waits, saves). A pipeline stage is idle. Costs are in seconds per
+step.
 """
 
 from __future__ import annotations
@@ -57,11 +59,11 @@ from phalanx_watch.profile.waits import (
 
 
 _WORTH_A_WORD = 0.03
-"""Part of a step from which something is told."""
+"""Least share of a step that is reported."""
 _CULPRIT = 0.08
-"""Part of a step from which it is what the verdict is about."""
+"""Least share of a step that the verdict names."""
 _UNLIKE = 3.0
-"""Times as slow as the groups of its axis: a link is told apart."""
+"""Slowdown against the other groups of its axis from which a link is reported by itself."""
 _BOUND = {
     COMPUTE: "computing",
     COPY: "copies",
@@ -71,64 +73,64 @@ _BOUND = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a step's time goes to."""
+    """One cause of a step's time."""
 
     code: str
     """``late rank``, ``slow link``, ``host gap``, ``data wait``, ``save``, ``bubble`` or ``computing``."""
     cost_s: float
-    """Seconds of a step."""
+    """Seconds per step."""
     text: str
     ranks: tuple[int, ...] = ()
     axis: str = ""
 
 
 def findings(cuts: Sequence[StepPieces], waits: Waits) -> list[Finding]:
-    """What was found, what costs most first; at least one."""
+    """Return the findings, the most costly first; at least one."""
     if not cuts:
         return []
     step_s = sum(cut.step_s for cut in cuts) / len(cuts)
     seconds = {cut.rank: cut.seconds() for cut in cuts}
     steps = max(len(cut.steps) for cut in cuts)
-    found = [
+    worth = [
         *_late(seconds, waits, steps, step_s),
         *_links(waits, steps, step_s),
         *_common(seconds, step_s),
     ]
-    found = [one for one in found if one.cost_s > _WORTH_A_WORD * step_s]
-    found.sort(key=lambda one: -one.cost_s)
-    if not found or found[0].cost_s < _CULPRIT * step_s:
-        found.insert(0, _healthy(seconds, step_s))
-    return found
+    worth = [finding for finding in worth if finding.cost_s > _WORTH_A_WORD * step_s]
+    worth.sort(key=lambda finding: -finding.cost_s)
+    if not worth or worth[0].cost_s < _CULPRIT * step_s:
+        worth.insert(0, _healthy(seconds, step_s))
+    return worth
 
 
 def _late(
     seconds: Mapping[int, Mapping[str, float]], waits: Waits, steps: int, step_s: float
 ) -> list[Finding]:
-    found = []
+    late_ranks = []
     for late, waiting in waits.charged.items():
-        # Ranks of other groups waited less or not at all; what counts is what those wait that are held up most.
+        # Ranks of other groups waited less or not at all; the cost is the wait of the most delayed ones.
         cost_s = sum(waiting.values()) / max(len(waiting), 1) / steps
         others = [_without_waits(rank, seconds, waits, steps) for rank in seconds if rank != late]
-        found_why = _why(late, _without_waits(late, seconds, waits, steps), others)
-        if found_why is None:  # its collectives are slow: that is told of their link
+        cause_and_seconds = _why(late, _without_waits(late, seconds, waits, steps), others)
+        if cause_and_seconds is None:  # its collectives are slow: _links reports that
             continue
-        why, more_s = found_why
-        # What others waited for it, less what it waited for them: of ranks that are late in turn, nobody is to blame. But one
-        # that has more to do than its peers is, as far as they waited, whatever held these up at other times.
+        cause, more_s = cause_and_seconds
+        # The net wait: ranks that are late in turn have no culprit. But a rank with more work than its peers counts at least
+        # for that excess, as far as they waited.
         returned_s = sum(waits.charged[other].get(late, 0.0) for other in waiting if other in waits.charged)
         net_s = max(cost_s - returned_s / max(len(waiting), 1) / steps, min(cost_s, more_s))
         if net_s <= 0:
             continue
         others_are = "the others wait" if len(seconds) > 2 else f"rank {next(iter(waiting))} waits"
-        text = f"{why}: {others_are} {duration(cost_s)} of each {duration(step_s)} step for it"
-        found.append(Finding("late rank", net_s, text, (late,)))
-    return found
+        text = f"{cause}: {others_are} {duration(cost_s)} of each {duration(step_s)} step for it"
+        late_ranks.append(Finding("late rank", net_s, text, (late,)))
+    return late_ranks
 
 
 def _without_waits(
     rank: int, seconds: Mapping[int, Mapping[str, float]], waits: Waits, steps: int
 ) -> dict[str, float]:
-    """A rank's seconds of a step by category, without waiting for later ranks."""
+    """Return a rank's seconds of a step by category, without waits for later ranks."""
     return {
         word: value - (waits.waited.get((rank, axis), 0.0) / steps if (axis := axis_of(word)) else 0.0)
         for word, value in seconds[rank].items()
@@ -139,9 +141,11 @@ def _without_waits(
 def _why(
     late: int, mine: Mapping[str, float], others: Sequence[Mapping[str, float]]
 ) -> tuple[str, float] | None:
-    """What a late rank spends more time on than its peers, and how many seconds of a step; ``None`` if that is moving bytes."""
-    words = {word for one in (mine, *others) for word in one}
-    usual = {word: median(one.get(word, 0.0) for one in others) for word in words}
+    """Return the cause of a late rank, by comparison with its peers, and its seconds per step. Return None if the
+    cause is moving bytes.
+    """
+    words = {word for rank_seconds in (mine, *others) for word in rank_seconds}
+    usual = {word: median(rank_seconds.get(word, 0.0) for rank_seconds in others) for word in words}
     more = {word: mine.get(word, 0.0) - usual[word] for word in words}
     computing = [word for word in (COMPUTE, COPY, OPTIMIZER) if word in words]
     extra_s = sum(more[word] for word in computing)
@@ -167,16 +171,21 @@ def _why(
 
 
 def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
-    """Collectives that take long although everybody is there."""
+    """Return the collectives that are slow although all ranks are present."""
     by_axis: dict[str, dict[str, Transfer]] = {}
     for (axis, group), transfer in waits.moved.items():
         by_axis.setdefault(axis, {})[group] = transfer
-    found = []
+    slow_links = []
     for axis, groups in by_axis.items():
         worst = max(groups, key=lambda group: groups[group].typical_s * groups[group].calls)
         transfer = groups[worst]
         cost_s = transfer.seconds / steps
-        others = [call_s for name, one in groups.items() if name != worst for call_s in one.each_s]
+        others = [
+            call_s
+            for name, other_transfer in groups.items()
+            if name != worst
+            for call_s in other_transfer.each_s
+        ]
         times = transfer.typical_s / median(others) if others and median(others) else 0.0
         ranks = next(
             tuple(passage.rank for passage in meeting.passages)
@@ -192,33 +201,40 @@ def _links(waits: Waits, steps: int, step_s: float) -> list[Finding]:
         )
         but = f", {times:.1f}x as long a call as in the other groups" if unlike else ""
         text = f"{who} take{'s' if unlike else ''} {duration(cost_s)} of each {duration(step_s)} step with everybody there ({each}){but}"
-        found.append(Finding("slow link", cost_s, text, ranks, axis))
-    return found
+        slow_links.append(Finding("slow link", cost_s, text, ranks, axis))
+    return slow_links
 
 
 def _common(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> list[Finding]:
-    """What every rank spends time on that is no computing: the least of all ranks, since more than that is one rank's lateness."""
-    said = {
+    """Return the non-compute time that all ranks have: the minimum over ranks, since the excess is one rank's
+    lateness.
+    """
+    texts = {
         BETWEEN: ("host gap", "between steps no rank computes"),
         INSIDE: ("host gap", "between operations no rank computes, the host is behind"),
         LOG: ("host gap", "writing the log"),
         DATA: ("data wait", "all ranks wait for data"),
         SAVE: ("save", "all ranks wait for a save or snapshot"),
     }
-    found = []
-    for word, (code, text) in said.items():
-        cost_s = min(one.get(word, 0.0) for one in seconds.values())
+    common = []
+    for word, (code, text) in texts.items():
+        cost_s = min(rank_seconds.get(word, 0.0) for rank_seconds in seconds.values())
         if cost_s:
-            found.append(Finding(code, cost_s, f"{text}: {duration(cost_s)} of each {duration(step_s)} step"))
-    bubble_s = sum(one.get(BUBBLE, 0.0) for one in seconds.values()) / len(seconds)
+            common.append(
+                Finding(code, cost_s, f"{text}: {duration(cost_s)} of each {duration(step_s)} step")
+            )
+    bubble_s = sum(rank_seconds.get(BUBBLE, 0.0) for rank_seconds in seconds.values()) / len(seconds)
     if bubble_s:
         text = f"stages have nothing to compute for {duration(bubble_s)} of each {duration(step_s)} step, on average over ranks"
-        found.append(Finding("bubble", bubble_s, text))
-    return found
+        common.append(Finding("bubble", bubble_s, text))
+    return common
 
 
 def _healthy(seconds: Mapping[int, Mapping[str, float]], step_s: float) -> Finding:
-    shares = {word: sum(one.get(word, 0.0) for one in seconds.values()) / len(seconds) for word in _BOUND}
+    shares = {
+        word: sum(rank_seconds.get(word, 0.0) for rank_seconds in seconds.values()) / len(seconds)
+        for word in _BOUND
+    }
     total = sum(shares.values())
     most = max(shares, key=lambda word: shares[word])
     text = (
@@ -238,13 +254,13 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 VERSION = 1
-"""The version of the summary's fields."""
+"""Version of the summary's fields."""
 _MOST_PAIRS = 200
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What came out of a profile."""
+    """Result of the analysis of a profile."""
 
     summary: dict[str, Any]
     trace: dict[str, Any]
@@ -258,14 +274,14 @@ def analyze(
     prediction: Prediction | None,
     notes: Sequence[str] = (),
 ) -> Analysis:
-    """Analyzes the recordings of at least one rank.
+    """Analyze the recordings of at least one rank.
 
     Args:
         name: Of the profile.
         traces: By rank.
-        order: What rank 0 had ordered: the layout, the peak, the ranks with their reasons.
+        order: Rank 0's order: the layout, the peak, the ranks with their reasons.
         prediction: The planner's step, if there is one.
-        notes: What a reader must know besides: ranks that are missing, why there is no plan.
+        notes: Notes for the reader: missing ranks, the reason for a missing plan.
 
     Raises ``ValueError`` if no step was recorded.
     """
@@ -280,7 +296,7 @@ def analyze(
     memory = [line for trace, cut in kept if (line := memory_line(trace, cut))]
     peak, copy_rate = _peaks(traces, order)
     operations = kinds(traces, cuts, peak, copy_rate)
-    found = findings(cuts, waits)
+    results = findings(cuts, waits)
     steps = max(len(cut.steps) for cut in cuts)
     step_s = sum(cut.step_s for cut in cuts) / len(cuts)
     error_ns = max(clock.error_ns for clock in clocks.values())
@@ -296,8 +312,8 @@ def analyze(
         "of_ranks": order.get("of_ranks"),
         "layout": order.get("layout", {}),
         "device": order.get("device"),
-        "verdict": found[0].text,
-        "findings": [asdict(one) for one in found],
+        "verdict": results[0].text,
+        "findings": [asdict(finding) for finding in results],
         "clock_error_s": error_ns / 1e9 if math.isfinite(error_ns) else None,
         "table": _table(cuts, waits.waited, steps),
         "waits": _pairs(waits.charged, steps),
@@ -323,18 +339,18 @@ def analyze(
 
 
 def _transfers(waits: Waits, steps: int) -> list[dict[str, Any]]:
-    """What each group of ranks moved in a step, the longest transfers first."""
+    """Return the bytes and time of each group of ranks in a step, the longest first."""
     longest = sorted(waits.moved.items(), key=lambda pair: -pair[1].seconds)[:_MOST_PAIRS]
     return [
         {
             "axis": axis,
             "group": group,
-            "calls": one.calls / steps,
-            "bytes": one.bytes / steps,
-            "seconds": one.seconds / steps,
-            "bytes_per_s": one.bytes_per_s,
+            "calls": transfer.calls / steps,
+            "bytes": transfer.bytes / steps,
+            "seconds": transfer.seconds / steps,
+            "bytes_per_s": transfer.bytes_per_s,
         }
-        for (axis, group), one in longest
+        for (axis, group), transfer in longest
     ]
 
 
@@ -345,7 +361,7 @@ def _critical_path(
     waits: Waits,
     steps: int,
 ) -> dict[str, dict[str, float]]:
-    """Seconds of a step that hold up all others, by rank and what they were spent on."""
+    """Return the seconds of a step on the critical path, by rank and category."""
     bases = {trace.rank: int(trace.meta.get("base_unix_ns", 0)) for trace, _ in kept}
     by_rank = {cut.rank: cut for _, cut in kept}
 
@@ -363,7 +379,7 @@ def _critical_path(
 
 
 def _plan(prediction: Prediction | None, rows: Sequence[TermRow], step_s: float) -> dict[str, Any]:
-    """The planner's step beside the measured one, term by term."""
+    """Return the planner's step beside the measured one, term by term."""
     return {
         "cluster": None if prediction is None else prediction.cluster,
         "step_s": None if prediction is None else prediction.step_s,
@@ -380,9 +396,9 @@ def _plan(prediction: Prediction | None, rows: Sequence[TermRow], step_s: float)
 
 
 def _table(cuts: Sequence[StepPieces], waited: Mapping[tuple[int, str], float], steps: int) -> dict[str, Any]:
-    """Where a step of each rank went; each row sums to that rank's step."""
+    """Return the time of a step by rank and category; each row sums to that rank's step."""
     seconds = {cut.rank: cut.seconds() for cut in cuts}
-    words = in_order({word for one in seconds.values() for word in one})
+    words = in_order({word for rank_seconds in seconds.values() for word in rank_seconds})
     return {
         "columns": words,
         "rows": [
@@ -415,6 +431,6 @@ def _peaks(traces: Sequence[RankTrace], order: Mapping[str, Any]) -> tuple[float
 
 
 def _recording(trace: RankTrace) -> dict[str, Any]:
-    """What recording cost this rank, and what was left out."""
-    known = {key: trace.meta.get(key) for key in ("start_s", "stop_s", "left_out", "copy_bytes_per_s")}
-    return {"rank": trace.rank, "events": len(trace.events), "allocations": len(trace.allocations), **known}
+    """Return the cost of recording on this rank, and what was left out."""
+    costs = {key: trace.meta.get(key) for key in ("start_s", "stop_s", "left_out", "copy_bytes_per_s")}
+    return {"rank": trace.rank, "events": len(trace.events), "allocations": len(trace.allocations), **costs}

@@ -1,10 +1,10 @@
 """Ranks that wait for ranks, on clocks brought together: common collectives, the last rank to come to each, and the critical path.
 
-A collective cannot end before the last rank has come. So of its time, a rank spends what is left until then waiting for that rank, and the rest
-moving bytes; the wait is charged to whoever came last. Where the last one did not record, the wait that shows is less than the true one.
+A collective cannot end before its last rank arrives. So a rank's time in it is the wait for that rank, and then the transfer. The wait is
+charged to the last rank. If the last rank did not record, the measured wait is less than the true one.
 
-The critical path is walked backwards from the latest end: on a rank until it left the last collective that somebody kept it in, then to the rank
-that came last to that one, at the moment it came. Making anything shorter that is not on the path makes no step shorter.
+The critical path is walked backwards from the latest end: along a rank to the end of its last collective with a wait, then to the last rank of
+that collective, at its arrival. Shortening anything outside the path shortens no step.
 
 Clocks are brought together by the barriers that all ranks passed before and after the recorded steps.
 No rank leaves a barrier before the last has come. With clocks that show the true time plus an offset, rank a's time of leaving less rank b's
@@ -36,17 +36,17 @@ Times = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ClockFit:
-    """A rank's clock against that of the first rank that recorded."""
+    """Offset of a rank's clock from that of the first recorded rank."""
 
     at_ns: tuple[float, float]
-    """Two moments by this rank's clock, before and after the steps."""
+    """Two times by this rank's clock, before and after the steps."""
     ahead_ns: tuple[float, float]
-    """By how much it was ahead of the first rank's clock then."""
+    """Offset from the first rank's clock at these times."""
     error_ns: float
-    """The most by which ``ahead_ns`` can be wrong; infinite if nothing bounds it."""
+    """Largest error of ``ahead_ns``; infinite if unbounded."""
 
     def to_common(self, times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Times by this rank's clock, in nanoseconds since the epoch, as the first rank's clock would show them."""
+        """Convert times of this rank's clock, in nanoseconds since the epoch, to the first rank's clock."""
         (before, after), (first, second) = self.at_ns, self.ahead_ns
         slope = (second - first) / (after - before) if after > before else 0.0
         ahead = first + slope * (times_ns - before)
@@ -54,8 +54,10 @@ class ClockFit:
 
 
 def barriers(trace: RankTrace, when: str) -> tuple[Times, Times]:
-    """When a rank came to the barriers "before" or "after", in order, and when it left them, by its own clock (ns since the epoch)."""
-    found = {
+    """Return when a rank entered and left the barriers "before" or "after", in order, by its own clock (ns since
+    the epoch).
+    """
+    place_by_number = {
         int(mark["number"]): place
         for place, number in enumerate(trace.events["mark"])
         if number >= 0
@@ -63,41 +65,41 @@ def barriers(trace: RankTrace, when: str) -> tuple[Times, Times]:
         and mark["name"] == when
         and isinstance(mark.get("number"), int)
     }
-    places = [found[number] for number in sorted(found)]
+    places = [place_by_number[number] for number in sorted(place_by_number)]
     begin = trace.events["begin_ns"][places] + int(trace.meta.get("base_unix_ns", 0))
     return begin, begin + trace.events["ns"][places]
 
 
 def fit_clocks(traces: Sequence[RankTrace]) -> dict[int, ClockFit]:
-    """The fit of each rank's clock to that of the first of ``traces``."""
+    """Fit each rank's clock to that of the first of ``traces``."""
     return fitted({trace.rank: (barriers(trace, "before"), barriers(trace, "after")) for trace in traces})
 
 
 def fitted(passed: Mapping[int, tuple[tuple[Times, Times], tuple[Times, Times]]]) -> dict[int, ClockFit]:
-    """``fit_clocks`` of the barriers that ranks passed: for each rank those before and those after, as (coming, leaving)."""
+    """``fit_clocks`` from barrier times: for each rank those before and after the steps, as (entered, left)."""
     first = next(iter(passed.values()), None)
-    found = {}
+    fits = {}
     for rank, sides in passed.items():
         assert first is not None
         bounds = [_ahead(side, reference) for side, reference in zip(sides, first, strict=True)]
-        known = [bound for bound in bounds if bound[0] < np.inf]
-        if not known:
-            found[rank] = ClockFit((0.0, 0.0), (0.0, 0.0), np.inf)
+        known_bounds = [bound for bound in bounds if bound[0] < np.inf]
+        if not known_bounds:
+            fits[rank] = ClockFit((0.0, 0.0), (0.0, 0.0), np.inf)
             continue
-        most, least = min(bound[0] for bound in known), max(bound[1] for bound in known)
+        most, least = min(bound[0] for bound in known_bounds), max(bound[1] for bound in known_bounds)
         if least <= most:  # no drift shows: all barriers bound the same difference
-            known = [(most, least, known[0][2]), (most, least, known[-1][2])]
-        (first_most, first_least, at), (last_most, last_least, later) = known[0], known[-1]
-        found[rank] = ClockFit(
+            known_bounds = [(most, least, known_bounds[0][2]), (most, least, known_bounds[-1][2])]
+        (first_most, first_least, at), (last_most, last_least, later) = known_bounds[0], known_bounds[-1]
+        fits[rank] = ClockFit(
             (at, later),
             ((first_most + first_least) / 2, (last_most + last_least) / 2),
             max(first_most - first_least, last_most - last_least) / 2,
         )
-    return found
+    return fits
 
 
 def _ahead(mine: tuple[Times, Times], reference: tuple[Times, Times]) -> tuple[float, float, float]:
-    """The most and the least by which a clock can be ahead of the reference, and when by its own time."""
+    """Return the most and the least offset of a clock from the reference, and the time by its own clock."""
     count = min(len(mine[0]), len(reference[0]))
     if not count:
         return np.inf, -np.inf, 0.0
@@ -114,31 +116,31 @@ def _ahead(mine: tuple[Times, Times], reference: tuple[Times, Times]) -> tuple[f
 
 @dataclass(frozen=True)
 class Passage:
-    """One rank's way through one collective, or through waiting for a message; common time, in ns since the epoch."""
+    """One rank's part in a collective or a message wait; common time, in ns since the epoch."""
 
     rank: int
     key: tuple[str, int, str]
-    """Group, number and name: the same on all ranks of the collective."""
+    """Group, number and name: equal on all ranks of the collective."""
     axis: str
     came_ns: int
     left_ns: int
     bytes: int
     event: int
     message: bool = False
-    """True for what comes from the stage before or after."""
+    """True for a message of the stage before or after."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A collective that several of the recorded ranks were in, or a message and the wait for it."""
+    """A collective of several recorded ranks, or a message and its wait."""
 
     last: int
-    """The rank that came last."""
+    """The last rank to arrive."""
     last_came_ns: int
     passages: tuple[Passage, ...]
 
     def waited_ns(self, passage: Passage) -> int:
-        """How long this rank waited there for the last one."""
+        """Return how long a rank waited there for the last one."""
         if passage.rank == self.last:
             return 0
         return max(0, min(self.last_came_ns, passage.left_ns) - passage.came_ns)
@@ -146,43 +148,43 @@ class Meeting:
 
 @dataclass
 class Waits:
-    """All waiting of a profile, in seconds over all steps."""
+    """Waiting times of a profile, in seconds over all steps."""
 
     meetings: list[Meeting]
     charged: dict[int, dict[int, float]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(float))
     )
-    """How long each rank waited for a rank: ``charged[late][waiting]``."""
+    """Seconds that each rank waited for another: ``charged[late][waiting]``."""
     waited: dict[tuple[int, str], float] = field(default_factory=lambda: defaultdict(float))
     """By rank and axis."""
     moved: dict[tuple[str, str], Transfer] = field(default_factory=dict)
-    """By axis and group: what collectives took when everybody was there."""
+    """By axis and group: time of collectives after all ranks had arrived."""
 
 
 @dataclass
 class Transfer:
-    """The collectives of one group, without waiting; of ``ranks`` that recorded, on average."""
+    """Collectives of one group without waits, as means over the recorded ``ranks``."""
 
     calls: int = 0
     seconds: float = 0.0
     bytes: float = 0.0
     each_s: list[float] = field(default_factory=list)
-    """The wait in each call."""
+    """Seconds of each call."""
 
     @property
     def typical_s(self) -> float:
-        """The median wait in a call: on a busy machine a few calls take very long."""
+        """Median seconds of a call: on a busy machine a few calls take very long."""
         return median(self.each_s) if self.each_s else 0.0
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes of the tensors given to the collectives, a second."""
+        """Bytes of the input tensors per second."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
 
 def passages(trace: RankTrace, clock: ClockFit, steps: Sequence[tuple[int, int, int]]) -> list[Passage]:
-    """A rank's ways through collectives and messages within its steps, in order."""
-    found, base = [], int(trace.meta.get("base_unix_ns", 0))
+    """Return a rank's collectives and messages within its steps, in order."""
+    passages_of_rank, base = [], int(trace.meta.get("base_unix_ns", 0))
     on_device = _kernels(trace)
     windows = [(begin, end) for _, begin, end in steps]
     for place in np.flatnonzero(trace.events["mark"] >= 0).tolist():
@@ -199,7 +201,7 @@ def passages(trace: RankTrace, clock: ClockFit, steps: Sequence[tuple[int, int, 
         message = kind != "collective"
         name = "message" if message else str(mark["name"])
         key = str(mark.get("group")), int(mark.get("number", 0)), name
-        found.append(
+        passages_of_rank.append(
             Passage(
                 trace.rank,
                 key,
@@ -211,11 +213,11 @@ def passages(trace: RankTrace, clock: ClockFit, steps: Sequence[tuple[int, int, 
                 message,
             )
         )
-    return found
+    return passages_of_rank
 
 
 def _kernels(trace: RankTrace) -> dict[int, tuple[int, int]]:
-    """When the kernels ran that a collective's range has queued on a device, by the range's event."""
+    """Return the device times of the kernels that a collective's range launched, by the range's event."""
     events = trace.events
     kernels = [
         place
@@ -233,7 +235,7 @@ def _kernels(trace: RankTrace) -> dict[int, tuple[int, int]]:
         for place in np.flatnonzero(events["mark"] >= 0).tolist()
         if trace.marks[int(events["mark"][place])]["kind"] == "collective"
     ]
-    found: dict[int, tuple[int, int]] = {}
+    kernel_times: dict[int, tuple[int, int]] = {}
     for place in kernels:
         launch = launched.get(int(events["link"][place]))
         if launch is None:
@@ -248,16 +250,16 @@ def _kernels(trace: RankTrace) -> dict[int, tuple[int, int]]:
                     int(events["begin_ns"][place]),
                     int(events["begin_ns"][place] + events["ns"][place]),
                 )
-                before = found.get(around, (begin, end))
-                found[around] = min(before[0], begin), max(before[1], end)
-    return found
+                before = kernel_times.get(around, (begin, end))
+                kernel_times[around] = min(before[0], begin), max(before[1], end)
+    return kernel_times
 
 
 def meet(all_passages: Mapping[int, Sequence[Passage]]) -> Waits:
-    """Matches the passages of ranks, and charges each wait to whoever came last."""
+    """Match the passages of ranks, and charge each wait to the last rank to arrive."""
     together: dict[tuple[str, int, str], list[Passage]] = defaultdict(list)
-    for one in all_passages.values():
-        for passage in one:
+    for rank_passages in all_passages.values():
+        for passage in rank_passages:
             together[passage.key].append(passage)
     waits = Waits([])
     for members in together.values():
@@ -295,19 +297,19 @@ def _account(waits: Waits, meeting: Meeting) -> None:
 
 @dataclass(frozen=True)
 class PathPart:
-    """A stretch of the critical path on one rank; common time, ns."""
+    """A part of the critical path on one rank; common time, ns."""
 
     rank: int
     begin_ns: int
     end_ns: int
     meeting: Meeting | None = None
-    """What bytes moved in; ``None`` where the rank was by itself."""
+    """The collective that moved bytes; None for the rank's own time."""
 
 
 def critical_path(
     waits: Waits, all_passages: Mapping[int, Sequence[Passage]], windows: Mapping[int, tuple[int, int]]
 ) -> list[PathPart]:
-    """The path, from the last moment of the recorded steps back to the first.
+    """Return the critical path, from the end of the recorded steps back to their start.
 
     ``windows`` are the begin and end of the steps of each rank, in common time.
     """
@@ -315,11 +317,14 @@ def critical_path(
         return []
     of_key = {passage.key: meeting for meeting in waits.meetings for passage in meeting.passages}
     ordered = {
-        rank: sorted((one for one in found if one.key in of_key), key=lambda one: one.left_ns)
-        for rank, found in all_passages.items()
+        rank: sorted((item for item in rank_passages if item.key in of_key), key=lambda item: item.left_ns)
+        for rank, rank_passages in all_passages.items()
     }
-    ends = {rank: np.array([one.left_ns for one in found], np.int64) for rank, found in ordered.items()}
-    rank = max(windows, key=lambda one: windows[one][1])
+    ends = {
+        rank: np.array([item.left_ns for item in rank_passages], np.int64)
+        for rank, rank_passages in ordered.items()
+    }
+    rank = max(windows, key=lambda item: windows[item][1])
     now, parts = windows[rank][1], list[PathPart]()
     first = min(begin for begin, _ in windows.values())
     for _ in range(2 * sum(map(len, ordered.values())) + len(windows)):
@@ -343,20 +348,20 @@ def path_seconds(
     clocks: Mapping[int, ClockFit],
     bases: Mapping[int, int],
 ) -> dict[int, dict[str, float]]:
-    """Seconds of the path by rank and by what they were spent on; bytes on their way belong to the rank that came last."""
-    found: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    """Return the seconds of the path by rank and category; transfer time belongs to the last rank to arrive."""
+    seconds_by_rank: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for part in parts:
         if part.meeting is not None:
             axis = part.meeting.passages[0].axis
-            found[part.rank][f"moving bytes: {axis}"] += (part.end_ns - part.begin_ns) / 1e9
+            seconds_by_rank[part.rank][f"moving bytes: {axis}"] += (part.end_ns - part.begin_ns) / 1e9
             continue
         for word, seconds in spent(partitions[part.rank], clocks[part.rank], bases[part.rank], part).items():
-            found[part.rank][word] += seconds
-    return {rank: dict(words) for rank, words in found.items()}
+            seconds_by_rank[part.rank][word] += seconds
+    return {rank: dict(words) for rank, words in seconds_by_rank.items()}
 
 
 def spent(cut: StepPieces, clock: ClockFit, base_ns: int, part: PathPart) -> dict[str, float]:
-    """What a rank spent a stretch of common time on, in seconds."""
+    """Return a rank's seconds by category within a range of common time."""
     begin: NDArray[np.int64] = clock.to_common(cut.pieces["begin_ns"] + base_ns)
     end: NDArray[np.int64] = clock.to_common(cut.pieces["end_ns"] + base_ns)
     near = slice(

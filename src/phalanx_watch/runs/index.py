@@ -1,13 +1,15 @@
-"""The runs below some folders, with a cache of what their files contain; and which of them a list shows, in which order.
+"""Index of the runs below some folders, with a cache of their files' content; and selection and order of a list.
 
-Everything that a row shows is in the run's own directory. To look at forty runs costs a few hundred small reads, to look at thousands some
-seconds; so what was read is kept in an SQLite file, under the path of the run and the size and time of each file that was read. A file that
-has changed is read again. The cache is only that: it may be deleted, damaged, of another version, or in a folder where nothing can be written;
-then everything is read again. Several processes may use it at once (write-ahead log; a process that finds it busy does without).
+Everything in a row is in the run's own directory. Listing forty runs takes a few hundred small reads, listing
+thousands some seconds. So the content is cached in an SQLite file, by the path of the run and the size and time of
+each file; a changed file is read again.
 
-A condition is NAME OPERATOR VALUE, as in ``loss<2``. A name with a dot is a field of the run file, any other one a column. ``=`` and ``!=``
-compare numbers as numbers and everything else as text, ``~`` means that the text contains the value. A run that lacks the field or column
-does not fit.
+The cache is optional: it may be deleted, damaged, of another version, or not writable, and then everything is read
+again. Several processes may use it at once (write-ahead log; a process that finds it busy skips it).
+
+A condition is NAME OPERATOR VALUE, as in ``loss<2``. A name with a dot is a field of the run file, any other one a
+column. ``=`` and ``!=`` compare numbers as numbers and everything else as text; ``~`` means that the text contains
+the value. A run without the field or column does not match.
 """
 
 from __future__ import annotations
@@ -33,42 +35,42 @@ from phalanx.run.read import RUN_FILE
 from phalanx.run.spec import RunSpec
 from phalanx.version import __version__
 from phalanx_watch.runs.probe import KernelLocks
-from phalanx_watch.runs.row import ENDED, SUBMITTED, RunFacts, RunRow, read_facts, row_of
+from phalanx_watch.runs.row import ENDED, SUBMITTED, RowFacts, RunRow, read_facts, row_of
 
 __all__ = ["RunIndex", "RunRow"]
 REMOVED = ".removed-"
-"""The name of a run directory begins so while its files are being removed."""
+"""Prefix of a run directory while its files are being removed."""
 _BUSY_S = 0.2
 _DAY_S = 86_400
 _MOST_NAMED = 500
-"""More runs are not looked for by name: SQLite bounds the values of a query."""
+"""Most runs that are queried by name: SQLite limits the values of a query."""
 _SHAPE = f"{__version__}/2"
-"""The version of what the cache holds: rows of another one are not read."""
+"""Version of the cached rows; other versions are ignored."""
 _MADE = "CREATE TABLE IF NOT EXISTS runs (path TEXT PRIMARY KEY, shape TEXT, signature TEXT, facts BLOB) WITHOUT ROWID"
 
 
 def default_cache() -> Path:
-    """The file of the cache: in the user's folder for caches, ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the cache file, in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "phalanx" / "runs.sqlite"
 
 
 class RunIndex:
-    """The runs in some folders; a folder is one that holds run directories, or a run directory itself."""
+    """The runs in some folders; a folder contains run directories, or is one."""
 
     def __init__(self, folders: Sequence[Path], cache_path: Path | None = None) -> None:
         self.folders = tuple(folders)
         self._cache = _Cache(cache_path or default_cache())
 
     def rows(self) -> list[RunRow]:
-        """The runs that are there now, those of each folder by name. A folder that is missing has none."""
+        """Return the existing runs, sorted by name within each folder. A missing folder has none."""
         now, locks = time.time(), KernelLocks()
         paths = list(dict.fromkeys(found_in(self.folders)))
-        known = self._cache.read(map(os.path.abspath, paths))
+        cached = self._cache.read(map(os.path.abspath, paths))
         rows, fresh = [], []
         for path in paths:
             key, signature = os.path.abspath(path), _signature(path)
-            facts = known[key][1] if key in known and known[key][0] == signature else None
+            facts = cached[key][1] if key in cached and cached[key][0] == signature else None
             if facts is None:
                 facts = read_facts(path)
                 fresh.append((key, signature, facts))
@@ -77,12 +79,12 @@ class RunIndex:
         return rows
 
     def row(self, run_id: str) -> RunRow | None:
-        """The run of that id; ``None`` if there is none."""
+        """Return the run of that id; None if there is none."""
         return next((row for row in self.rows() if row.id == run_id), None)
 
 
 def found_in(folders: Iterable[Path]) -> Iterator[Path]:
-    """The run directories in some folders, those of each by name."""
+    """Yield the run directories in some folders, sorted by name within each."""
     for folder in folders:
         if is_run(folder):
             yield folder
@@ -94,12 +96,12 @@ def found_in(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """True if ``path`` is a run directory, or that of a run which was submitted and has not begun."""
+    """Return True if ``path`` is a run directory, or that of a submitted run which has not begun."""
     return any((path / name).exists() for name in ("record.json", RUN_FILE, SUBMITTED))
 
 
 def _signature(path: Path) -> str:
-    """What changes when a file that ``read_facts`` reads does: the size and time of each."""
+    """Return the size and time of every file that ``read_facts`` reads."""
     directory = RunDirectory(path)
     files = (
         *(directory.run_file, directory.record, directory.events, directory.result, directory.checkpoints),
@@ -116,33 +118,33 @@ def _stamp(path: Path) -> str:
     return f"{status.st_size}:{status.st_mtime_ns}:{status.st_ino}"
 
 
-def _placed(facts: RunFacts, path: Path) -> RunFacts:
-    """The facts with the path as it was asked for: the cache knows runs by their absolute paths."""
+def _placed(facts: RowFacts, path: Path) -> RowFacts:
+    """Return the facts with the requested path: the cache has absolute paths."""
     return facts if facts.row.path == str(path) else replace(facts, row=replace(facts.row, path=str(path)))
 
 
 class _Cache:
-    """What was read of runs, by absolute path; nothing that goes wrong with it is told to anybody, since nothing is lost."""
+    """Cached facts of runs, by absolute path. Its errors are not reported, since nothing is lost."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self, keys: Iterable[str]) -> dict[str, tuple[str, RunFacts]]:
-        """Signature and facts of those that are known."""
-        wanted, found = set(keys), {}
-        for key, signature, facts in self._selected(wanted):
-            if key in wanted:
+    def read(self, keys: Iterable[str]) -> dict[str, tuple[str, RowFacts]]:
+        """Return signature and facts of the cached runs."""
+        paths, facts_by_path = set(keys), {}
+        for key, signature, facts in self._selected(paths):
+            if key in paths:
                 with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    found[key] = (signature, msgspec.msgpack.decode(facts, type=RunFacts))
-        return found
+                    facts_by_path[key] = (signature, msgspec.msgpack.decode(facts, type=RowFacts))
+        return facts_by_path
 
-    def _selected(self, wanted: Collection[str]) -> list[tuple[str, str, bytes]]:
+    def _selected(self, paths: Collection[str]) -> list[tuple[str, str, bytes]]:
         if not self._path.exists():
             return []
         query, values = "SELECT path, signature, facts FROM runs WHERE shape = ?", [_SHAPE]
-        if len(wanted) <= _MOST_NAMED:
-            # The page asks for one run at each of its steps, and the cache knows all that this user has ever listed.
-            query, values = f"{query} AND path IN ({','.join('?' * len(wanted))})", [_SHAPE, *wanted]
+        if len(paths) <= _MOST_NAMED:
+            # The page queries one run at each of its steps, and the cache has every run that this user ever listed.
+            query, values = f"{query} AND path IN ({','.join('?' * len(paths))})", [_SHAPE, *paths]
         try:
             with closing(self._open()) as base:
                 return base.execute(query, values).fetchall()
@@ -152,8 +154,8 @@ class _Cache:
             self._remove()
             return []
 
-    def write(self, entries: Sequence[tuple[str, str, RunFacts]]) -> None:
-        """Keeps what was read."""
+    def write(self, entries: Sequence[tuple[str, str, RowFacts]]) -> None:
+        """Store facts."""
         if not entries:
             return
         rows = []
@@ -181,26 +183,28 @@ class _Cache:
         return base
 
     def _remove(self) -> None:
-        """Removes a damaged file; the next reader makes a new one."""
+        """Remove a damaged file; the next reader makes a new one."""
         for name in (self._path.name, f"{self._path.name}-wal", f"{self._path.name}-shm"):
             with suppress(OSError):
                 self._path.with_name(name).unlink()
 
 
 def _sweep(base: sqlite3.Connection, folders: Collection[str], day: int) -> None:
-    """Once a day: forgets runs of ``folders`` that are no more, and what other versions have kept. The base's own ``user_version`` has the day of the last time.
+    """Once a day, delete cached runs of ``folders`` that no longer exist, and rows of other versions.
+    ``user_version`` has the day of the last sweep.
 
-    ``folders`` have just been read. Others are left alone: one may be on a disk that is away for a moment, or on a file server that never answers.
+    ``folders`` have just been read. Others are left alone: one may be on a disk that is not mounted, or on a file
+    server that does not answer.
     """
     if base.execute("PRAGMA user_version").fetchone()[0] == day:
         return
-    known = base.execute("SELECT path, shape FROM runs").fetchall()
-    gone = [
+    cached = base.execute("SELECT path, shape FROM runs").fetchall()
+    stale = [
         (path,)
-        for path, shape in known
+        for path, shape in cached
         if shape != _SHAPE or (os.path.dirname(path) in folders and not os.path.isdir(path))
     ]
-    base.executemany("DELETE FROM runs WHERE path = ?", gone)
+    base.executemany("DELETE FROM runs WHERE path = ?", stale)
     base.execute(f"PRAGMA user_version = {day}")
 
 
@@ -216,7 +220,7 @@ HEADINGS: Mapping[str, str] = {
     "weights_sha256": "weights",
     "held_out_loss": "held out",
 }
-"""Headings of columns in tables, where they are other than the names; both are accepted."""
+"""Table headings that differ from the column name; both are accepted."""
 _NAMES = {heading: name for name, heading in HEADINGS.items()}
 _CONDITION = re.compile(r"\s*([A-Za-z_][\w./ ]*?)\s*(<=|>=|!=|<|>|=|~)\s*(.*?)\s*", re.DOTALL)
 _KINDS: Mapping[str, Any] = get_type_hints(RunRow)
@@ -231,37 +235,37 @@ _NUMERIC: Mapping[str, Callable[[float, float], bool]] = {
 
 
 class SelectionError(ValueError):
-    """A condition or the name of a column cannot be read; the message says what there is."""
+    """An invalid condition or column name. The message lists the valid ones."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A demand on a run."""
+    """A condition on a run."""
 
     name: str
     operator: str
     value: str
 
     def holds(self, row: RunRow) -> bool:
-        """True if the run fits."""
-        found = value_of(row, self.name)
-        if found is None:
+        """Return True if the run satisfies the condition."""
+        actual = value_of(row, self.name)
+        if actual is None:
             return False
         if self.operator == "~":
-            return self.value.lower() in _text(found).lower()
-        if isinstance(found, int | float) and not isinstance(found, bool):
+            return self.value.lower() in _text(actual).lower()
+        if isinstance(actual, int | float) and not isinstance(actual, bool):
             try:
-                return _NUMERIC[self.operator](float(found), float(self.value))
+                return _NUMERIC[self.operator](float(actual), float(self.value))
             except ValueError:
                 return self.operator == "!="
         if self.operator not in ("=", "!="):
             return False
-        equal = _text(found).lower() == self.value.lower()
+        equal = _text(actual).lower() == self.value.lower()
         return equal if self.operator == "=" else not equal
 
 
 def read_condition(text: str) -> Condition:
-    """Reads a condition. Raises ``SelectionError``."""
+    """Parse a condition. Raises ``SelectionError``."""
     match = _CONDITION.fullmatch(text)
     if match is None or not match[3]:
         raise SelectionError(f"{text!r} is no condition: write NAME<VALUE, with one of < <= > >= = != ~")
@@ -271,7 +275,7 @@ def read_condition(text: str) -> Condition:
 
 
 def _require_sense(condition: Condition) -> None:
-    """Raise SelectionError for a condition that no run can fit, with whatever files."""
+    """Raise SelectionError for a condition that no run can satisfy."""
     name, operator, value = condition.name, condition.operator, condition.value
     kind = _KINDS.get(name)
     if operator.rstrip("=") in ("<", ">"):
@@ -315,12 +319,12 @@ def _run_fields() -> list[str]:
 
 
 def value_of(row: RunRow, name: str) -> object:
-    """The value of a column, or of a field of the run file, of a run; ``None`` if it has none."""
+    """Return the value of a column, or of a run-file field, of a run; None if it has none."""
     return _field(Path(row.path), name) if "." in name else getattr(row, name)
 
 
 def selected(rows: Iterable[RunRow], conditions: Sequence[Condition], tags: Sequence[str]) -> list[RunRow]:
-    """The runs that fit all conditions and have all tags."""
+    """Return the runs that satisfy all conditions and have all tags."""
     return [
         row
         for row in rows
@@ -329,7 +333,9 @@ def selected(rows: Iterable[RunRow], conditions: Sequence[Condition], tags: Sequ
 
 
 def ordered(rows: Sequence[RunRow], name: str, *, falling: bool) -> list[RunRow]:
-    """The runs by a column, or by a field of the run file; those without a value come last. Raises ``SelectionError``."""
+    """Return the runs sorted by a column or run-file field; those without a value come last. Raises
+    ``SelectionError``.
+    """
     name = checked_name(name)
     having = [
         (value, row) for row in rows if (value := value_of(row, name)) not in (None, "") and value == value
@@ -337,8 +343,8 @@ def ordered(rows: Sequence[RunRow], name: str, *, falling: bool) -> list[RunRow]
     shown = {row.path for _, row in having}
     numbers = all(isinstance(value, int | float) for value, _ in having)
 
-    def key(one: tuple[object, RunRow]) -> tuple[float, str]:
-        value = one[0]
+    def key(pair: tuple[object, RunRow]) -> tuple[float, str]:
+        value = pair[0]
         return (float(value), "") if numbers and isinstance(value, int | float) else (0.0, _text(value))
 
     in_order = [row for _, row in sorted(having, key=key, reverse=falling)]

@@ -1,11 +1,13 @@
-"""Quick looks at a run directory, whatever its size: whether a process holds it, and the newest events of its stream.
+"""Quick reads of a run directory of any size: the process that holds it, and the newest events of its stream.
 
-A start of a run locks the file ``lock`` of its directory (``flock``), and the kernel drops that lock with the last of its processes, however
-they end. To try the lock would hold it for a moment, in which the run could be refused. So ``/proc/locks`` (proc(5)), the kernel's list, is
-read. For a run on another machine, and where there is no such list, the answer is unknown.
+A start of a run locks the file ``lock`` of its directory (``flock``), and the kernel releases that lock with the last
+of its processes, however they end. Trying the lock would hold it for a moment, in which the run could be refused. So
+``/proc/locks`` (proc(5)), the kernel's list, is read. For a run on another machine, or without such a list, the
+holder is unknown.
 
-A run of 100,000 steps has 70 MB of events; forty of them are listed in less time than it takes to read one. The end of the file has the
-newest step, evaluation and ending. The newest start may be anywhere, but attempts rise along the file, so it is found by bisection.
+A run of 100,000 steps has 70 MB of events; forty of them are listed in less time than reading one. The newest step,
+evaluation and end are at the end of the file. The newest start may be anywhere, but attempts ascend along the file,
+so it is found by bisection.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ _HOLDER = re.compile(r"process (\d+) on (\S+)")
 
 @dataclass(frozen=True)
 class KernelLocks:
-    """The exclusive ``flock`` locks of this machine: process, device (major, minor) and inode of each; ``None`` if they are not known."""
+    """Exclusive ``flock`` locks of this machine: process, device (major, minor) and inode of each; None if
+    unknown.
+    """
 
-    held: frozenset[tuple[int, int, int, int]] | None = field(
+    locks: frozenset[tuple[int, int, int, int]] | None = field(
         default_factory=lambda: _listed(Path("/proc/locks"))
     )
 
     def holds(self, directory: RunDirectory) -> bool | None:
-        """True if a process of this machine holds the run directory, False if none of any does, ``None`` if that cannot be told."""
+        """Return True if a process of this machine holds the run directory, False if no process does, and None if
+        unknown.
+        """
         try:
             status, text = (
                 directory.lock.stat(),
@@ -51,18 +57,20 @@ class KernelLocks:
         except OSError:
             return None
         holder = _HOLDER.match(text)
-        if holder is None or holder[2] != socket.gethostname() or self.held is None:
+        if holder is None or holder[2] != socket.gethostname() or self.locks is None:
             return None
         device = os.major(status.st_dev), os.minor(status.st_dev)
-        # Some file systems give other device numbers to stat than to the kernel's list: there the process tells.
+        # Some file systems give other device numbers to stat than to the kernel's list: then the process decides.
         return any(
             inode == status.st_ino and ((major, minor) == device or process == int(holder[1]))
-            for process, major, minor, inode in self.held
+            for process, major, minor, inode in self.locks
         )
 
 
 def holder_of(directory: RunDirectory) -> int | None:
-    """The process of this machine that took the lock of the run directory last; ``None`` if that was on another machine, or nobody knows."""
+    """Return the local process that last locked the run directory; None if it was on another machine, or is
+    unknown.
+    """
     try:
         holder = _HOLDER.match(read_small(directory.lock).decode(errors="replace"))
     except OSError:
@@ -75,8 +83,8 @@ def _listed(path: Path) -> frozenset[tuple[int, int, int, int]] | None:
         text = path.read_text()
     except OSError:
         return None
-    found = _LOCK.findall(text)
-    return frozenset((int(process), int(a, 16), int(b, 16), int(inode)) for process, a, b, inode in found)
+    locks = _LOCK.findall(text)
+    return frozenset((int(process), int(a, 16), int(b, 16), int(inode)) for process, a, b, inode in locks)
 
 
 # The ends of the event stream.
@@ -84,31 +92,33 @@ def _listed(path: Path) -> frozenset[tuple[int, int, int, int]] | None:
 
 _BLOCK_BYTES = 1 << 16
 _MOST_BYTES = 1 << 20
-"""How far from the end the newest step is looked for."""
+"""Bytes from the end in which the newest step is searched."""
 _KIND = re.compile(rb'"kind": ?"(\w+)"')
 _ATTEMPT = re.compile(rb'\{"t":[^,]*, ?"attempt": ?(\d+),')
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The newest events of a run, by kind; ``None`` for what there is none of."""
+    """Newest events of a run, by kind; None for a missing kind."""
 
     first: RunStarted | None = None
-    """The first start."""
+    """First start."""
     began_s: float = 0.0
-    """The time of it (unix seconds); 0 if there is none."""
+    """Time of the first start (unix seconds); 0 if there is none."""
     started: RunStarted | None = None
-    """The newest start."""
+    """Newest start."""
     step: Step | None = None
     evaluated: Evaluated | None = None
     ended: Stopped | Finished | None = None
-    """The end of the newest attempt, if it told one."""
+    """End of the newest attempt, if it logged one."""
     last_s: float = 0.0
-    """The time of the newest event of any kind; 0 if there is none."""
+    """Time of the newest event of any kind; 0 if there is none."""
 
 
 def read_tail(path: Path) -> Tail:
-    """The newest events in the file at ``path``; none if it is missing. Raises ``OSError`` if it cannot be read."""
+    """Return the newest events in the file at ``path``; none if it is missing. Raises ``OSError`` if it cannot be
+    read.
+    """
     try:
         with open_regular(path) as file:
             return _read(file)
@@ -127,13 +137,13 @@ def _read(file: BinaryIO) -> Tail:
         read += len(line)
         kind = _KIND.search(line, 0, 200)
         name = kind[1].decode() if kind else ""
-        wanted = (
+        is_needed = (
             not last_s
             or (name == "Step" and step is None)
             or (name == "Evaluated" and evaluated is None)
             or (name in ("RunStarted", "Stopped", "Finished"))
         )
-        if wanted and (event := _decoded(line)) is not None:
+        if is_needed and (event := _decoded(line)) is not None:
             last_s = last_s or event.t
             match event.body:
                 case Step():
@@ -171,7 +181,9 @@ def _body(event: Event) -> RunStarted | None:
 
 
 def _starts(file: BinaryIO, begin: int, end: int) -> Iterator[Event]:
-    """The starts of attempts whose lines begin between two offsets; a line that is cut at ``begin`` is none."""
+    """Yield the starts of attempts whose lines begin between two offsets; a line that is cut at ``begin`` is
+    skipped.
+    """
     file.seek(begin)
     while file.tell() < end and (line := file.readline(_MOST_BYTES)):
         kind = _KIND.search(line, 0, 200)
@@ -180,14 +192,16 @@ def _starts(file: BinaryIO, begin: int, end: int) -> Iterator[Event]:
 
 
 def _start_of(file: BinaryIO, attempt: int, first: Event) -> RunStarted | None:
-    """The start of ``attempt``, or the newest one before it that is found on the way; attempts rise along the file, but for a few lines."""
+    """Return the start of ``attempt``, or the newest one before it; attempts ascend along the file, except for a
+    few lines.
+    """
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > 4 * _BLOCK_BYTES:
         middle = (low + high) // 2
         file.seek(middle)
         file.readline(_MOST_BYTES)
-        found = _ATTEMPT.match(file.readline(_MOST_BYTES))
-        low, high = (middle, high) if found and int(found[1]) < attempt else (low, middle)
+        match = _ATTEMPT.match(file.readline(_MOST_BYTES))
+        low, high = (middle, high) if match and int(match[1]) < attempt else (low, middle)
     starts = list(_starts(file, max(0, low - _BLOCK_BYTES), high + 4 * _BLOCK_BYTES))
     fitting = [event for event in starts if event.attempt == attempt]
     return _body((fitting or starts or [first])[-1])

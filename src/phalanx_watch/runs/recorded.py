@@ -1,8 +1,9 @@
-"""Records of one run, read from its directory: what it was, on what it ran, from what, and what came of it; and several runs side by side.
+"""Recordings of one run, read from its directory: settings, environment, origin and results; and several runs side by
+side.
 
-Run files have what was asked for, the newest start of each what it ran on, rows what came out. Runs of one identity and the same data promise
-the same bits; whether they keep it shows in what they logged, number by number. Checkpoints, which hold every bit, are compared by
-``phalanx diff``, since reading them takes as long as they are large.
+Run files have the settings, the newest start of each run its environment, and rows the results. Runs with the same
+identity and data promise the same bits. The comparison checks that on all logged numbers. Checkpoints, which have
+every bit, are compared by ``phalanx diff``, since reading them takes time in proportion to their size.
 """
 
 from __future__ import annotations
@@ -34,54 +35,54 @@ _HOUR_NS = 3600 * 10**9
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a run has cost so far."""
+class RunCost:
+    """Cost of a run so far."""
 
     accelerator_hours: float
     price_per_hour: float
 
     @property
     def amount(self) -> float:
-        """In the currency of the price."""
+        """Amount in the currency of the price."""
         return self.accelerator_hours * self.price_per_hour
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """The record of one run."""
+class RunRecording:
+    """Everything that was recorded of one run."""
 
     row: RunRow
     started: RunStarted | None
-    """Its newest start."""
+    """Newest start."""
     machines: tuple[Machine, ...]
-    """The machines of the newest start that left any."""
+    """Machines of the newest start that recorded any."""
     differences: tuple[MachineDifference, ...]
     checkpoints: tuple[int, ...]
-    """The steps with a checkpoint on disk."""
+    """Steps with a checkpoint on disk."""
     patch: str
-    """The file of the changes of its code against the commit; empty if there is none."""
+    """File of the code's changes against the commit; empty if there is none."""
     packages: str
-    """The file of all packages that were installed; empty if there is none."""
+    """File of all installed packages; empty if there is none."""
     goodput: Goodput | None
-    """Where its time went; ``None`` unless a price was given or the run file has one."""
-    cost: Cost | None
+    """Time account; None without a price."""
+    cost: RunCost | None
 
     @property
     def environment(self) -> Mapping[str, object]:
-        """What its newest start recorded of code, packages, machine, command and data."""
+        """Newest start's record of code, packages, machine, command and data."""
         return self.started.environment if self.started else {}
 
     def to_json(self) -> dict[str, object]:
         """The record as a JSON object."""
         table = asdict(self)
-        table["differences"] = [one.sentence for one in self.differences]
+        table["differences"] = [difference.sentence for difference in self.differences]
         if self.cost is not None:
             table["cost"]["amount"] = self.cost.amount
         return table
 
 
-def read_recorded(run_dir: Path, price: float = 0.0) -> Recorded:
-    """Reads the record of a run. ``price`` is that of an accelerator for an hour; 0 takes that of the run file.
+def read_recorded(run_dir: Path, price: float = 0.0) -> RunRecording:
+    """Read the recording of a run. ``price`` is that of an accelerator hour; 0 uses that of the run file.
 
     Raises ``RunDirectoryError`` if it is no run directory.
     """
@@ -96,12 +97,12 @@ def read_recorded(run_dir: Path, price: float = 0.0) -> Recorded:
     machines = newest_machines(directory)
     code = started.environment.get("code") if started else None
     patch = str(code.get("patch_sha256", ""))[:12] if isinstance(code, dict) else ""
-    packages = next((one.packages_sha256[:12] for one in machines), "")
+    packages = next((machine.packages_sha256[:12] for machine in machines), "")
     checkpoints: list[int] = []
     with suppress(OSError):
         checkpoints = directory.committed_steps()
     spent = _spent(directory, price or _price(directory), row)
-    return Recorded(
+    return RunRecording(
         row=row,
         started=started,
         machines=tuple(machines),
@@ -125,15 +126,15 @@ def _price(directory: RunDirectory) -> float:
     return 0.0
 
 
-def _spent(directory: RunDirectory, price: float, row: RunRow) -> tuple[Goodput, Cost] | None:
-    """Held time of all ranks, as the run's own ledger has it, and its price; spares are not in it."""
+def _spent(directory: RunDirectory, price: float, row: RunRow) -> tuple[Goodput, RunCost] | None:
+    """Return the held time of all ranks, from the run's ledger, and its price, without spares."""
     if price <= 0:
         return None
     try:
-        found = goodput(read_events(directory.events))
+        account = goodput(read_events(directory.events))
     except EventLogError:
         return None
-    return found, Cost(found.held_ns / _HOUR_NS * max(1, row.ranks), price)
+    return account, RunCost(account.held_ns / _HOUR_NS * max(1, row.ranks), price)
 
 
 # Several runs side by side.
@@ -153,23 +154,23 @@ _RESULTS: Mapping[str, str] = {
     "ranks": "",
     "weights_sha256": "",
 }
-"""The columns of a row that are set side by side, and which value is the better one."""
+"""Compared columns of a row, and which value is better."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of the run file that differs."""
+    """A run-file field that differs."""
 
     path: str
     owner: str
-    """The owner of the field: "run", "layout" or "fleet"."""
+    """Owner of the field: "run", "layout" or "fleet"."""
     values: tuple[object, ...]
-    """The value in each run; ``None`` also where it has no such field."""
+    """Value in each run; None also if a run lacks the field."""
 
 
 @dataclass(frozen=True)
-class Fact:
-    """Something that the runs recorded of their newest start, and that differs."""
+class EnvironmentDifference:
+    """A fact of the newest starts that differs between runs."""
 
     path: str
     values: tuple[object, ...]
@@ -182,32 +183,32 @@ class Outcome:
     name: str
     values: tuple[object, ...]
     best: int | None
-    """The place of the run with the best value; ``None`` if none is better, or nobody can say."""
+    """Index of the run with the best value; None if none is better."""
 
 
 @dataclass(frozen=True)
 class SameBits:
-    """Whether the runs must have the same bits, and whether what they logged has."""
+    """Comparison of bits: whether the runs must have the same, and whether their logs do."""
 
     expected: bool
     """True if identity and data are the same."""
     parts_at: int | None
-    """The first logged step at which a run differs from the first one; ``None`` if none does."""
+    """First logged step at which a run differs from the first one; None if none does."""
     numbers: Mapping[str, tuple[float | None, ...]]
-    """The numbers of that step that differ, in each run."""
+    """Numbers of that step that differ, in each run."""
     steps_compared: int
-    """Steps that were logged by the first run and another one; the fewest, if there are several others."""
+    """Number of steps that the first run and another one logged; the fewest, if there are several others."""
     why_not: tuple[str, ...]
-    """Why the same bits are not expected."""
+    """Reasons why the same bits are not expected."""
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Runs side by side, in the order in which they were given."""
+class ComparedRuns:
+    """Comparison of runs, in the given order."""
 
     runs: tuple[RunRow, ...]
     settings: tuple[Setting, ...]
-    environment: tuple[Fact, ...]
+    environment: tuple[EnvironmentDifference, ...]
     summary: tuple[Outcome, ...]
     same_bits: SameBits
     notes: tuple[str, ...]
@@ -217,8 +218,8 @@ class Comparison:
         return asdict(self)
 
 
-def compare(run_dirs: Sequence[Path]) -> Comparison:
-    """Compares two or more runs. Nothing is written. Raises ``RunDirectoryError`` if one cannot be compared."""
+def compare(run_dirs: Sequence[Path]) -> ComparedRuns:
+    """Compare two or more runs, read-only. Raises ``RunDirectoryError`` if one cannot be compared."""
     if not 2 <= len(run_dirs) <= MOST_RUNS:
         raise RunDirectoryError(
             f"{len(run_dirs)} runs cannot be compared: give 2 to {MOST_RUNS} run directories"
@@ -228,7 +229,7 @@ def compare(run_dirs: Sequence[Path]) -> Comparison:
     fingerprints = [str(directory.read_record().get("data_fingerprint", "")) for directory in directories]
     logs, notes = _logs(directories)
     rows = tuple(RunIndex([path]).rows()[0] for path in run_dirs)
-    return Comparison(
+    return ComparedRuns(
         runs=rows,
         settings=tuple(_settings(specs)),
         environment=tuple(_environment(logs, fingerprints)),
@@ -266,23 +267,23 @@ def _settings(specs: Sequence[RunSpec]) -> list[Setting]:
         for spec in specs
     ]
     owners = {path: owner for table in tables for path, (_, owner) in table.items()}
-    found = []
+    settings = []
     for path, owner in owners.items():
         values = tuple(table[path][0] if path in table else None for table in tables)
         if any(value != values[0] for value in values):
-            found.append(Setting(path, owner, values))
+            settings.append(Setting(path, owner, values))
     order = ("run", "layout", "fleet")
-    return sorted(found, key=lambda setting: (order.index(setting.owner), setting.path))
+    return sorted(settings, key=lambda setting: (order.index(setting.owner), setting.path))
 
 
-def _environment(logs: Sequence[Logged], fingerprints: Sequence[str]) -> list[Fact]:
+def _environment(logs: Sequence[Logged], fingerprints: Sequence[str]) -> list[EnvironmentDifference]:
     tables = [{"data_fingerprint": key, **_facts(log)} for log, key in zip(logs, fingerprints, strict=True)]
-    found = []
+    differences = []
     for path in dict.fromkeys(path for table in tables for path in table):
         values = tuple(table.get(path) for table in tables)
         if any(value != values[0] for value in values):
-            found.append(Fact(path, values))
-    return found
+            differences.append(EnvironmentDifference(path, values))
+    return differences
 
 
 def _facts(log: Logged) -> dict[str, object]:
@@ -293,7 +294,7 @@ def _facts(log: Logged) -> dict[str, object]:
 
 
 def _outcomes(rows: Sequence[RunRow]) -> list[Outcome]:
-    found = []
+    outcomes = []
     for name, better in _RESULTS.items():
         values = tuple(getattr(row, name) for row in rows)
         numbers = [value for value in values if isinstance(value, float) and value == value]
@@ -301,8 +302,8 @@ def _outcomes(rows: Sequence[RunRow]) -> list[Outcome]:
         if better and len(set(numbers)) > 1:
             best = values.index(min(numbers) if better == "least" else max(numbers))
         if any(value not in (None, "", 0) for value in values):
-            found.append(Outcome(name, values, best))
-    return found
+            outcomes.append(Outcome(name, values, best))
+    return outcomes
 
 
 def _same_bits(specs: Sequence[RunSpec], fingerprints: Sequence[str], logs: Sequence[Logged]) -> SameBits:
@@ -315,10 +316,12 @@ def _same_bits(specs: Sequence[RunSpec], fingerprints: Sequence[str], logs: Sequ
     parting: int | None = None
     least: int | None = None
     for other, spec in zip(logs[1:], specs[1:], strict=True):
-        found, _, compared = first_difference(logs[0], other, held_out=spec.evaluation == specs[0].evaluation)
+        difference, _, compared = first_difference(
+            logs[0], other, held_out=spec.evaluation == specs[0].evaluation
+        )
         least = compared if least is None else min(least, compared)
-        if found is not None and (parting is None or found.step < parting):
-            parting = found.step
+        if difference is not None and (parting is None or difference.step < parting):
+            parting = difference.step
     numbers: dict[str, tuple[float | None, ...]] = {}
     if parting is not None:
         steps = [log.steps.get(parting, {}) for log in logs]

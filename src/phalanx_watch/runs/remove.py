@@ -1,8 +1,8 @@
-"""Removing a run: what would be lost, why it must not be, and doing it so that nothing half removed is taken for a run.
+"""Removal of a run: its consequences, its obstacles, and a removal that leaves no partial run.
 
-A run whose checkpoints others go on from is their past: without it nobody can compute them again. A run that is being trained is never
-removed. The directory is locked as a start of the run locks it, and renamed before its files go: a kill in the middle leaves a folder that is
-no run directory any more, and says by its name what it was.
+Other runs may continue from a run's checkpoints, and could not be computed again without it. A run in training is
+never removed. The directory is locked as a start locks it, and renamed before its files are deleted. If the removal
+is killed, the rest is not a run directory, and its name shows its origin.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from phalanx_watch.runs.row import RunRow
 
 @dataclass(frozen=True)
 class Removal:
-    """What the removal of a run would take away."""
+    """Consequences of removing a run."""
 
     row: RunRow
     files: int
     size_bytes: int
     largest: tuple[tuple[str, int], ...]
-    """The names in the run directory with the bytes below each, the largest first."""
+    """Names in the run directory with the bytes below each, the largest first."""
     descendants: tuple[str, ...]
-    """Directories of runs that go on from a checkpoint of this one, among those that were looked at."""
+    """Directories of runs that continue from a checkpoint of this one, in the searched folders."""
     inside: tuple[str, ...] = ()
-    """Directories of other runs that lie in this one."""
+    """Directories of other runs inside this one."""
 
     @property
     def obstacles(self) -> tuple[str, ...]:
-        """What should keep one from it."""
-        found = []
+        """Reasons not to remove the run."""
+        obstacles = []
         if self.row.state in ("running", "silent", "waiting"):
-            found.append(f"it may be running on another machine: its state is {self.row.state}")
+            obstacles.append(f"it may be running on another machine: its state is {self.row.state}")
         if self.descendants:
-            found.append(f"other runs go on from its checkpoints: {', '.join(self.descendants)}")
+            obstacles.append(f"other runs continue from its checkpoints: {', '.join(self.descendants)}")
         if self.inside:
-            found.append(f"other runs lie in it, and would go with it: {', '.join(self.inside)}")
-        return tuple(found)
+            obstacles.append(f"other runs lie in it, and would go with it: {', '.join(self.inside)}")
+        return tuple(obstacles)
 
 
 def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()) -> Removal:
-    """What removing a run would take away; descendants are looked for in its own folder and in the folders ``beside``.
+    """Return the consequences of removing a run. Descendants are searched in its own folder and in the folders
+    ``beside``.
 
-    Those in ``together`` go with it, and do not count.
-
-    Raises ``RunDirectoryError`` if it is no run directory, or is being trained on this machine.
+    Runs in ``together`` are removed too, and do not count. Raises ``RunDirectoryError`` if it is no run directory, or
+    is being trained on this machine.
     """
     if run_dir.is_symlink():
         raise RunDirectoryError(f"{run_dir} is a link to {os.readlink(run_dir)}; name the directory itself")
@@ -71,7 +71,7 @@ def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()
             holder = read_small(RunDirectory(path).lock).decode(errors="replace").strip()
             raise RunDirectoryError(f"{path} is being trained by {holder}; stop it first")
     sizes = {entry.name: _size(entry) for entry in os.scandir(run_dir)}
-    by_size = sorted(((name, size) for name, (_, size) in sizes.items()), key=lambda one: -one[1])
+    by_size = sorted(((name, size) for name, (_, size) in sizes.items()), key=lambda pair: -pair[1])
     return Removal(
         row=row,
         files=sum(count for count, _ in sizes.values()),
@@ -83,13 +83,13 @@ def removal(run_dir: Path, beside: Sequence[Path], together: Sequence[Path] = ()
 
 
 def remove(run_dir: Path) -> None:
-    """Removes a run directory with all that is in it. Raises ``RunDirectoryError`` if it is being trained, ``OSError``."""
+    """Remove a run directory and its content. Raises ``RunDirectoryError`` if it is being trained, ``OSError``."""
     lock = take_lock(RunDirectory(run_dir).lock)
     try:
         place = Path(os.path.realpath(run_dir))  # "." has no name
-        gone = place.with_name(f"{REMOVED}{place.name}-{os.getpid()}")
-        place.rename(gone)
-        shutil.rmtree(gone)
+        removed_place = place.with_name(f"{REMOVED}{place.name}-{os.getpid()}")
+        place.rename(removed_place)
+        shutil.rmtree(removed_place)
     finally:
         os.close(lock)
 
@@ -107,7 +107,7 @@ def _descendants(run_dir: Path, beside: Sequence[Path], together: Sequence[Path]
 
 
 def _size(entry: os.DirEntry[str]) -> tuple[int, int]:
-    """The files and bytes below an entry, links not followed."""
+    """Return the number of files and bytes below an entry; links are not followed."""
     if not entry.is_dir(follow_symlinks=False):
         return 1, entry.stat(follow_symlinks=False).st_size
     files = size = 0

@@ -1,11 +1,12 @@
-"""A run trained again: in the environment of the first, in a directory of its own, by its own resolved run file.
+"""Reproduction of a run: in the recorded environment, in a directory of its own, by its own resolved run file.
 
-The packages come from where pip gets them here, so that a version with a local part (``torch==2.13.0+cpu``) needs the index that has it; give it by
-``PIP_EXTRA_INDEX_URL``. The code comes from the repository that this process runs from, if that knows the commit.
+Packages are installed from pip's configured indexes. A version with a local part (``torch==2.13.0+cpu``) needs the
+index that has it, given by ``PIP_EXTRA_INDEX_URL``. The code is checked out from this process's own repository, if it
+has the commit.
 
-What belongs to the fleet is made fit for this machine: no nodes, no engine, no trackers, and no object store, which is the first run's. None of
-that changes a bit. To repeat only the first steps, the new run is stopped once it has logged them: a smaller ``train.steps`` would be another run,
-whose learning rate falls sooner.
+Fleet fields are replaced for this machine: no nodes, no engine, no trackers, and no object store, which is the first
+run's. None of that changes a bit. To repeat only the first steps, the new run is stopped once it has logged them. A
+smaller ``train.steps`` would be another run, whose learning rate decays sooner.
 """
 
 from __future__ import annotations
@@ -30,28 +31,30 @@ from phalanx.run.read import to_table
 from phalanx.run.resolve import found_again
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_watch.runs.probe import read_tail
-from phalanx_watch.runs.recorded import Recorded
+from phalanx_watch.runs.recorded import RunRecording
 from phalanx_watch.runs.then_and_now import requirements
 
 # The environment.
 
 
-def make_environment(found: Recorded, folder: Path, tell: Callable[[str], None]) -> Path:
-    """Makes a virtual environment in ``folder`` and returns its Python. Raises ``RunDirectoryError`` that says which step failed."""
-    if not found.packages:
+def make_environment(recording: RunRecording, folder: Path, tell: Callable[[str], None]) -> Path:
+    """Make a virtual environment in ``folder`` and return its Python. Raises ``RunDirectoryError`` naming the step
+    that failed.
+    """
+    if not recording.packages:
         raise RunDirectoryError(
-            f"{found.row.path} has no list of installed packages: it is of an older version"
+            f"{recording.row.path} has no list of installed packages: it is of an older version"
         )
     if folder.exists() and any(folder.iterdir()):
         raise RunDirectoryError(f"{folder} is not empty; give a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = folder / "requirements.txt"
-    wanted.write_text(requirements(Path(found.packages).read_text()))
-    python = _python(str(_table(found.environment.get("packages")).get("python", "")), tell)
+    requirements_file = folder / "requirements.txt"
+    requirements_file.write_text(requirements(Path(recording.packages).read_text()))
+    python = _python(str(_table(recording.environment.get("packages")).get("python", "")), tell)
     _run([python, "-m", "venv", str(folder / "venv")], tell)
     made = folder / "venv" / "bin" / "python"
-    _run([str(made), "-m", "pip", "install", "--quiet", "-r", str(wanted)], tell)
-    source = _code(found, folder, tell)
+    _run([str(made), "-m", "pip", "install", "--quiet", "-r", str(requirements_file)], tell)
+    source = _code(recording, folder, tell)
     if source is not None:
         _run([str(made), "-m", "pip", "install", "--quiet", "setuptools>=77"], tell)
         _run(
@@ -61,8 +64,8 @@ def make_environment(found: Recorded, folder: Path, tell: Callable[[str], None])
     return made
 
 
-def _code(found: Recorded, folder: Path, tell: Callable[[str], None]) -> Path | None:
-    code = _table(found.environment.get("code"))
+def _code(recording: RunRecording, folder: Path, tell: Callable[[str], None]) -> Path | None:
+    code = _table(recording.environment.get("code"))
     commit = code.get("git_commit")
     package = Path(phalanx.__file__).resolve().parent
     if not commit:
@@ -75,15 +78,15 @@ def _code(found: Recorded, folder: Path, tell: Callable[[str], None]) -> Path | 
     target = folder / "code"
     _run(["git", "clone", "--quiet", "--shared", "--no-checkout", root, str(target)], tell)
     _run(["git", "-C", str(target), "checkout", "--quiet", "--detach", str(commit)], tell)
-    if found.patch:
-        _run(["git", "-C", str(target), "apply", str(Path(found.patch).resolve())], tell)
+    if recording.patch:
+        _run(["git", "-C", str(target), "apply", str(Path(recording.patch).resolve())], tell)
     if code.get("untracked"):
         tell(f"not there, since they were never in the repository: {code['untracked']}")
     return target
 
 
 def _python(version: str, tell: Callable[[str], None]) -> str:
-    """An interpreter of the recorded version, else this one."""
+    """Return an interpreter of the recorded version, else this one."""
     here = ".".join(map(str, sys.version_info[:3]))
     minor = ".".join(version.split(".")[:2])
     if not version or version == here:
@@ -115,7 +118,7 @@ _STOPPED = 75
 
 
 def free_directory(run_dir: Path) -> Path:
-    """A directory beside a run for its reproduction, which is not there yet."""
+    """Return an unused directory name beside a run, for its reproduction."""
     number = 1
     while (place := run_dir.with_name(f"{run_dir.name}-again{f'-{number}' if number > 1 else ''}")).exists():
         number += 1
@@ -123,7 +126,7 @@ def free_directory(run_dir: Path) -> Path:
 
 
 def again(spec: RunSpec, directory: RunDirectory, into: Path, ranks: int) -> RunSpec:
-    """The run as it is to be trained again on this machine. Its identity is the same."""
+    """Return the run's spec for training it again on this machine. Its identity is the same."""
     data = found_again(spec.data, directory.read_record())
     made = replace(
         spec,
@@ -140,7 +143,7 @@ def again(spec: RunSpec, directory: RunDirectory, into: Path, ranks: int) -> Run
 
 
 def write_run_file(spec: RunSpec, into: Path) -> Path:
-    """Writes the run file beside the directory that is to be made. Raises ``RunDirectoryError`` if there is one."""
+    """Write the run file beside the future directory. Raises ``RunDirectoryError`` if it exists."""
     if into.exists() and any(into.iterdir()):
         raise RunDirectoryError(f"{into} is not empty; give another --into")
     into.parent.mkdir(parents=True, exist_ok=True)
@@ -158,9 +161,9 @@ def train_again(
     on_step: Callable[[int], None] = lambda _step: None,
     command: Sequence[str] = (sys.executable, "-m", "phalanx", "train"),
 ) -> int:
-    """Trains until the end, or until ``steps`` are logged and it has stopped; returns the exit code of the training.
+    """Train until the end, or until ``steps`` are logged and the run has stopped; return the exit code.
 
-    What it prints goes to stderr. If this process is interrupted, so is the training, which saves: the same command goes on with it.
+    Output goes to stderr. If this process is interrupted, the training saves and stops; the same command resumes it.
     """
     training, stopped = Child.start([*command, str(run_file)]), False
     try:

@@ -1,10 +1,11 @@
-"""A run in a list: its files' facts, and the state that follows from these, the hour, and whether a process holds its directory.
+"""A run in a list: the facts in its files, and the state that follows from these, the time, and the holder of its
+directory.
 
-Only small files are read in full, and of the event stream its ends (``probe``). A file that is missing or damaged leaves its facts out and is
-named in ``problems``: a list shows all runs, the broken ones too.
+Only small files are read in full, and the ends of the event stream (``probe``). A missing or damaged file leaves its
+facts out and is named in ``problems``: a list shows all runs, the broken ones too.
 
-Labels, which are tags and a note, are in ``labels.json`` in the run's directory, so they are copied, moved and removed with the run. Two
-people may write at once: the file is replaced as a unit, and the later one wins.
+Labels (tags and a note) are in ``labels.json`` in the run's directory, so they are copied, moved and removed with the
+run. Two people may write at once: the file is replaced atomically, and the later one wins.
 """
 
 from __future__ import annotations
@@ -34,53 +35,55 @@ _TAG = re.compile(r"[^\s,\x00-\x1f\x7f]+")
 
 
 class LabelError(ValueError):
-    """A tag or a note cannot be kept; the message says why."""
+    """An invalid tag or note. The message has the reason."""
 
 
 @dataclass(frozen=True)
-class Labels:
-    """What people say of a run."""
+class RunLabels:
+    """Tags and note of a run."""
 
     tags: tuple[str, ...] = ()
-    """Sorted, each once."""
+    """Sorted, without duplicates."""
     note: str = ""
 
-    def tagged(self, *tags: str) -> Labels:
-        """These labels with further tags. Raises ``LabelError``."""
-        return _checked(Labels((*self.tags, *tags), self.note))
+    def tagged(self, *tags: str) -> RunLabels:
+        """Return these labels with further tags. Raises ``LabelError``."""
+        return _checked(RunLabels((*self.tags, *tags), self.note))
 
-    def untagged(self, *tags: str) -> Labels:
-        """These labels without some tags; those that are not there do not matter."""
-        return Labels(tuple(tag for tag in self.tags if tag not in tags), self.note)
+    def untagged(self, *tags: str) -> RunLabels:
+        """Return these labels without some tags; missing tags are ignored."""
+        return RunLabels(tuple(tag for tag in self.tags if tag not in tags), self.note)
 
-    def noted(self, note: str) -> Labels:
-        """These labels with another note. Raises ``LabelError``."""
-        return _checked(Labels(self.tags, note))
+    def noted(self, note: str) -> RunLabels:
+        """Return these labels with another note. Raises ``LabelError``."""
+        return _checked(RunLabels(self.tags, note))
 
 
-def read_labels(run_dir: Path) -> Labels:
-    """The labels of the run in ``run_dir``: none if the file is missing; of a damaged one what can be read."""
+def read_labels(run_dir: Path) -> RunLabels:
+    """Return the labels of the run in ``run_dir``: none if the file is missing; the readable part if it is
+    damaged.
+    """
     try:
-        found = plain_json(read_small(RunDirectory(run_dir).labels))
+        content = plain_json(read_small(RunDirectory(run_dir).labels))
     except (OSError, ValueError, RecursionError):
-        return Labels()
-    if not isinstance(found, dict):
-        return Labels()
-    tags, note = found.get("tags"), found.get("note")
+        return RunLabels()
+    if not isinstance(content, dict):
+        return RunLabels()
+    tags, note = content.get("tags"), content.get("note")
     kept = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
-    return Labels(
+    return RunLabels(
         tuple(sorted(set(kept)))[:_MOST_TAGS], note[:_LONGEST_NOTE] if isinstance(note, str) else ""
     )
 
 
-def write_labels(run_dir: Path, labels: Labels) -> None:
-    """Replaces the labels of the run in ``run_dir``. Raises ``LabelError``, ``OSError``."""
+def write_labels(run_dir: Path, labels: RunLabels) -> None:
+    """Replace the labels of the run in ``run_dir``. Raises ``LabelError``, ``OSError``."""
     kept = _checked(labels)
     content = json.dumps({"tags": list(kept.tags), "note": kept.note}, indent=1, ensure_ascii=False) + "\n"
     write_atomically(RunDirectory(run_dir).labels, content.encode(errors="backslashreplace"))
 
 
-def _checked(labels: Labels) -> Labels:
+def _checked(labels: RunLabels) -> RunLabels:
     tags = tuple(sorted(set(labels.tags)))
     for tag in tags:
         if not _TAG.fullmatch(tag) or len(tag) > _LONGEST_TAG:
@@ -91,40 +94,44 @@ def _checked(labels: Labels) -> Labels:
         raise LabelError(f"{len(tags)} tags are more than a run may have, which is {_MOST_TAGS}")
     if len(labels.note) > _LONGEST_NOTE:
         raise LabelError(f"a note of {len(labels.note):,} characters is longer than {_LONGEST_NOTE:,}")
-    return Labels(tags, labels.note)
+    return RunLabels(tags, labels.note)
 
 
 # The row.
 
 
 SUBMITTED = f"{FOLDER}/run.toml"
-"""The frozen run file of a submitted run, below its directory."""
+"""Frozen run file of a submitted run, in its directory."""
 ENDED = f"{FOLDER}/{LEAD_EXIT}"
-"""The exit code of its leading node, once that has ended."""
+"""File with the exit code of the leading node, once it has ended."""
 State = Literal["running", "finished", "stopped", "failed", "silent", "waiting"]
 _PATIENCE_S = 120.0
 _LED_S = 20.0
-"""A coordinator writes its status more often: a fleet that was begun on this machine may be led from another one."""
+"""A coordinator writes its status more often. A fleet that was started on this machine may be led from another
+one.
+"""
 _MOST_WHOLE = 2**53
 _STEPS_OF_PATIENCE = 20
-"""A run that should go on is silent after so many usual steps without an event, or after ``_PATIENCE_S``, whichever is longer."""
+"""A run counts as silent after this many usual steps without an event, or after ``_PATIENCE_S``, whichever is
+longer.
+"""
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run, as lists show it. Numbers are ``None``, and texts empty, where the run's files do not say."""
+    """A run in a list. Numbers are None, and texts empty, if the run's files lack them."""
 
     id: str
-    """A name for URLs, the same as long as the directory stays where it is."""
+    """URL-safe name, stable while the directory stays in place."""
     path: str
     name: str
     state: State
     step: int
-    """The newest logged step."""
+    """Newest logged step."""
     steps: int
-    """The step after which the run is complete."""
+    """Last step of the run."""
     saved_step: int
-    """The newest step with a checkpoint on disk."""
+    """Newest step with a checkpoint on disk."""
     loss: float | None
     """Training loss of the last logged step, in nats a token."""
     held_out_loss: float | None
@@ -144,7 +151,7 @@ class RunRow:
     ranks: int
     device: str
     commit: str
-    """The Git commit of the code that the newest attempt ran; ``+`` after it says that files differed from it."""
+    """Git commit of the newest attempt's code; ``+`` after it marks uncommitted changes."""
     attempts: int
     tags: tuple[str, ...]
     note: str
@@ -152,55 +159,57 @@ class RunRow:
     """Hash of the final weights; empty while the run is not complete."""
     data_fingerprint: str
     lineage: tuple[Origin, ...]
-    """The checkpoints that the run descends from, the oldest first."""
+    """Checkpoints that the run descends from, the oldest first."""
     problems: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """All of a row that follows from files alone."""
+class RowFacts:
+    """Everything in a row that follows from files alone."""
 
     row: RunRow
-    """Its ``state`` means nothing yet."""
+    """Its ``state`` is not set yet."""
     has_begun: bool
     """True if a start has written an event, or has taken the directory or a node, and ended."""
     ended: Literal["", "finished", "stopped", "failed"]
-    """How the newest attempt ended, as far as it said so."""
+    """Logged end of the newest attempt."""
     waits: bool
-    """True if its fleet waits for nodes, or an engine has it in its queue."""
+    """True if its fleet waits for nodes, or it is queued in an engine."""
     pace_s: float
-    """Seconds between the newest events of steps."""
+    """Seconds between the newest step events."""
     led_s: float = 0.0
-    """The time of the newest status of a fleet's coordinator (unix seconds)."""
+    """Time of the newest status of a fleet's coordinator (unix seconds)."""
 
 
-def row_of(facts: RunFacts, held: bool | None, now: float) -> RunRow:
-    """The row at the time ``now``; ``held`` says whether a process holds the run directory, ``None`` that nobody here can tell."""
-    return replace(facts.row, state=_state(facts, held, now))
+def row_of(facts: RowFacts, is_locked: bool | None, now: float) -> RunRow:
+    """Return the row at the time ``now``. ``is_locked`` is True if a process holds the run directory, None if
+    unknown.
+    """
+    return replace(facts.row, state=_state(facts, is_locked, now))
 
 
-def _state(facts: RunFacts, held: bool | None, now: float) -> State:
+def _state(facts: RowFacts, is_locked: bool | None, now: float) -> State:
     if facts.ended == "finished":
         return "finished"
-    if held is False and now - facts.led_s > _LED_S:
+    if is_locked is False and now - facts.led_s > _LED_S:
         return facts.ended or ("failed" if facts.has_begun else "waiting")
     patience_s = max(_PATIENCE_S, _STEPS_OF_PATIENCE * facts.pace_s)
     fresh = now - (facts.row.updated or 0.0) < patience_s
-    if not held and facts.ended:
+    if not is_locked and facts.ended:
         return facts.ended
-    if facts.waits or (not facts.has_begun and (held or fresh)):
+    if facts.waits or (not facts.has_begun and (is_locked or fresh)):
         return "waiting"
     return "running" if fresh else "silent"
 
 
 def run_id(path: Path) -> str:
-    """A name for URLs of the run in a directory: the folder's name and 8 digits of its place."""
+    """Return a URL-safe name of the run in a directory: the folder's name and 8 digits of a hash of its path."""
     place = os.path.abspath(path)
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', os.path.basename(place))[:48]}-{sha256(os.fsencode(place)).hexdigest()[:8]}"
 
 
-def read_facts(path: Path) -> RunFacts:
-    """Reads what the files of a run directory say. Raises nothing but what a defect raises: what cannot be read is a problem of the row."""
+def read_facts(path: Path) -> RowFacts:
+    """Read the files of a run directory. Raises nothing: unreadable files are listed as problems of the row."""
     directory = RunDirectory(path)
     problems: list[str] = []
     table = _run_file(directory, problems)
@@ -266,7 +275,7 @@ def read_facts(path: Path) -> RunFacts:
     has_begun = (
         bool(tail.last_s) or _has_ended_job(path) or (row.attempts > 0 and not (path / SUBMITTED).exists())
     )
-    return RunFacts(row, has_begun, ended, waits, pace_s, led_s)
+    return RowFacts(row, has_begun, ended, waits, pace_s, led_s)
 
 
 def _has_ended_job(path: Path) -> bool:
@@ -314,11 +323,11 @@ def _record(directory: RunDirectory, problems: list[str]) -> Mapping[str, object
 
 
 def _json(path: Path, problems: list[str]) -> Mapping[str, object]:
-    """A JSON object that need not be there."""
+    """Return the JSON object in an optional file."""
     try:
-        found = plain_json(read_small(path))
-        if isinstance(found, dict):
-            return found
+        content = plain_json(read_small(path))
+        if isinstance(content, dict):
+            return content
         problems.append(f"{path} is damaged: it is no JSON object")
     except FileNotFoundError:
         pass

@@ -1,8 +1,10 @@
-"""Differences between the time when a run was trained and now, here: code, packages, machine, data, and the bits of its kernels.
+"""Differences between the time when a run was trained and now, here: code, packages, machine, data, and the bits of
+its kernels.
 
-The record of the run's newest start says what was then. Each difference is weighed: *bits* (its numbers will be others), *perhaps* (they may be:
-another library, another processor) or *no* (they cannot be, by what this project promises; the speed may). What settles it are the probes: small
-computations of the run's own shapes, whose bits were recorded. They are computed again here, where PyTorch is at hand.
+The past is the record of the run's newest start. Each difference has a weight: *bits* (the numbers will differ),
+*perhaps* (they may: another library or processor) or *no* (they cannot, by this project's promises; the speed may).
+The probes decide: small computations of the run's own shapes, whose bits were recorded. They are computed again here,
+with the installed PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.resolve import found_again
 from phalanx.run.spec import RunSpec
 from phalanx.store.store import StoreError
-from phalanx_watch.runs.recorded import Recorded
+from phalanx_watch.runs.recorded import RunRecording
 
 Weight = Literal["bits", "perhaps", "no"]
 _MOST_PACKAGES = 12
@@ -28,55 +30,55 @@ _CORE = frozenset(package_versions()) | {"torch", "numpy", "triton"}
 
 @dataclass(frozen=True)
 class Changed:
-    """Something that is not as it was."""
+    """A difference between then and now."""
 
     what: str
     then: str
     now: str
     weight: Weight
-    """Whether it changes the bits of the weights."""
+    """Effect on the bits of the weights."""
     remedy: str = ""
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a run's numbers come from, besides its run file."""
+class RunEnvironment:
+    """Inputs of a run's numbers besides its run file."""
 
     code: Mapping[str, object]
     packages: Mapping[str, str]
-    """All installed distributions where they are known, else those that matter most."""
+    """All installed distributions if known, else the most important ones."""
     processor: str
     accelerators: tuple[str, ...]
     driver: str
     variables: Mapping[str, str]
     data_fingerprint: str
-    """The fingerprint of the data, or in words why they cannot be had."""
+    """Fingerprint of the data, or the reason why it is unavailable."""
     probes: Mapping[str, str]
 
 
-def then(found: Recorded, packages: str) -> Surroundings:
-    """What was recorded of a run; ``packages`` is the list of all that was installed, empty if it is not known."""
-    environment = found.environment
-    machine = found.machines[0] if found.machines else None
+def then(recording: RunRecording, packages: str) -> RunEnvironment:
+    """Return the recorded environment of a run; ``packages`` is the list of installed packages, empty if unknown."""
+    environment = recording.environment
+    machine = recording.machines[0] if recording.machines else None
     host = environment.get("host")
     processor = str(host.get("cpu_model", "")) if isinstance(host, dict) else ""
-    return Surroundings(
+    return RunEnvironment(
         code=_table(environment.get("code")),
         packages={**_texts(environment.get("packages")), **parse_packages(packages)},
         processor=machine.cpu_model if machine else processor,
         accelerators=machine.accelerators if machine else (),
         driver=machine.driver if machine else "",
         variables=_texts(environment.get("variables")),
-        data_fingerprint=found.row.data_fingerprint,
+        data_fingerprint=recording.row.data_fingerprint,
         probes=_texts(environment.get("numerics")),
     )
 
 
-def now(spec: RunSpec, directory: RunDirectory, probes: Mapping[str, str]) -> Surroundings:
-    """What is here; ``probes`` are those of this machine, empty if they were not computed."""
+def now(spec: RunSpec, directory: RunDirectory, probes: Mapping[str, str]) -> RunEnvironment:
+    """Return the present environment; ``probes`` are those of this machine, empty if not computed."""
     machine, packages = this_machine("", 0)
     patch = code_patch()
-    return Surroundings(
+    return RunEnvironment(
         code={**code_version(), **(patch.facts() if patch else {})},
         packages={**package_versions(), **parse_packages(packages)},
         processor=machine.cpu_model,
@@ -96,9 +98,9 @@ def _data_now(spec: RunSpec, directory: RunDirectory) -> str:
         return f"not to be had: {error}"
 
 
-def changes(was: Surroundings, here: Surroundings) -> list[Changed]:
-    """What is not as it was; what surely changes bits first."""
-    found = [
+def changes(was: RunEnvironment, here: RunEnvironment) -> list[Changed]:
+    """Return the differences, those that surely change bits first."""
+    differences = [
         *_data(was, here),
         *_probes(was, here),
         *_code(was, here),
@@ -107,16 +109,16 @@ def changes(was: Surroundings, here: Surroundings) -> list[Changed]:
         *_variables(was.variables, here.variables),
     ]
     order = ("bits", "perhaps", "no")
-    return sorted(found, key=lambda one: order.index(one.weight))
+    return sorted(differences, key=lambda change: order.index(change.weight))
 
 
-def _data(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
+def _data(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
     if was.data_fingerprint != here.data_fingerprint:
         remedy = "put the dataset back where it was, or name a copy of it: --set data.path=PATH"
         yield Changed("data", was.data_fingerprint, here.data_fingerprint, "bits", remedy)
 
 
-def _probes(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
+def _probes(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
     if not was.probes or not here.probes:
         return
     names = [name for name, value in was.probes.items() if here.probes.get(name, value) != value]
@@ -131,7 +133,7 @@ def _probes(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
         )
 
 
-def _code(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
+def _code(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
     weights: Mapping[str, tuple[str, Weight]] = {
         "version": ("version of phalanx", "perhaps"),
         "git_commit": ("commit", "perhaps"),
@@ -179,7 +181,7 @@ def _packages(was: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Chang
         )
 
 
-def _machine(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
+def _machine(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
     facts = (
         ("processor", was.processor, here.processor),
         ("accelerators", _kinds(was.accelerators), _kinds(here.accelerators)),
@@ -193,20 +195,20 @@ def _machine(was: Surroundings, here: Surroundings) -> Iterator[Changed]:
 
 
 def _variables(was: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Changed]:
-    """Variables that were set then and are others now; those that only processes of a run have are no news."""
+    """Yield the variables that were set then and differ now; variables of run processes only are skipped."""
     for name in was:
         if name in here and was[name] != here[name]:
             yield Changed(name, was[name], here[name], "no")
 
 
 def parse_packages(listed: str) -> dict[str, str]:
-    """Packages by name of a list of requirements, as ``machines.installed_packages`` writes it."""
+    """Return packages by name from a list of requirements, as ``machines.installed_packages`` writes it."""
     pairs = (line.partition("==") for line in listed.splitlines())
     return {name: version for name, separator, version in pairs if separator}
 
 
 def requirements(listed: str) -> str:
-    """The list without this project itself and the tools that every environment has of its own."""
+    """Return the list without this project and the tools that every environment has."""
     left_out = ("phalanx-train", "pip", "setuptools", "wheel")
     return "".join(
         f"{name}=={version}\n" for name, version in parse_packages(listed).items() if name not in left_out

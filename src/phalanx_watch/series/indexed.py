@@ -1,8 +1,9 @@
-"""Reads logged steps from the index beside an event stream, and holds it against the stream: a hundred thousand steps in some milliseconds.
+"""Reader of logged steps from the index of an event stream, verified against the stream: a hundred thousand steps in
+some milliseconds.
 
-The index (``observe/event_log.py``) may be torn, old, or of another stream, and the stream is the truth. So records count only where their checksum is
-right, they follow each other in the stream, and some of each chunk say exactly what their lines say; lines that have no record are given as text, to
-be parsed as if there were no index. From the first chunk that does not hold on, everything is.
+The index (``observe/event_log.py``) may be torn, old, or of another stream, and the stream is authoritative. Records
+count only if their checksum is valid, they are contiguous in the stream, and a sample of each chunk equals its lines.
+Lines without a record are returned as text, to be parsed normally. After the first invalid chunk, all lines are.
 """
 
 from __future__ import annotations
@@ -32,15 +33,17 @@ from phalanx.run.directory.files import open_regular
 from phalanx_watch.series.table import LATEST_S, step_row
 
 CHUNK_RECORDS = 1 << 16
-"""Records that are read at once: 6 MiB."""
+"""Records per read: 6 MiB."""
 _MOST_ROWS_AHEAD = 1 << 17
-"""A file may claim any length."""
+"""Limit on rows that are reserved, since a file may claim any length."""
 _MOST_GAP_BYTES = 1 << 20
-"""After a longer stretch without records the rest is parsed: no line in a shorter one can be too long for an event."""
+"""Longest gap without records; after a longer one the rest is parsed. No line in a shorter gap can be too long for
+an event.
+"""
 _MOST_GAPS_BYTES = 1 << 25
-"""The most bytes without records in one chunk, whose lines are held at once."""
+"""Most bytes without records in one chunk, whose lines are in memory at once."""
 _HELD_AGAINST = 8
-"""Records of a chunk that are held against their lines."""
+"""Records of a chunk that are compared with their lines."""
 _PLACES = {"offset": "<u8", "t": "<f8", "length": "<u4", "step": "<i4", "has_ledger": "<u4", "attempt": "<i4"}
 _RECORD = np.dtype(
     [*_PLACES.items(), ("tokens", "<f8"), ("loss", "<f8"), *((name, "<f4") for name in FINE), ("sum", "<u8")]
@@ -52,27 +55,27 @@ Records = NDArray[np.void]
 
 @dataclass(frozen=True)
 class Stretch:
-    """A part of a stream: lines that have no record, each with its offset, and then steps, as records."""
+    """Part of a stream: lines without a record, each with its offset, and then steps, as records."""
 
     lines: tuple[tuple[int, bytes], ...]
     records: Records
 
     @property
     def may_hold_a_step(self) -> bool:
-        """False if none of the lines can be about a step: a step's has the word, as it is or with letters as numbers."""
+        """False if no line can be a step: a step's line contains the word, literally or escaped."""
         return any(b"Step" in line or b"\\u" in line for _, line in self.lines)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What was read of an index at once: stretches that follow each other, and the records of all of them."""
+    """Result of one read of an index: contiguous parts, and the records of all of them."""
 
     stretches: tuple[Stretch, ...] = ()
     records: Records = field(default_factory=lambda: np.zeros(0, _RECORD))
 
 
 class StepIndex:
-    """The index of one stream, read once from its beginning to where it ends or does not hold."""
+    """Index of one stream, read once from its start to its end or to the first invalid chunk."""
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class StepIndex:
         self._stream: tuple[int, int] | None = None
 
     def next_chunk(self, events: Path) -> Chunk:
-        """The next part of the stream at ``events``; sets ``over`` where there is no more, as where one of the files cannot be read."""
+        """Return the next part of the stream at ``events``. Sets ``over`` at the end, or if a file cannot be read."""
         try:
             with open_regular(self.path) as file, open_regular(events) as stream:
                 return self._chunk(file, stream)
@@ -109,13 +112,13 @@ class StepIndex:
 
     def _chunk(self, file: BinaryIO, stream: BinaryIO) -> Chunk:
         status = os.fstat(stream.fileno())
-        known, self._stream = self._stream, (status.st_dev, status.st_ino)
+        before, self._stream = self._stream, (status.st_dev, status.st_ino)
         # A buffer for more than is there would cost ten times the reading: its memory is new, and given back.
         there = max(0, os.fstat(file.fileno()).st_size - self._at)
         self.rows_ahead = min(there // RECORD_BYTES, _MOST_ROWS_AHEAD)
         raw = os.pread(file.fileno(), min(self._chunk_records * RECORD_BYTES, there), self._at)
-        whole = known in (None, self._stream) and os.pread(file.fileno(), len(TITLE), 0) == TITLE
-        records = _sound(raw) if whole else np.zeros(0, _RECORD)
+        is_sound = before in (None, self._stream) and os.pread(file.fileno(), len(TITLE), 0) == TITLE
+        records = _sound(raw) if is_sound else np.zeros(0, _RECORD)
         self._at += len(raw)
         self.over = len(raw) < self._chunk_records * RECORD_BYTES
         if not len(records):
@@ -127,7 +130,9 @@ class StepIndex:
         return Chunk(stretches, records[: sum(len(stretch.records) for stretch in stretches)])
 
     def _in_order(self, records: Records, size: int) -> bool:
-        """True if the lines follow each other from where the last chunk ended, within a stream of ``size`` bytes."""
+        """Return True if the lines are contiguous from the end of the last chunk, within a stream of ``size``
+        bytes.
+        """
         starts, ends = _places(records)
         if ends.max() > size:
             return False
@@ -151,7 +156,7 @@ class StepIndex:
 
 
 def _sound(raw: bytes) -> Records:
-    """The records whose checksum is right, and whose numbers may be those of a run, as ``step_row`` has it for a line."""
+    """Return the records with a valid checksum and plausible numbers, as ``step_row`` requires for a line."""
     raw = raw[: len(raw) - len(raw) % RECORD_BYTES]
     words = np.frombuffer(raw, "<u8").reshape(-1, RECORD_BYTES // 8)
     sound = words @ _MIXERS + np.uint64(SEED) == words[:, -1]
@@ -162,13 +167,13 @@ def _sound(raw: bytes) -> Records:
 
 
 def _places(records: Records) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where the line of each record begins, and where it ends."""
+    """Return the begin and end of each record's line."""
     starts = np.minimum(records["offset"], np.uint64(1 << 62)).astype(np.int64)
     return starts, starts + records["length"].astype(np.int64)
 
 
 def _agree(records: Records, stream: BinaryIO) -> bool:
-    """True if some of the records, the first and the last among them, say what their lines say."""
+    """Return True if a sample of the records, with the first and the last, equals their lines."""
     for number in np.unique(np.linspace(0, len(records) - 1, _HELD_AGAINST).astype(np.int64)).tolist():
         record = records[number]
         offset, length = int(record["offset"]), int(record["length"])
@@ -189,5 +194,5 @@ def _lines(gap: bytes, offset: int) -> Iterator[tuple[int, bytes]]:
 
 
 def columns_of(records: Records) -> dict[str, NDArray[np.generic]]:
-    """The columns of the records, as a table takes them."""
+    """Return the columns of the records, as a table takes them."""
     return {name: records[name] for name in _RECORD.names or () if name not in ("length", "sum")}

@@ -1,11 +1,11 @@
-"""Numbers of one run, followed as its event file grows: logged steps in a table, and events in lists that are bounded.
+"""Numbers of one run, followed as its event file grows: logged steps in a table, and events in bounded lists.
 
-A refresh reads what was appended since the last one, for a given time at most: a file of gigabytes is read over several requests, each
-of which answers with what is known so far. Nothing here writes, locks or waits, so a run never notices.
+A refresh reads the appended bytes, within a time budget: a file of gigabytes is read over several requests, each of
+which returns the numbers so far. Nothing here writes, locks or waits, so a run is never disturbed.
 
-A step's event carries the ledger up to it, so of many steps in a row the last one tells what they all took, unless a checkpoint, a
-restart or a step that was skipped divides them. The steps next to such a place are kept, and read again from the file at their offsets:
-``phalanx.observe.goodput`` then gives exactly what it gives of all events (a test holds it to that).
+A step's event has the ledger up to it. So the last of consecutive steps has the time of all of them, unless a
+checkpoint, a restart or a skipped step divides them. The steps next to such a place are kept, and read again from the
+file at their offsets: ``phalanx.observe.goodput`` then returns the same result as from all events.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _SLOW = (IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE)
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Something that happened: at which step, when, of what kind."""
+class CurveMark:
+    """An event to mark on a curve: its step, time and kind."""
 
     step: int
     t: float
@@ -67,13 +67,13 @@ class Mark:
     text: str
 
 
-def mark_of(event: Event, step: int) -> Mark | None:
-    """The mark of an event, or ``None``; ``step`` is the last one that was logged before it."""
-    found = _mark(event, step)
-    if found is None:
+def mark_of(event: Event, step: int) -> CurveMark | None:
+    """Return the mark of an event, or None; ``step`` is the last logged step before it."""
+    mark = _mark(event, step)
+    if mark is None:
         return None
-    at, kind, text = found
-    return Mark(at, event.t, kind, text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ...")
+    at, kind, text = mark
+    return CurveMark(at, event.t, kind, text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ...")
 
 
 def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
@@ -92,10 +92,10 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
         case Restored(step=at, source=source, seconds=seconds, reason=reason):
             after = f" ({reason})" if reason else ""
             took = format_duration(seconds)
-            return at, "recovery", f"goes on from step {at:,}, restored from {source} in {took}{after}"
-        case NonFinite(step=at, what=what, skipped=skipped):
+            return at, "recovery", f"continues from step {at:,}, restored from {source} in {took}{after}"
+        case NonFinite(step=at, what=detail, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
-            return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {what}"
+            return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {detail}"
         case Evaluated(step=at, loss=loss):
             return at, "evaluation", f"held-out loss {loss:.4f} after step {at:,}"
         case RanksChanged(step=at, ranks=ranks, reason=reason):
@@ -127,7 +127,7 @@ MOST_MARKS = 20_000
 MOST_STARTS = 10_000
 MOST_EVALUATIONS = 5_000
 MOST_OTHERS = 200_000
-"""Lines that are no steps, of which it is remembered where they are."""
+"""Most lines other than steps whose offsets are kept."""
 MOST_MEMORY_KINDS = 16
 USUAL_BUDGET_S = 1.5
 _NEWEST = 256
@@ -137,7 +137,7 @@ _UNREADABLE = (ValueError, RecursionError, OverflowError)
 
 @dataclass(frozen=True)
 class SeriesState:
-    """What a series has read, without what follows from the lines at ``others``."""
+    """Content of a series, without what follows from the lines at ``others``."""
 
     position: Position
     rows: int
@@ -148,10 +148,10 @@ class SeriesState:
 
 
 class RunSeries:
-    """What is known of one run's events. Several threads may use one: each holds ``lock`` while it reads what is here."""
+    """Series of one run's events. Threads must hold ``lock`` while they read it."""
 
     def __init__(self, path: Path, *, chunk_records: int = CHUNK_RECORDS) -> None:
-        """``chunk_records``: Records of the index of steps that are read at once."""
+        """``chunk_records`` is the number of index records per read."""
         self.directory = RunDirectory(path)
         self.lock = threading.RLock()
         self._tail = FileTail(self.directory.events)
@@ -163,7 +163,7 @@ class RunSeries:
 
     def _begin(self) -> None:
         self.table = StepTable()
-        self.marks: deque[Mark] = deque(maxlen=MOST_MARKS)
+        self.marks: deque[CurveMark] = deque(maxlen=MOST_MARKS)
         self.starts: deque[Event] = deque(maxlen=MOST_STARTS)
         """The events of kind ``RunStarted``."""
         self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
@@ -185,26 +185,28 @@ class RunSeries:
 
     @property
     def version(self) -> tuple[int, int]:
-        """Changes whenever something was read."""
+        """Changes with every read."""
         return self.restarts, self._tail.read_bytes
 
     @property
     def unread(self) -> tuple[int, int] | None:
-        """Bytes that were read and bytes that there are, while a refresh has not reached the end of the file."""
+        """Bytes read and bytes in total, while the end of the file is not reached; else None."""
         return (self._tail.read_bytes, self._tail.size_bytes) if self._more else None
 
     @property
     def dropped_lines(self) -> int:
-        """Lines that were longer than any event."""
+        """Number of lines that are too long for an event."""
         return self._tail.dropped_lines
 
     @property
     def nbytes(self) -> int:
-        """Memory that this takes, about."""
+        """Approximate memory."""
         return self.table.nbytes + 400 * len(self.marks) + 100 * len(self.others) + 4000 * len(self.starts)
 
     def refresh(self, budget_s: float = USUAL_BUDGET_S) -> None:
-        """Reads what was appended, for about so long; ``unread`` tells whether more is there. Raises nothing: see ``problem``."""
+        """Read appended bytes for about ``budget_s`` seconds; ``unread`` shows what is left. Raises nothing: see
+        ``problem``.
+        """
         with self.lock:
             until_s = time.monotonic() + budget_s
             try:
@@ -225,7 +227,9 @@ class RunSeries:
                 self.problem = f"cannot read {self._tail.path}: {error.strerror}"
 
     def _take_index(self, until_s: float) -> bool:
-        """Takes what the index beside the file knows, and the lines between, for as long as there is time; returns False if it took all."""
+        """Take the records of the index, and the lines between, within the time limit; return False if all were
+        taken.
+        """
         while not self._index.over and self._tail.read_bytes == self._index.read_bytes:
             chunk = self._index.next_chunk(self._tail.path)
             if chunk.stretches:  # else there may be no stream yet
@@ -237,7 +241,7 @@ class RunSeries:
         return False
 
     def _take_chunk(self, chunk: Chunk) -> None:
-        """Takes stretches in their order; all their steps at once where no line between them can be one."""
+        """Take parts in order, and all their steps at once if no line between them can be a step."""
         at_once = not any(stretch.may_hold_a_step for stretch in chunk.stretches)
         before = self.table.rows
         if at_once:
@@ -255,7 +259,7 @@ class RunSeries:
         self.last_t = float(self.table.column("t")[-1])
 
     def state(self) -> SeriesState:
-        """What was read so far, to go on from in another process."""
+        """Return the content, to resume from in another process."""
         with self.lock:
             return SeriesState(
                 position=self._tail.position(),
@@ -267,7 +271,7 @@ class RunSeries:
             )
 
     def resume(self, state: SeriesState) -> None:
-        """Goes on from ``state``, if the file is still the one that it was read from. Raises ``OSError``, ``ValueError``."""
+        """Resume from ``state``, if the file is the same. Raises ``OSError``, ``ValueError``."""
         with self.lock:
             if not self._tail.resume(state.position):
                 return
@@ -311,7 +315,9 @@ class RunSeries:
             self.torn_lines += 1
 
     def _take_other(self, line: bytes, offset: int, before: int) -> None:
-        """Takes a line that the quick way does not understand, written after so many rows; the table may have later ones already."""
+        """Take a line that the fast path does not parse, written after ``before`` rows; the table may have later
+        ones already.
+        """
         try:
             event = decode(line)
         except _UNREADABLE:
@@ -355,22 +361,24 @@ class RunSeries:
 
     @property
     def last_step(self) -> int:
-        """The step that was logged last; 0 before the first."""
+        """Last logged step; 0 before the first."""
         return self._step_before(self.table.rows)
 
     def _step_before(self, rows: int) -> int:
-        """The step of the last of the first ``rows`` rows; 0 if there are none."""
+        """Return the step of the last of the first ``rows`` rows; 0 if there are none."""
         return int(self.table.column("step")[rows - 1]) if rows else 0
 
     def curve_names(self) -> list[str]:
-        """The names of the curves that have a value anywhere."""
+        """Return the names of the curves that have a value."""
         with self.lock:
-            known = [name for name in NAMES if _has_value(self.table.column(name))]
-            return [*known, *sorted(self.table.sparse)]
+            names = [name for name in NAMES if _has_value(self.table.column(name))]
+            return [*names, *sorted(self.table.sparse)]
 
 
 def _has_value(column: NDArray[np.generic]) -> bool:
-    """True if a number of the column is finite: one of the newest, as a rule, so that the others need not be looked at."""
+    """Return True if a number of the column is finite. It is usually one of the newest, so these are checked
+    first.
+    """
     return any(bool(np.isfinite(part.astype(np.float64)).any()) for part in (column[-_NEWEST:], column))
 
 
@@ -381,30 +389,33 @@ _MOST_WITHOUT_LEDGER = 20_000
 
 
 def thinned_events(run: RunSeries) -> list[Event]:
-    """The events of a run, in the order written, without steps that change nothing in its accounts. Raises ``OSError``."""
+    """Return the events of a run, in the order written, without steps that do not affect its accounts. Raises
+    ``OSError``.
+    """
     with run.lock:
         others = list(run.others)
         offsets = run.table.column("offset").astype(np.int64)
-        told = _read(run, [offset for _, offset in others])
-        rows = _rows(run, [row for row, _ in others], list(told.values()))
+        events_by_offset = _read(run, [offset for _, offset in others])
+        rows = _rows(run, [row for row, _ in others], list(events_by_offset.values()))
     steps = _read(run, offsets[rows].tolist())
-    return [event for _, event in sorted((told | steps).items())]
+    return [event for _, event in sorted((events_by_offset | steps).items())]
 
 
 def _read(run: RunSeries, offsets: list[int]) -> dict[int, Event]:
-    """The events at the offsets; one that is no longer there is left out."""
-    found = {}
+    """Return the events at the offsets; missing ones are left out."""
+    events_by_offset = {}
     for offset, line in zip(offsets, read_lines_at(run.directory.events, offsets), strict=True):
         try:
-            found[offset] = decode(line)
+            events_by_offset[offset] = decode(line)
         except _UNREADABLE:
             continue
-    return found
+    return events_by_offset
 
 
-def _rows(run: RunSeries, places: list[int], told: list[Event]) -> Integers:
-    """The rows that are kept: at the ends of each attempt, beside each event that is no step, and beside each step at which the
-    accounts may be divided."""
+def _rows(run: RunSeries, places: list[int], events: list[Event]) -> Integers:
+    """Return the kept rows: at the ends of each attempt, next to each event other than a step, and next to each
+    step that may divide the accounts.
+    """
     count = run.table.rows
     if not count:
         return np.zeros(0, np.int64)
@@ -417,7 +428,7 @@ def _rows(run: RunSeries, places: list[int], told: list[Event]) -> Integers:
     broken = np.flatnonzero((steps[1:] <= steps[:-1]) | (attempts[1:] != attempts[:-1])) + 1
     firsts = np.concatenate(([0], broken))
     lasts = np.concatenate((broken, [count])) - 1
-    cuts = [event.body.step for event in told if isinstance(event.body, CheckpointSaved | Restored)]
+    cuts = [event.body.step for event in events if isinstance(event.body, CheckpointSaved | Restored)]
     divisions = np.unique(np.concatenate((np.array(cuts, np.int64), steps[firsts] - 1)))
     for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
         kept[[first, last, first + int(np.argmax(times[first : last + 1]))]] = True

@@ -1,14 +1,16 @@
-"""Logged steps of a run in columns: decoded from their lines, kept in 77 bytes a step, and reduced to the columns of a picture.
+"""Logged steps of a run in columns: decoded from their lines, stored in 77 bytes per step, and reduced to the columns
+of a picture.
 
-Every logged step has a row, in the order written, with those that a restart had computed again. Numbers that tell where and when
-(step, time, tokens) and the loss are kept as they were logged; the others in single precision, which is more than any screen shows.
+Every logged step has a row, in the order written, including steps that a restart computed again. Positions (step,
+time, tokens) and the loss keep their precision; the other numbers are fp32, which exceeds any screen.
 
-Each column of the picture keeps the lowest and the highest value in it, for the band, and one value for the line: its median, so that the
-trend of a noisy quantity is seen. Where an extreme stands out of the bands beside it, the line has that extreme: a spike of one step in a hundred
-thousand is still drawn. Averages would show a run that never was. Numbers that are not finite count as missing.
+Each column of the picture has the minimum and maximum for the band, and one value for the line: the median, which
+shows the trend of a noisy quantity. If an extreme stands out of the neighboring bands, the line has that extreme, so
+a spike of one step in a hundred thousand is still drawn. Averages would show values that never occurred. Numbers that
+are not finite count as missing.
 
-A run of 100,000 steps has 100,000 such lines and a few thousand others. What the quick way does not understand (another kind, a type
-that is not the usual one, a torn line) is left to ``phalanx.observe.events.decode``, which decides what it is.
+A run of 100,000 steps has 100,000 such lines and a few thousand others. A line that the fast path does not parse
+(another kind, an unusual type, a torn line) goes to ``phalanx.observe.events.decode``.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ Integers = npt.NDArray[np.int64]
 KEPT_WHOLE = ("step", "attempt", "offset", "t", "tokens", "loss")
 LOGGED = (*FINE, "has_ledger")
 LATER = ("eval_loss", "eval_bits_per_byte")
-"""Columns of numbers that other events bring, at the step to which they belong."""
+"""Columns that other events fill, at the step to which they belong."""
 NAMES = ("loss", *(name for name in LOGGED if name != "has_ledger"), *LATER)
-"""The curves that there may be, but for those of memory by kind."""
+"""All possible curves, except memory by kind."""
 ROW = (*KEPT_WHOLE, *LOGGED)
-"""The order of numbers in a row (``phalanx.observe.event_log.Row``)."""
+"""Order of numbers in a row (``phalanx.observe.event_log.Row``)."""
 _TYPES: dict[str, npt.DTypeLike] = {
     **dict.fromkeys((*LOGGED, *LATER), np.float32),
     **dict.fromkeys(("t", "tokens", "loss"), np.float64),
@@ -48,14 +50,14 @@ _MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Column:
-    """A column that not every run has, such as memory of a kind: its rows and values."""
+    """A sparse column, such as memory of a kind: its rows and values."""
 
     rows: list[int]
     values: list[float]
 
 
 class StepTable:
-    """Columns that grow by rows."""
+    """Growing columns of logged steps."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -67,35 +69,36 @@ class StepTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the columns take."""
+        """Return the bytes of the columns."""
         return sum(column.nbytes for column in self._columns.values()) + 100 * sum(
             len(column.rows) for column in self.sparse.values()
         )
 
     def to_bytes(self) -> dict[str, bytes]:
-        """The columns, as they are in memory."""
+        """Return the columns, as they are in memory."""
         return {name: self.column(name).tobytes() for name in self._columns}
 
     @staticmethod
     def from_bytes(rows: int, columns: dict[str, bytes]) -> StepTable:
-        """The inverse of ``to_bytes``. Raises ``ValueError`` and ``KeyError`` if a column is missing or not of that length."""
+        """Invert ``to_bytes``. Raises ``ValueError`` and ``KeyError`` if a column is missing or of another length."""
         table = StepTable()
         for name, dtype in _TYPES.items():
-            found = np.frombuffer(columns[name], dtype)
-            if len(found) != rows:
-                raise ValueError(f"the column {name} has {len(found)} rows, not {rows}")
-            table._columns[name] = found.copy() if rows else np.empty(_FIRST_ROWS, dtype)
+            values = np.frombuffer(columns[name], dtype)
+            if len(values) != rows:
+                raise ValueError(f"the column {name} has {len(values)} rows, not {rows}")
+            table._columns[name] = values.copy() if rows else np.empty(_FIRST_ROWS, dtype)
         table.rows = rows
         return table
 
     def column(self, name: str) -> npt.NDArray[np.generic]:
-        """The values of all rows. Raises ``KeyError`` for a name that no table has."""
+        """Return the values of all rows. Raises ``KeyError`` for an unknown name."""
         return self._columns[name][: self.rows]
 
     def append(self, rows: Sequence[Sequence[float | str | None]]) -> None:
-        """Adds rows in the order of ``ROW``; ``None`` and the three words for numbers that are not finite are numbers here.
+        """Add rows in the order of ``ROW``. ``None`` and the three words for numbers that are not finite are
+        accepted.
 
-        Raises ``ValueError`` if a word is none of these; nothing is added then.
+        Raises ``ValueError`` for another word; then nothing is added.
         """
         if not rows:
             return
@@ -103,7 +106,7 @@ class StepTable:
         self.append_columns({name: values[:, number] for number, name in enumerate(ROW)}, len(rows))
 
     def append_columns(self, columns: Mapping[str, npt.NDArray[np.generic]], rows: int) -> None:
-        """Adds so many rows, a column at a time: ``columns`` has those of ``ROW``."""
+        """Add ``rows`` rows by column: ``columns`` has those of ``ROW``."""
         end = self.rows + rows
         self.reserve(end)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -114,18 +117,20 @@ class StepTable:
         self.rows, self._alive = end, None
 
     def reserve(self, rows: int) -> None:
-        """Makes room for so many rows in all."""
-        held = len(self._columns["step"])
-        if rows <= held:
+        """Allocate memory for ``rows`` rows in total."""
+        capacity = len(self._columns["step"])
+        if rows <= capacity:
             return
-        wanted = max(rows, held + held // 4)
+        new_capacity = max(rows, capacity + capacity // 4)
         for name, column in self._columns.items():
-            grown = np.empty(wanted, column.dtype)
+            grown = np.empty(new_capacity, column.dtype)
             grown[: self.rows] = column[: self.rows]
             self._columns[name] = grown
 
     def set_at(self, step: int, name: str, value: float, before: int) -> None:
-        """Notes a number that belongs to ``step``, in the newest of the first ``before`` rows that is not after it; before the first step there is none."""
+        """Set a number of ``step``, in the newest of the first ``before`` rows that is not after it; ignored
+        before the first step.
+        """
         row = self._newest_row(step, before)
         if row is None:
             return
@@ -148,7 +153,7 @@ class StepTable:
         return None
 
     def alive(self) -> Integers:
-        """The rows that no later one has replaced, in order: their steps ascend. Steps computed again count as computed last."""
+        """Return the rows that no later one replaces; their steps ascend. The last computation of a step counts."""
         if self._alive is None:
             steps = self.column("step")
             least_after = np.minimum.accumulate(steps[::-1])[::-1]
@@ -165,7 +170,7 @@ LATEST_S = 1e10
 
 
 class _StepLine(msgspec.Struct):
-    """The fields of a ``Step`` that are kept."""
+    """The stored fields of a ``Step``."""
 
     kind: str
     t: float
@@ -191,16 +196,16 @@ _DECODER = msgspec.json.Decoder(_StepLine)
 
 
 def step_row(line: bytes, offset: int) -> Row | None:
-    """The row of a logged step, in the order of ``table.ROW``; ``None`` if the line is not plainly one."""
+    """Return the row of a logged step, in the order of ``ROW``; None if the line needs the general decoder."""
     if _STEP not in line:
         return None
     try:
-        found = _DECODER.decode(line)
+        step = _DECODER.decode(line)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    if found.kind != "Step" or not 0 <= found.t < LATEST_S:
+    if step.kind != "Step" or not 0 <= step.t < LATEST_S:
         return None
-    return row_of(found, found.t, found.attempt, offset, len(found.ledger) > 2)
+    return row_of(step, step.t, step.attempt, offset, len(step.ledger) > 2)
 
 
 # Reduction to as many points as a picture has columns.
@@ -208,19 +213,19 @@ def step_row(line: bytes, offset: int) -> Row | None:
 
 @dataclass(frozen=True)
 class Columns:
-    """The division of points, whose x ascends, into columns of equal width: where each column that has points begins."""
+    """Division of points, whose x ascends, into columns of equal width."""
 
     first: Integers
     """Index of each column's first point."""
     number: Integers
-    """The column of each point, counted among those that have points."""
+    """Column of each point, counted among those that have points."""
 
     def __len__(self) -> int:
         return len(self.first)
 
 
 def columns_of(x: Floats, most: int) -> Columns:
-    """Divides the range of ``x``, ascending and not empty, into at most ``most`` columns of equal width."""
+    """Divide the range of ``x``, ascending and not empty, into at most ``most`` columns of equal width."""
     low, high = float(x[0]), float(x[-1])
     width = (high - low) / most or 1.0
     place = np.minimum((x - low) / width, most - 1).astype(np.int64)
@@ -232,7 +237,7 @@ def columns_of(x: Floats, most: int) -> Columns:
 
 @dataclass(frozen=True)
 class Reduced:
-    """One value a column for the line, and the extremes; NaN where a column has no finite value."""
+    """One value per column for the line, and the extremes; NaN if a column has no finite value."""
 
     y: Floats
     lo: Floats
@@ -272,7 +277,7 @@ def _beside(values: Floats, extreme: np.ufunc) -> Floats:
 
 
 def rounded(values: Floats, digits: int = 7) -> list[float | None]:
-    """The values in so many significant digits, for text; ``None`` for what is not finite."""
+    """Return the values rounded to ``digits`` significant digits; None for values that are not finite."""
     with np.errstate(all="ignore"):
         magnitude = np.floor(np.log10(np.abs(values)))
         scale = 10.0 ** (digits - 1 - magnitude)

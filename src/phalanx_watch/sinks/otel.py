@@ -1,13 +1,18 @@
-"""OpenTelemetry: the metrics of the run under the names that Prometheus gets, and its epochs, recoveries, checkpoints and evaluations as spans, by OTLP
-over HTTP.
+"""OpenTelemetry sink, by OTLP over HTTP: metrics under their Prometheus names, and epochs, recoveries, checkpoints
+and evaluations as spans.
 
-Where to is OpenTelemetry's own business: OTEL_EXPORTER_OTLP_ENDPOINT and its relatives, by default a collector on this machine.
+The destination is OpenTelemetry's own configuration (OTEL_EXPORTER_OTLP_ENDPOINT and others), by default a collector
+on this machine.
 
-* Numbers are observed when the SDK's reader asks for them (OTEL_METRIC_EXPORT_INTERVAL), from the same table as ``/metrics``. Sums are exported as gauges: a
-  fleet's epochs are attempts, each exported by a process that may be new, so a backend's idea of a counter's start would be wrong at every recovery.
-* All spans of a run have one trace, whose identity follows from the run's name and folder, and each span's identity from what it is of: an epoch that is
-  sent again (``phalanx sinks fill``) is the same span. Numbers of the past cannot be sent again; the SDK stamps them with the present.
-* An epoch's span ends when its rank closes the sink; one that is killed takes its own span along, and the spans within it remain.
+Metrics are observed when the SDK's reader collects them (OTEL_METRIC_EXPORT_INTERVAL), from the same table as
+``/metrics``. Sums are exported as gauges. A fleet's epochs are attempts, each exported by a process that may be new,
+so a backend would place a counter's start wrongly at every recovery.
+
+All spans of a run have one trace id, derived from the run's name and folder. Each span id is derived from its
+content: an epoch that is sent again (``phalanx sinks fill``) is the same span. Past numbers cannot be sent again,
+because the SDK stamps them with the present.
+
+An epoch's span ends when its rank closes the sink. A killed rank loses its own span; the spans within it remain.
 """
 
 from __future__ import annotations
@@ -41,10 +46,10 @@ MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 class OtelSink:
-    """Feeds the SDK's providers of metrics and spans."""
+    """Sink that feeds the SDK's metric and span providers."""
 
     def __init__(self, run_directory: Path, run: str, reader: Any = None, exporter: Any = None) -> None:
-        """``reader`` (of metrics) and ``exporter`` (of spans) replace those of OTLP; for tests."""
+        """``reader`` (of metrics) and ``exporter`` (of spans) replace those of OTLP, for tests."""
         sdk: Any = importlib.import_module("opentelemetry.sdk.trace")
         metrics: Any = importlib.import_module("opentelemetry.sdk.metrics")
         resources: Any = importlib.import_module("opentelemetry.sdk.resources")
@@ -72,10 +77,10 @@ class OtelSink:
         return False
 
     def write(self, event: Event) -> None:
-        """Takes an event into the facts, and makes the spans that end with it."""
+        """Add an event to the facts, and create the spans that end with it."""
         self._facts.take(encode(event).rstrip())
         at_ns = round(event.t * _NS)
-        told: dict[str, Any]
+        attributes: dict[str, Any]
         if event.attempt != self._attempt and isinstance(event.body, RunStarted):
             self._end_epoch()
             self._attempt, self._stepped = event.attempt, False
@@ -86,14 +91,14 @@ class OtelSink:
                 self._stepped = True
                 self._recovered(body, at_ns)
             case CheckpointSaved() as body:
-                told = {"step": body.step, "bytes": body.size_bytes, "blocked_s": body.blocked_s}
-                self._span("checkpoint", body.step, at_ns - round(body.seconds * _NS), at_ns, told)
+                attributes = {"step": body.step, "bytes": body.size_bytes, "blocked_s": body.blocked_s}
+                self._span("checkpoint", body.step, at_ns - round(body.seconds * _NS), at_ns, attributes)
             case Evaluated() as body:
-                told = {"step": body.step, "loss": body.loss}
-                self._span("evaluation", body.step, at_ns - round(body.seconds * _NS), at_ns, told)
+                attributes = {"step": body.step, "loss": body.loss}
+                self._span("evaluation", body.step, at_ns - round(body.seconds * _NS), at_ns, attributes)
             case Restored() as body if self._epoch is not None:
-                told = {"step": body.step, "source": body.source, "moved_bytes": body.moved_bytes}
-                self._epoch.add_event("restored", told, at_ns)
+                attributes = {"step": body.step, "source": body.source, "moved_bytes": body.moved_bytes}
+                self._epoch.add_event("restored", attributes, at_ns)
             case NonFinite() as body if self._epoch is not None:
                 self._epoch.add_event("not finite", {"step": body.step, "what": body.what}, at_ns)
             case Message(level="warning" | "error", text=text) if self._epoch is not None:
@@ -102,36 +107,38 @@ class OtelSink:
                 self._end_epoch()
 
     def close(self) -> None:
-        """Sends what is left, for a bounded time."""
+        """Flush, with a timeout."""
         self._end_epoch()
         self._tracers.force_flush(_FLUSH_MS)
         self._tracers.shutdown()
         self._meters.shutdown(_FLUSH_MS)
 
     def _observer(self, derived: Derived[RunFacts]) -> Callable[[Any], Iterable[Any]]:
-        """What the SDK calls for one metric; on its own thread, while events are taken in: what is half taken is left out until the next time."""
+        """Return the SDK's callback for one metric. It runs on the SDK's thread while events arrive, and skips
+        partial updates until the next time.
+        """
 
         def observe(_options: Any) -> list[Any]:
-            found = collect([derived], self._facts, self._labels, lambda _metric, _error: None)
-            return [self._observation(value, dict(labels.pairs)) for _, labels, value in found]
+            samples = collect([derived], self._facts, self._labels, lambda _metric, _error: None)
+            return [self._observation(value, dict(labels.pairs)) for _, labels, value in samples]
 
         return observe
 
     # --- spans -----------------------------------------------------------------------------------
 
     def _recovered(self, step: Step, at_ns: int) -> None:
-        """The span of a start or recovery, from the ledger that the first step ends with, and one for each of its phases."""
+        """Create the span of a start or recovery, from the ledger of the first step, and one for each phase."""
         own_s = sum(seconds for name, seconds in step.ledger.items() if name.startswith("step."))
         end_ns = at_ns - round(own_s * _NS)
         phases = {phase.value: step.ledger[phase] for phase in PHASES if step.ledger.get(phase)}
         begin_ns = end_ns - round(sum(phases.values()) * _NS)
         name = "recovery" if any(phase.startswith("fault.") for phase in phases) else "start"
-        whole = self._open(name, self._attempt, begin_ns, {"step": step.step})
+        recovery_span = self._open(name, self._attempt, begin_ns, {"step": step.step})
         for phase, seconds in phases.items():
             until_ns = begin_ns + round(seconds * _NS)
-            self._span(phase, self._attempt, begin_ns, until_ns, {}, whole)
+            self._span(phase, self._attempt, begin_ns, until_ns, {}, recovery_span)
             begin_ns = until_ns
-        whole.end(end_ns)
+        recovery_span.end(end_ns)
 
     def _open(
         self, name: str, number: int, begin_ns: int, attributes: dict[str, Any], parent: Any = None
@@ -155,7 +162,7 @@ class OtelSink:
         self._open(name, number, begin_ns, attributes, parent).end(end_ns)
 
     def _root(self) -> Any:
-        """The run itself as a parent that nobody has to send: it is open for as long as the run."""
+        """Return the run's own span as a parent that is never sent: it is open as long as the run."""
         api, trace = self._api, _identity(self._key, 16)
         flags = api.TraceFlags(api.TraceFlags.SAMPLED)
         context = api.SpanContext(trace, _identity(f"{self._key}:run", 8), is_remote=True, trace_flags=flags)
@@ -168,25 +175,25 @@ class OtelSink:
 
 
 class _Ids:
-    """Gives the SDK the identities that were chosen for the next span."""
+    """Id generator that returns the chosen ids of the next span."""
 
     next_span = 1
 
     def generate_span_id(self) -> int:
-        """The identifier of the next span."""
+        """Return the id of the next span."""
         return self.next_span
 
     def generate_trace_id(self) -> int:
-        """Never asked: every span has a parent."""
+        """Return the same id; unused, because every span has a parent."""
         return self.next_span
 
     def is_trace_id_random(self) -> bool:
-        """They follow from what they are of."""
+        """Return False: ids are derived from the content."""
         return False
 
 
 def _identity(text: str, nbytes: int) -> int:
-    """A number that is the same for the same words, and never 0, which OpenTelemetry takes for none."""
+    """Return a number that is equal for equal words, and never 0, which OpenTelemetry reserves."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:nbytes], "big") or 1
 
 

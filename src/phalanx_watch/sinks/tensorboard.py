@@ -30,7 +30,7 @@ _POINTS = {"Step": "train/loss", "Evaluated": "eval/loss"}
 
 class TensorBoardSink:
     def __init__(self, run_directory: Path) -> None:
-        """Writes into the folder ``tensorboard`` of the run directory."""
+        """Write into the folder ``tensorboard`` of the run directory."""
         self._newest = newest_steps(run_directory / "tensorboard")
         self._writer = SummaryWriter(logdir=str(run_directory / "tensorboard"))
         self._step, self._directory = 0, run_directory

@@ -31,8 +31,8 @@ from phalanx.observe.sinks import (
 # Weights & Biases: one W&B run a run, resumed by later attempts; the x-axis is the step, the config is the resolved run file and the record of
 # the newest start; where the time went is a table.
 #
-# Offline unless WANDB_MODE says otherwise: files go to ``RUN_DIRECTORY/wandb`` and ``wandb sync`` uploads
-# them when nobody is waiting. (Online, W&B's own exit handler may wait for its upload.) The files of the newest start have all points of the run; those
+# Offline unless WANDB_MODE is set otherwise: files go to ``RUN_DIRECTORY/wandb`` and ``wandb sync`` uploads
+# them later. (Online, W&B's own exit handler may wait for its upload.) The files of the newest start have all points of the run; those
 # of earlier starts that were not uploaded are removed.
 
 
@@ -41,7 +41,7 @@ class WandbSink:
         self._directory = run_directory
         wandb: Any = importlib.import_module("wandb")  # untyped: what it exports varies by version
         self._table: Any = wandb.Table
-        # The same directory is the same W&B run, so that a restart goes on in it.
+        # The same directory is the same W&B run, so that a restart continues it.
         mode = os.environ.get("WANDB_MODE", "offline")
         offline = mode == "offline"
         identity = hashlib.sha256(str(run_directory.resolve()).encode()).hexdigest()[:16]
@@ -171,9 +171,9 @@ class TrackioSink:
 # answer gets a few attempts, and not minutes of them, which is MLflow's default.
 
 BATCH = 900
-"""Metrics a call; MLflow refuses more than 1000."""
+"""Metrics per call; MLflow refuses more than 1000."""
 PARAMETERS = 100
-"""Parameters a call; MLflow refuses more."""
+"""Parameters per call; MLflow refuses more."""
 _TAG = "phalanx.run_directory"
 _POINTS = {"Step": "train/loss", "Evaluated": "eval/loss"}
 """A metric that each event of a kind has."""
@@ -182,7 +182,7 @@ _PATIENCE = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
 }
-"""For those that the user has not set."""
+"""Defaults for unset variables."""
 
 
 class MlflowSink:
@@ -195,13 +195,15 @@ class MlflowSink:
         entities: Any = importlib.import_module("mlflow.entities")
         self._metric, self._parameter = entities.Metric, entities.Param
         own = run_directory.resolve()
-        given = os.environ.get("MLFLOW_TRACKING_URI")
-        uri = given or f"sqlite:///{own / 'mlflow.db'}"
+        configured_uri = os.environ.get("MLFLOW_TRACKING_URI")
+        uri = configured_uri or f"sqlite:///{own / 'mlflow.db'}"
         # A server has a place for artifacts; without one MLflow would take the working directory.
-        place = {} if given else {"artifact_location": (own / "mlartifacts").as_uri()}
+        place = {} if configured_uri else {"artifact_location": (own / "mlartifacts").as_uri()}
         self._client: Any = mlflow.MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name("phalanx")
-        experiment = found.experiment_id if found else self._client.create_experiment("phalanx", **place)
+        existing = self._client.get_experiment_by_name("phalanx")
+        experiment = (
+            existing.experiment_id if existing else self._client.create_experiment("phalanx", **place)
+        )
         self._run_id = self._found_or_made(experiment, run_directory.resolve(), run)
         self._set_parameters(hyperparameters(run_directory))
         self._metrics: list[Any] = []
@@ -215,23 +217,23 @@ class MlflowSink:
         return point_of(event) in self._drawn
 
     def _found_or_made(self, experiment: str, directory: Path, run: str) -> str:
-        """The id of the MLflow run of this run directory."""
+        """Return the id of the MLflow run of this run directory; create it if missing."""
         mark = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
         earlier = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{mark}'", max_results=1)
         if earlier:
-            found: str = earlier[0].info.run_id
-            self._client.update_run(found, status="RUNNING")
-            return found
+            run_id: str = earlier[0].info.run_id
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
         made: str = self._client.create_run(experiment, run_name=run, tags={_TAG: mark}).info.run_id
         return made
 
     def _set_parameters(self, settings: Mapping[str, Setting]) -> None:
-        known = self._client.get_run(self._run_id).data.params
-        new = [self._parameter(name, str(value)) for name, value in settings.items() if name not in known]
+        logged = self._client.get_run(self._run_id).data.params
+        new = [self._parameter(name, str(value)) for name, value in settings.items() if name not in logged]
         for first in range(0, len(new), PARAMETERS):
             self._client.log_batch(self._run_id, params=new[first : first + PARAMETERS])
         for name, value in settings.items():
-            if known.get(name, str(value)) != str(value):
+            if logged.get(name, str(value)) != str(value):
                 self._client.set_tag(self._run_id, name, str(value))
 
     def write(self, event: Event) -> None:

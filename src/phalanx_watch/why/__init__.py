@@ -1,1 +1,1 @@
-"""What is wrong with a run, since when, by which evidence, what is being done about it, and what its user should do."""
+"""Diagnosis of a run: what is wrong, since when, the evidence, the automatic response, and the user's next step."""

@@ -1,4 +1,4 @@
-"""The fleet: slow ranks, lost nodes, spares that are used up, a coordinator that is gone, hardware that reports errors."""
+"""Rules on the fleet: slow ranks, lost nodes, missing spares, a lost coordinator, hardware errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GOING = ("leaving", "drained", GIVEN_BACK)
 
 
 def _live(seen: Observed) -> FleetFile | None:
-    """The fleet of a run that goes on."""
+    """Return the fleet of a run that has not ended."""
     return seen.fleet if seen.fleet is not None and seen.running and not seen.fleet.over else None
 
 
@@ -32,7 +32,7 @@ def straggler(seen: Observed) -> Iterator[Reason]:
     """A rank computes longer than its peers, and all wait for it."""
     if not seen.running:
         return
-    for slow in [one for one in seen.slow_ranks if max(one.slowdown, one.late_share) >= SLOW_RANK][:5]:
+    for slow in [rank for rank in seen.slow_ranks if max(rank.slowdown, rank.late_share) >= SLOW_RANK][:5]:
         node = f" on {slow.node}" if slow.node else ""
         is_steady = slow.slowdown >= SLOW_RANK
         yield Reason(
@@ -58,12 +58,12 @@ def straggler(seen: Observed) -> Iterator[Reason]:
             ),
         )
     fleet = _live(seen)
-    for node, told in _by_node(
+    for node, happenings in _by_node(
         fleet.happenings if fleet else (), IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE
     ).items():
-        if seen.now - told[-1].unix_s > RECOVERING_S:
+        if seen.now - happenings[-1].unix_s > RECOVERING_S:
             continue
-        replaced = told[-1].kind is IncidentKind.STRAGGLER
+        replaced = happenings[-1].kind is IncidentKind.STRAGGLER
         yield Reason(
             code="straggler",
             severity="info" if replaced else "warning",
@@ -71,11 +71,11 @@ def straggler(seen: Observed) -> Iterator[Reason]:
             if replaced
             else f"Node {node} is slower than its peers, and no spare is free",
             where=f"node {node}",
-            since=told[0].unix_s,
-            evidence=tuple(one.what for one in told[-2:]),
+            since=happenings[0].unix_s,
+            evidence=tuple(happening.what for happening in happenings[-2:]),
             doing="it was quarantined, and a spare took its place"
             if replaced
-            else "training goes on at its pace",
+            else "training continues at its pace",
             next=f"look at that machine; when it is well: phalanx fleet add {seen.run} {node}; where machines have neighbors: "
             "fleet.straggler_window_steps = 0"
             if replaced
@@ -89,11 +89,13 @@ def hardware(seen: Observed) -> Iterator[Reason]:
     if fleet is None:
         return
     away = {
-        one.name: one for one in fleet.members if one.role in _AWAY and one.fault is IncidentKind.HARDWARE
+        member.name: member
+        for member in fleet.members
+        if member.role in _AWAY and member.fault is IncidentKind.HARDWARE
     }
-    told = _by_node(fleet.happenings, IncidentKind.HARDWARE)
+    incidents = _by_node(fleet.happenings, IncidentKind.HARDWARE)
     for name, member in away.items():
-        first = told.get(name, [])
+        first = incidents.get(name, [])
         yield Reason(
             code="hardware",
             severity="warning",
@@ -107,7 +109,7 @@ def hardware(seen: Observed) -> Iterator[Reason]:
 
 
 def not_finite_nodes(seen: Observed) -> Iterator[Reason]:
-    """Nodes were put aside because a step was not finite on them: that, and not their absence, is the first cause."""
+    """Nodes were quarantined because a step was not finite on them; that is the cause of their absence."""
     fleet = _live(seen)
     if fleet is None:
         return
@@ -123,36 +125,39 @@ def not_finite_nodes(seen: Observed) -> Iterator[Reason]:
             title=f"{step} was NaN or infinite on node {member.name}",
             where=f"node {member.name} ({member.host})",
             since=first[0].unix_s if first else None,
-            evidence=tuple(dict.fromkeys((*(one.what for one in first[:1]), member.why))),
+            evidence=tuple(dict.fromkeys((*(happening.what for happening in first[:1]), member.why))),
             doing="it is quarantined, and the other nodes compute the step again: the bits stay the same",
             next=f"check that machine (there: phalanx health); when it is well: phalanx fleet add {seen.run} {member.name}",
         )
 
 
 def lost_nodes(seen: Observed) -> Iterator[Reason]:
-    """Nodes were lost or put aside, and nobody has brought them back."""
+    """Nodes were lost or quarantined, and have not come back."""
     fleet = _live(seen)
     if fleet is None:
         return
     explained = (IncidentKind.HARDWARE, IncidentKind.NOT_FINITE)
-    away = [one for one in fleet.members if one.role in _AWAY and one.fault not in explained]
+    away = [member for member in fleet.members if member.role in _AWAY and member.fault not in explained]
     if not away:
         return
-    names = {one.name for one in away}
-    when = [one.unix_s for one in fleet.happenings if one.node in names]
-    seated = sum(one.role == "member" for one in fleet.members)
-    spares = sum(one.role in ("spare", "warming") for one in fleet.members)
-    wanted = seen.spec.fleet.nodes if seen.spec else 0
-    short = bool(wanted) and seated < wanted
+    names = {member.name for member in away}
+    when = [happening.unix_s for happening in fleet.happenings if happening.node in names]
+    seated = sum(member.role == "member" for member in fleet.members)
+    spares = sum(member.role in ("spare", "warming") for member in fleet.members)
+    target_nodes = seen.spec.fleet.nodes if seen.spec else 0
+    short = bool(target_nodes) and seated < target_nodes
     yield Reason(
         code="lost-node",
         severity="warning",
         title=f"{len(away)} node{'s are' if len(away) > 1 else ' is'} lost or put aside: {', '.join(sorted(names)[:5])}",
-        where=", ".join(f"node {one.name} ({one.host})" for one in away[:5]),
+        where=", ".join(f"node {member.name} ({member.host})" for member in away[:5]),
         since=min(when, default=None),
         evidence=(
-            *(f"{one.name}: {one.role}{f', {one.why}' if one.why else ''}" for one in away[:5]),
-            f"{seated} nodes train" + (f" of {wanted}" if wanted else "") + f", {spares} spare",
+            *(
+                f"{member.name}: {member.role}{f', {member.why}' if member.why else ''}"
+                for member in away[:5]
+            ),
+            f"{seated} nodes train" + (f" of {target_nodes}" if target_nodes else "") + f", {spares} spare",
             f"{fleet.recoveries} {'recovery' if fleet.recoveries == 1 else 'recoveries'} so far"
             + (
                 f"; {fleet.ranks} ranks in epoch {fleet.epoch}"
@@ -162,32 +167,32 @@ def lost_nodes(seen: Observed) -> Iterator[Reason]:
         ),
         doing="the fleet comes together again"
         if fleet.phase is not FleetPhase.RUNNING
-        else "training goes on with fewer ranks: the bits stay the same"
+        else "training continues with fewer ranks: the bits stay the same"
         if short
         else "a spare has taken its place"
         if fleet.recoveries or fleet.regroups
-        else "training goes on: it held no ranks",
+        else "training continues: it held no ranks",
         next=f"see what became of them (phalanx status {seen.run}); a node that is well again: phalanx fleet add {seen.run} NODE, "
         "a new one: phalanx agent there",
     )
 
 
 def nodes_back(seen: Observed) -> Iterator[Reason]:
-    """Nodes were lost minutes ago and have come back: nothing to do, and what has interrupted training."""
+    """Nodes were lost minutes ago and have come back. It explains the interruption; nothing is to be done."""
     fleet = _live(seen)
     if fleet is None:
         return
-    there = {one.name: one for one in fleet.members if one.role not in (*_AWAY, *_GOING)}
-    for name, told in _by_node(fleet.happenings, IncidentKind.LOST).items():
-        if name not in there or seen.now - told[-1].unix_s > RECOVERING_S:
+    there = {member.name: member for member in fleet.members if member.role not in (*_AWAY, *_GOING)}
+    for name, happenings in _by_node(fleet.happenings, IncidentKind.LOST).items():
+        if name not in there or seen.now - happenings[-1].unix_s > RECOVERING_S:
             continue
         yield Reason(
             code="lost-node",
             severity="info",
             title=f"Node {name} was lost and is back",
             where=f"node {name} ({there[name].host})",
-            since=told[-1].unix_s,
-            evidence=(told[-1].what, f"it is {there[name].role} now"),
+            since=happenings[-1].unix_s,
+            evidence=(happenings[-1].what, f"it is {there[name].role} now"),
             doing="it was started again, or has come back by itself",
             next=f"if it happens again, look at that machine: phalanx logs {seen.run} --node {name}",
         )
@@ -203,13 +208,13 @@ def no_spares(seen: Observed) -> Iterator[Reason]:
         or fleet.phase is not FleetPhase.RUNNING
     ):
         return
-    roles = [one.role for one in fleet.members]
+    roles = [member.role for member in fleet.members]
     if any(role in ("spare", "warming") for role in roles) or "member" not in roles:
         return
-    away = [one.unix_s for one in fleet.happenings if one.node]
+    away = [happening.unix_s for happening in fleet.happenings if happening.node]
     if not any(role in _AWAY for role in roles) and seen.now - max(away, default=0.0) < FLEET_PATIENCE_S:
         return  # one that was killed is being started again
-    asked = seen.spec.fleet.spares
+    target_spares = seen.spec.fleet.spares
     yield Reason(
         code="no-spares",
         severity="warning",
@@ -217,30 +222,36 @@ def no_spares(seen: Observed) -> Iterator[Reason]:
         where="the fleet",
         since=max(away, default=None),
         evidence=(
-            f"{asked} spare{'s' if asked > 1 else ''} asked for, none there; {roles.count('member')} nodes train",
-            *(f"{one.name}: {one.role}, {one.why}" for one in fleet.members if one.role in _AWAY),
+            f"{target_spares} spare{'s' if target_spares > 1 else ''} configured, none there; {roles.count('member')} nodes train",
+            *(
+                f"{member.name}: {member.role}, {member.why}"
+                for member in fleet.members
+                if member.role in _AWAY
+            ),
         ),
-        doing="training goes on; the next lost node makes the fleet smaller",
+        doing="training continues; the next lost node makes the fleet smaller",
         next=f"start an agent on another node (phalanx agent), or put one back: phalanx fleet add {seen.run} NODE",
     )
 
 
 def fewer_ranks(seen: Observed) -> Iterator[Reason]:
-    """Enough nodes are there, and fewer ranks train than were asked for: the reasons of the newest epochs' ends are named."""
+    """Enough nodes are there, but fewer ranks train than configured. The evidence has the reasons of the newest
+    epochs' ends.
+    """
     fleet, spec = _live(seen), seen.spec
     if fleet is None or spec is None or fleet.phase is not FleetPhase.RUNNING or not fleet.ranks:
         return
     there = [member for member in fleet.members if member.role in ("member", "spare", "warming")]
-    asked = spec.fleet.nodes * spec.fleet.workers_per_node
+    target_ranks = spec.fleet.nodes * spec.fleet.workers_per_node
     ends = [(event.t, event.body) for event in seen.events if isinstance(event.body, EpochLeft)]
-    if len(there) < spec.fleet.nodes or fleet.ranks >= asked or not ends:
+    if len(there) < spec.fleet.nodes or fleet.ranks >= target_ranks or not ends:
         return
     counts = Counter(end.reason for _, end in ends)
     reason, often = counts.most_common(1)[0]
     yield Reason(
         code="fewer-ranks",
         severity="warning",
-        title=f"{fleet.ranks} of {asked} ranks train, and {len(there)} nodes are there",
+        title=f"{fleet.ranks} of {target_ranks} ranks train, and {len(there)} nodes are there",
         where="the fleet",
         since=ends[-1][0],
         evidence=(
@@ -248,13 +259,13 @@ def fewer_ranks(seen: Observed) -> Iterator[Reason]:
             if often > 1
             else f"the newest epoch was left because: {ends[-1][1].reason[:300]}",
         ),
-        doing="training goes on with fewer ranks: the bits stay the same; the others are tried again",
+        doing="training continues with fewer ranks: the bits stay the same; the others are tried again",
         next=f"see whether the nodes reach each other at the addresses that they announce: phalanx status {seen.run}, phalanx logs {seen.run}",
     )
 
 
 def no_coordinator(seen: Observed) -> Iterator[Reason]:
-    """Nothing is heard of the fleet's coordinator."""
+    """The fleet's coordinator is silent."""
     fleet = _live(seen)
     if fleet is None:
         return
@@ -278,8 +289,8 @@ def no_coordinator(seen: Observed) -> Iterator[Reason]:
 
 
 def _by_node(happenings: tuple[FleetIncident, ...], *kinds: IncidentKind) -> dict[str, list[FleetIncident]]:
-    found: dict[str, list[FleetIncident]] = {}
-    for one in happenings:
-        if one.node and one.kind in kinds:
-            found.setdefault(one.node, []).append(one)
-    return found
+    by_node: dict[str, list[FleetIncident]] = {}
+    for happening in happenings:
+        if happening.node and happening.kind in kinds:
+            by_node.setdefault(happening.node, []).append(happening)
+    return by_node

@@ -28,15 +28,15 @@ def spike(seen: Observed) -> Iterator[Reason]:
         return
     window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
     reached = seen.last_step[1].step
-    found = [event for event in seen.events if isinstance(event.body, LossSpike)]
+    spikes = [event for event in seen.events if isinstance(event.body, LossSpike)]
     fresh = {
         _spike(event).step: event
-        for event in found
+        for event in spikes
         if _spike(event).step + SPIKE_WINDOWS * window > reached or seen.now - event.t < NEWS_S
     }
     if not fresh:
         return
-    event = max(fresh.values(), key=lambda one: _spike(one).deviations)
+    event = max(fresh.values(), key=lambda candidate: _spike(candidate).deviations)
     worst, count = _spike(event), len(fresh)
     back = _is_back(seen, worst)
     before = [step for step, _ in seen.checkpoints if step < min(fresh)]
@@ -66,9 +66,9 @@ def spike(seen: Observed) -> Iterator[Reason]:
         evidence=tuple(evidence),
         doing={
             "continue": seen.doing(
-                f"training goes on; the checkpoint before it is kept (step {before[-1]:,})"
+                f"training continues; the checkpoint before it is kept (step {before[-1]:,})"
                 if before
-                else "training goes on"
+                else "training continues"
             ),
             "skip": "its samples were left out: the step changed no weight",
             "stop": "the run ended before it, saved",
@@ -108,13 +108,15 @@ def diverged(seen: Observed) -> Iterator[Reason]:
             *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
             *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
         ),
-        doing=seen.doing("training goes on; its older checkpoints are kept as checkpoint.keep_last says"),
+        doing=seen.doing("training continues; its older checkpoints are kept by checkpoint.keep_last"),
         next=f"lower optimizer.lr or lengthen schedule.warmup_steps, {'from before it' if before else 'in a run of its own'}: {back} --set optimizer.lr=...",
     )
 
 
 def _untrained_loss(seen: Observed) -> float:
-    """The loss of a model that gives every token the same chance, or of the run's first step if that is larger; infinite if neither is known."""
+    """Return the loss of a uniform prediction, or of the run's first step if that is larger; infinite if neither
+    is known.
+    """
     vocabulary = seen.spec.model.vocab_size if seen.spec else 0
     first = next((event.body for event in (*seen.past, *seen.events) if isinstance(event.body, Step)), None)
     losses = [math.log(vocabulary)] if vocabulary > 1 else []
@@ -124,7 +126,7 @@ def _untrained_loss(seen: Observed) -> float:
 
 
 def _best_loss(seen: Observed) -> float:
-    """The least median loss of a stretch of the run's steps; infinite if there are too few."""
+    """Return the least median loss over stretches of the run's steps; infinite if there are too few."""
     losses = [
         event.body.loss
         for event in (*seen.past, *seen.events)
@@ -150,7 +152,7 @@ def _way_back(seen: Observed, worst: LossSpike, before: list[int], back: bool | 
 
 
 def _is_back(seen: Observed, worst: LossSpike) -> bool | None:
-    """True if the loss of the newest steps is what it was before; ``None`` if there are too few since."""
+    """Return True if the newest loss is back at the level before the spike; None if there are too few steps since."""
     since = [step.loss for _, step in seen.steps if step.step > worst.step and math.isfinite(step.loss)]
     if len(since) < RECENT_STEPS // 2:
         return None
@@ -159,10 +161,10 @@ def _is_back(seen: Observed, worst: LossSpike) -> bool | None:
 
 def not_finite(seen: Observed) -> Iterator[Reason]:
     """A loss or gradient was infinite or not a number, and the run has not trained for a while since."""
-    found = {event.body.step: event for event in seen.events if isinstance(event.body, NonFinite)}
-    if not found or seen.finished:
+    event_by_step = {event.body.step: event for event in seen.events if isinstance(event.body, NonFinite)}
+    if not event_by_step or seen.finished:
         return
-    event = found[max(found)]
+    event = event_by_step[max(event_by_step)]
     last = event.body
     assert isinstance(last, NonFinite)
     reached = seen.last_step[1].step if seen.last_step else 0
@@ -170,7 +172,8 @@ def not_finite(seen: Observed) -> Iterator[Reason]:
     if last.skipped and reached >= last.step + window and seen.now - event.t >= NEWS_S:
         return
     if not last.skipped and any(
-        isinstance(one.body, Step) and one.t > event.t and one.body.step >= last.step for one in seen.events
+        isinstance(later.body, Step) and later.t > event.t and later.body.step >= last.step
+        for later in seen.events
     ):
         return  # it was started again, and has passed the step
     places = [
@@ -188,7 +191,11 @@ def not_finite(seen: Observed) -> Iterator[Reason]:
         if last.samples
         else ()
     )
-    often = (f"{len(found)} steps since step {min(found):,} were not finite",) if len(found) > 1 else ()
+    often = (
+        (f"{len(event_by_step)} steps since step {min(event_by_step):,} were not finite",)
+        if len(event_by_step) > 1
+        else ()
+    )
     shown = f" --slot {last.slots[0]}" if last.slots else ""
     yield Reason(
         code="not-finite",
@@ -214,10 +221,10 @@ def imbalance(seen: Observed) -> Iterator[Reason]:
     moe = seen.spec.model.moe if seen.spec else None
     if not seen.running or moe is None or len(seen.recent) < RECENT_STEPS // 2:
         return
-    found = [step.balance for _, step in seen.recent if step.balance is not None]
-    if not found or seen.recent[-1][1].step < IMBALANCE_AFTER_STEPS:
+    balances = [step.balance for _, step in seen.recent if step.balance is not None]
+    if not balances or seen.recent[-1][1].step < IMBALANCE_AFTER_STEPS:
         return
-    now, most = median(found), moe.experts / moe.per_token
+    now, most = median(balances), moe.experts / moe.per_token
     limit = 1 + IMBALANCE * (most - 1)
     if now < limit:
         return
@@ -229,7 +236,7 @@ def imbalance(seen: Observed) -> Iterator[Reason]:
         where="the worst layer's router",
         since=late[0] if late else None,
         evidence=(
-            f"the busiest expert has {now:.3g} times the mean load in the newest {len(found)} logged steps; {most:.3g} would be all tokens",
+            f"the busiest expert has {now:.3g} times the mean load in the newest {len(balances)} logged steps; {most:.3g} would be all tokens",
         ),
         doing="the balance bias moves by model.moe.bias_speed a step"
         if moe.balance_bias

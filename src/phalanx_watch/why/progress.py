@@ -1,7 +1,8 @@
 """Rules on progress: the run has ended before its last step, makes no step, or makes steps more slowly than it could.
 
-A run that makes no step is an alarm after a while. A standstill that has an explanation, such as a save, is none before its time. A run that
-goes on is slow if samples come late, if steps take longer than before, or if much of its time is no training.
+A run without steps raises an alarm after a while. A standstill with an explanation, such as a save, raises none
+before its timeout. A progressing run is slow if samples come late, if steps take longer than before, or if much of
+its time is not training.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from phalanx_watch.why.observed import (
 
 
 _BURST_S = 60.0
-"""From the first failure of a start until its last event: ranks that wait for a lost one log nothing more."""
+"""Seconds from the first failure of a start to its last event: ranks that wait for a lost one log nothing more."""
 
 
 def failed(seen: Observed) -> Iterator[Reason]:
-    """A process has left word of why it failed, and training has not gone on since; or the fleet has given up."""
-    if seen.finished or seen.held or (seen.job is not None and seen.job.is_waiting):
+    """A process has recorded its failure, and training has not resumed since; or the fleet has given up."""
+    if seen.finished or seen.is_held or (seen.job is not None and seen.job.is_waiting):
         return
     after = seen.last_t - 1.0
     left = [failure for failure in seen.failures if failure.at >= after]
@@ -83,19 +84,21 @@ def failed(seen: Observed) -> Iterator[Reason]:
 
 
 def _logged(seen: Observed) -> FirstFailureSeen | None:
-    """The first failure by the logs, if the newest start has ended of it: later steps would show that it was recovered from."""
+    """Return the first failure from the logs, if the newest start ended by it: later steps would mean that it was
+    recovered.
+    """
     failure = seen.first_failure
     return failure if failure is not None and failure.at >= seen.last_t - _BURST_S else None
 
 
 def gone(seen: Observed) -> Iterator[Reason]:
-    """The processes of the run are gone and have not said why; or, from another machine, nothing is heard of them."""
+    """The processes of the run are gone without a recorded reason; or a run on another machine is silent."""
     if seen.over or (seen.job is not None and seen.job.is_waiting) or any(failed(seen)):
         return
     silent_s = max(0.0, seen.now - seen.last_t)
     if not seen.events:
         yield from _gone_at_start(seen)
-    elif seen.held is False:
+    elif seen.is_held is False:
         yield Reason(
             code="gone",
             severity="critical",
@@ -104,21 +107,21 @@ def gone(seen: Observed) -> Iterator[Reason]:
             since=seen.last_t,
             evidence=(
                 "no process holds the run directory (its file lock)",
-                f"the newest event is {format_duration(silent_s)} old and tells no end: killed, out of memory, or the machine was switched off",
+                f"the newest event is {format_duration(silent_s)} old and is no end of the run: killed, out of memory, or the machine was switched off",
             ),
             doing=seen.after_end,
             next=f"phalanx train {seen.run} (see {seen.run}/logs and the kernel's log, dmesg, for what killed it)",
         )
-    elif seen.held is None and silent_s > max(SILENT_ELSEWHERE_S, STALL_STEPS * seen.step_s):
+    elif seen.is_held is None and silent_s > max(SILENT_ELSEWHERE_S, STALL_STEPS * seen.step_s):
         yield Reason(
             code="silent",
             severity="warning",
-            title=f"Nothing is heard of the run for {format_duration(silent_s)}",
+            title=f"The run is silent for {format_duration(silent_s)}",
             where="the machine that it runs on",
             since=seen.last_t,
             evidence=(
-                f"the newest event is {format_duration(silent_s)} old and tells no end",
-                "it runs, or ran, on another machine: whether its processes are there cannot be told from this one",
+                f"the newest event is {format_duration(silent_s)} old and is no end of the run",
+                "it runs, or ran, on another machine: its processes cannot be checked from this one",
             ),
             doing="not known",
             next=f"look on that machine (its name stands in {seen.run}/lock); if it is gone: phalanx train {seen.run}",
@@ -127,7 +130,7 @@ def gone(seen: Observed) -> Iterator[Reason]:
 
 def _gone_at_start(seen: Observed) -> Iterator[Reason]:
     """The processes of a start are gone, and it has written no event."""
-    if seen.held is not False or not seen.starts or seen.job is not None:
+    if seen.is_held is not False or not seen.starts or seen.job is not None:
         return
     yield Reason(
         code="gone",
@@ -145,7 +148,7 @@ def _gone_at_start(seen: Observed) -> Iterator[Reason]:
 
 
 def never_began(seen: Observed) -> Iterator[Reason]:
-    """The job of the run has ended before its first event, and no process has logged why."""
+    """The run's job ended before its first event, and no process logged a reason."""
     job = seen.job
     if job is None or not job.has_ended or seen.events or seen.finished or any(failed(seen)):
         return
@@ -191,16 +194,16 @@ _STOPPED = ("T",)
 
 @dataclass(frozen=True)
 class _Doing:
-    """What the run does instead of stepping, and how long that may take."""
+    """Activity of the run between steps, and its timeout."""
 
-    what: str
+    activity: str
     patience_s: float
     code: Code = "stalled"
     next: str = ""
 
 
 def standstill(seen: Observed) -> Iterator[Reason]:
-    """The run has not finished a step for longer than what it does can take."""
+    """The run has not finished a step within the timeout of its current activity."""
     if not seen.running or not seen.last_t:
         return
     since = seen.steps[-1][0] if seen.steps else seen.began_at or seen.last_t
@@ -219,7 +222,7 @@ def standstill(seen: Observed) -> Iterator[Reason]:
         f"the newest event is {format_duration(seen.now - seen.last_t)} old; a logged step usually takes {format_duration(seen.step_s)}"
         if seen.step_s
         else f"the newest event is {format_duration(seen.now - seen.last_t)} old",
-        f"it should be {doing.what}, for which {format_duration(doing.patience_s)} are enough",
+        f"it should be {doing.activity}, for which {format_duration(doing.patience_s)} are enough",
     ]
     halted = [process for process in seen.processes if process.state in _HALTED]
     evidence += [f"{_called(process)} {_HALTED[process.state]}" for process in halted[:4]]
@@ -229,7 +232,7 @@ def standstill(seen: Observed) -> Iterator[Reason]:
     yield Reason(
         code=doing.code,
         severity="critical",
-        title=f"No step for {format_duration(silent_s)}, while {doing.what}",
+        title=f"No step for {format_duration(silent_s)}, while {doing.activity}",
         where=", ".join(map(_called, halted[:4])) or "the whole run",
         since=since,
         evidence=tuple(evidence),
@@ -254,7 +257,7 @@ def _called(process: ProcessSeen) -> str:
 
 
 def _ahead(seen: Observed) -> Reason | None:
-    """Training goes on, by the heartbeats of the fleet's nodes, and the event stream does not tell of it."""
+    """Training continues, by the fleet's heartbeats, but the event stream does not grow."""
     fleet, last = seen.fleet, seen.last_step
     if fleet is None or last is None or fleet.phase is not FleetPhase.RUNNING or fleet.step <= last[1].step:
         return None
@@ -269,7 +272,7 @@ def _ahead(seen: Observed) -> Reason | None:
             f"the fleet has reached step {fleet.step:,}; the newest event is step {last[1].step:,}, and {format_duration(silent_s)} old",
             f"{fleet.unsaved_steps:,} completed steps are on no disk",
         ),
-        doing="training goes on in memory; each write is tried again",
+        doing="training continues in memory; each write is tried again",
         next=f"the disk is full, or the first rank may not write there (df -h {seen.run}; phalanx logs {seen.run} --level warning): make room. "
         "Steps that are on no disk are lost when the run ends",
     )
@@ -289,8 +292,8 @@ def _doing(seen: Observed) -> _Doing:
     spec = seen.spec
     if spec is not None and spec.evaluation.every_steps and step.step % spec.evaluation.every_steps == 0:
         usual = seen.newest(Evaluated)
-        known = usual is not None and usual[1].step != step.step
-        if usual is None or known:
+        is_earlier = usual is not None and usual[1].step != step.step
+        if usual is None or is_earlier:
             patience = WORK_TIMES * usual[1].seconds + stepping_s if usual else WORK_PATIENCE_S
             return _Doing("evaluating", patience)
     if isinstance(seen.mine[-1].body, Evaluating):
@@ -319,7 +322,7 @@ def _of_fleet(seen: Observed, stepping_s: float) -> _Doing:
 
 
 def _data(seen: Observed) -> _Doing | None:
-    """Waiting for an object store, if that is what somebody said last."""
+    """Return the wait for an object store, if that is the newest message."""
     texts = [
         event.body.text
         for event in seen.events
@@ -330,7 +333,7 @@ def _data(seen: Observed) -> _Doing | None:
     if not texts:
         return None
     timeout = seen.spec.data.timeout_s if seen.spec else WORK_PATIENCE_S
-    wait = f"see whether the object store answers (phalanx data show URL); training goes on by itself when it does, within data.timeout_s = {timeout:g} s"
+    wait = f"see whether the object store answers (phalanx data show URL); training continues by itself when it does, within data.timeout_s = {timeout:g} s"
     return _Doing(f"waiting for samples ({texts[-1][:160]})", STALL_LEAST_S, "waiting-for-data", wait)
 
 
@@ -352,8 +355,10 @@ def slow_data(seen: Observed) -> Iterator[Reason]:
         f"{format_duration(waited)} of {format_duration(took)} (first rank)"
     ]
     if last.data_store:
-        asked, fetched = last.data_store.get("asked_bytes", 0), last.data_store.get("fetched_bytes", 0)
-        evidence.append(f"of {asked:,} bytes asked for, {fetched:,} had to be fetched from the object store")
+        requested, fetched = last.data_store.get("asked_bytes", 0), last.data_store.get("fetched_bytes", 0)
+        evidence.append(
+            f"of {requested:,} requested bytes, {fetched:,} had to be fetched from the object store"
+        )
     remedy = (
         "more data.read_ahead_mib helps against slow answers; a copy nearby against a slow store: phalanx data copy"
         if last.data_store
@@ -404,9 +409,10 @@ def slower_than_before(seen: Observed) -> Iterator[Reason]:
 
 
 def _usual_speed(speeds: list[float]) -> tuple[float, float]:
-    """The usual throughput, and below which it has fallen: by ``SLOWER``, and by more than it has varied before.
+    """Return the usual throughput, and the limit below which it has fallen: by ``SLOWER``, and by more than it varied
+    before.
 
-    What varies is taken from the medians of stretches: on a machine with neighbors whole minutes are slow.
+    The variation is that of the medians of stretches: on a shared machine full minutes are slow.
     """
     stretches = [
         median(speeds[first : first + RECENT_STEPS])
@@ -418,7 +424,7 @@ def _usual_speed(speeds: list[float]) -> tuple[float, float]:
 
 
 def _grown(before: list[Step], now: list[Step]) -> tuple[str, ...]:
-    """The bucket of a step that has grown most, from the ledgers at the two ends of a stretch."""
+    """Return the bucket of a step that has grown most, from the ledgers at the two ends of a stretch."""
 
     def shares(steps: list[Step]) -> dict[str, float]:
         first, last = steps[0].ledger, steps[-1].ledger
@@ -429,7 +435,7 @@ def _grown(before: list[Step], now: list[Step]) -> tuple[str, ...]:
     old, new = shares(before), shares(now)
     if not old or not new:
         return ()
-    name = max(new, key=lambda one: new[one] - old.get(one, 0.0))
+    name = max(new, key=lambda bucket: new[bucket] - old.get(bucket, 0.0))
     if new[name] <= old.get(name, 0.0):
         return ()
     return (
@@ -438,12 +444,12 @@ def _grown(before: list[Step], now: list[Step]) -> tuple[str, ...]:
 
 
 def low_goodput(seen: Observed) -> Iterator[Reason]:
-    """Little of the time that the run holds its machines is training; the largest other cause is named."""
+    """Little of the time that the run holds its machines is training. The evidence has the largest other cause."""
     if not seen.running or not seen.steps:
         return
     t, step = seen.steps[-1]
-    held = sum(step.ledger.values())
-    if held < GOODPUT_AFTER_S or step.goodput is None or step.goodput >= GOODPUT:
+    held_s = sum(step.ledger.values())
+    if held_s < GOODPUT_AFTER_S or step.goodput is None or step.goodput >= GOODPUT:
         return
     other = {name: seconds for name, seconds in step.ledger.items() if not name.startswith("step.")}
     cause = max(other, key=lambda name: other[name])
@@ -452,10 +458,10 @@ def low_goodput(seen: Observed) -> Iterator[Reason]:
         severity="warning",
         title=f"Only {step.goodput:.0%} of the time is training",
         where=cause,
-        since=t - held,
+        since=t - held_s,
         evidence=(
-            f"{step.goodput:.1%} of {format_duration(held)} in this attempt went into steps",
-            f"the largest other part is {cause}: {format_duration(other[cause])}, {other[cause] / held:.1%}",
+            f"{step.goodput:.1%} of {format_duration(held_s)} in this attempt went into steps",
+            f"the largest other part is {cause}: {format_duration(other[cause])}, {other[cause] / held_s:.1%}",
         ),
         doing="nothing",
         next=f"phalanx goodput {seen.run}",

@@ -1,7 +1,8 @@
-"""``phalanx why``: the observation of a run, read from its directory in bounded time, and the reasons that the rules find in it.
+"""``phalanx why``: the observation of a run, read from its directory in bounded time, and the reasons that the rules
+return.
 
-Of the event stream the end is read, and a few samples of the rest. What is missing or damaged is left out: a rule that needs it gives no
-reason then. A run to which nothing is wrong has none.
+Of the event stream, the end and a few samples of the rest are read. Missing or damaged parts are left out, and a rule
+that needs them returns no reason. A healthy run has none.
 """
 
 from __future__ import annotations
@@ -105,33 +106,35 @@ RULES: tuple[Rule, ...] = (
     *(slow_data, slower_than_before, low_goodput, imbalance),
     *(other_libraries, clock_skew),
 )
-"""In the order in which those of equal weight are named."""
+"""Rules in the order in which reasons of equal severity are listed."""
 _ORDER = ("critical", "warning", "info")
 
 
 def judge(seen: Observed) -> list[Reason]:
-    """All reasons, worst first."""
-    found = [reason for rule in RULES for reason in rule(seen)]
-    return sorted(found, key=lambda one: (_ORDER.index(one.severity), one.since or math.inf))
+    """Return all reasons, worst first."""
+    results = [reason for rule in RULES for reason in rule(seen)]
+    return sorted(results, key=lambda reason: (_ORDER.index(reason.severity), reason.since or math.inf))
 
 
 # The observation.
 
 
-# What other readers of a run directory find: ranks that are slower than their peers, machines that differ, the failure that came first.
+# Results of other readers of a run directory: slow ranks, machine differences, the first failure.
 #
-# Each is asked as the command of its own is (``phalanx ranks``, ``phalanx runs show``, ``phalanx logs``). One that cannot answer says nothing here.
+# Each uses the function of its own command (``phalanx ranks``, ``phalanx runs show``, ``phalanx logs``). A failing one is left out.
 
 _WINDOWS = 20
 _LEAST_WINDOWS = 5
-"""Fewer say more about the start of a run than about a rank."""
+"""Fewer windows reflect the start of a run rather than a rank."""
 _MOST_NEIGHBORS = 5
 _MOST_LOOKED_AT = 256
 _CUT = 300
 
 
 def slow_ranks(directory: RunDirectory, attempt: int) -> list[SlowRankSeen]:
-    """The ranks of ``attempt`` that were slower than their peers in its newest windows; none of an earlier attempt."""
+    """Return the ranks of ``attempt`` that were slower than their peers in its newest windows; none of an earlier
+    attempt.
+    """
     with (
         suppress(RankStreamError, RunDirectoryError, EventLogError, OSError, IndexError, ValueError),
         RankStream(directory.ranks) as stream,
@@ -142,42 +145,44 @@ def slow_ranks(directory: RunDirectory, attempt: int) -> list[SlowRankSeen]:
         ranks = stream.head(windows[-1]).ranks
         values = values_of(stream, "compute_s", windows)
         layout = layout_of_attempt(directory, attempt, ranks)
-        found = slowest("compute_s", values, layout, _MOST_LOOKED_AT)
-        worst = max(found, key=lambda rank: rank.late_share, default=None)
+        latenesses = slowest("compute_s", values, layout, _MOST_LOOKED_AT)
+        worst = max(latenesses, key=lambda rank: rank.late_share, default=None)
         nodes = nodes_of_ranks(directory, ranks)
         return [
             SlowRankSeen(
-                one.rank,
-                one.slowdown,
-                one.value,
-                one.windows,
-                one.slower,
+                rank.rank,
+                rank.slowdown,
+                rank.value,
+                rank.windows,
+                rank.slower,
                 stream.head(windows[0]).t,
-                nodes.get(one.rank, ""),
-                one.late_share,
+                nodes.get(rank.rank, ""),
+                rank.late_share,
             )
-            for one in found
-            if one.slow or (one is worst and _is_late_alone(one, found))
+            for rank in latenesses
+            if rank.slow or (rank is worst and _is_late_alone(rank, latenesses))
         ][:_MOST_NEIGHBORS]
     return []
 
 
 def _is_late_alone(worst: RankLateness, ranks: Sequence[RankLateness]) -> bool:
-    """True if a rank is late in bursts: often, by much in all, and far more than any other; on a busy machine every rank is late at times."""
+    """Return True if a rank is late in bursts: often, by much in total, and far more than any other rank. On a
+    busy machine every rank is late at times.
+    """
     others = max((rank.late_share for rank in ranks if rank is not worst), default=0.0)
     often = worst.slower >= BURST_WINDOWS * worst.windows
     return often and worst.late_share >= SLOW_RANK and worst.late_share >= BURST_ALONE * others
 
 
 def unlike_machines(directory: RunDirectory) -> list[str]:
-    """A sentence on each fact in which the nodes of the newest start differ."""
+    """Return a sentence for each fact in which the nodes of the newest start differ."""
     with suppress(OSError):
-        return [one.sentence for one in machine_differences(newest_machines(directory))]
+        return [difference.sentence for difference in machine_differences(newest_machines(directory))]
     return []
 
 
 def last_line(directory: RunDirectory) -> str:
-    """The newest line of the logs of all processes, shortened; empty if there is none."""
+    """Return the newest line of all processes' logs, shortened; empty if there is none."""
     with suppress(OSError, ValueError):
         for line in read_lines(directory, last=1):
             return f"{who(line)}: {shorten(what_happened(line.text), _CUT, placeholder=' ...')}"
@@ -185,7 +190,7 @@ def last_line(directory: RunDirectory) -> str:
 
 
 def failed_first(directory: RunDirectory) -> FirstFailureSeen | None:
-    """The first failure by the logs of the newest start; ``None`` if nothing failed."""
+    """Return the first failure in the logs of the newest start; None if nothing failed."""
     with suppress(OSError, ValueError):
         line = first_failure(directory)
         if line is not None:
@@ -194,11 +199,11 @@ def failed_first(directory: RunDirectory) -> FirstFailureSeen | None:
     return None
 
 
-# The processes of a run that this machine holds, with their states: which of them is stopped, or waits for a disk.
+# Local processes of a run, with their states: stopped, or in disk wait.
 
 _MOST = 4096
 _RANK = (b"PHALANX_RANK", b"RANK", b"SLURM_PROCID")
-"""Variables that hold the rank: of our own launcher, of torchrun, and of srun."""
+"""Environment variables with the rank: of our own launcher, of torchrun, and of srun."""
 
 
 def processes_of(directory: RunDirectory, proc: Path = Path("/proc")) -> Iterator[ProcessSeen]:
@@ -270,7 +275,7 @@ _FAILURE = re.compile(r"attempt-(\d+)-(.+)\.failure\.json")
 
 
 def observe(directory: RunDirectory, now: float, job: JobStanding | None = None) -> Observed:
-    """Return all facts of the run in ``directory`` at ``now``; ``job``: what its engine shows of it, if known."""
+    """Return all facts of the run in ``directory`` at ``now``. ``job`` is its state in the engine, if known."""
     past, events = read_ends(directory.events)
     spec = _spec(directory)
     record = read_small_json(directory.record)
@@ -284,7 +289,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         spec=spec,
         events=tuple(events),
         past=tuple(past),
-        held=is_held,
+        is_held=is_held,
         starts=starts if isinstance(starts := record.get("attempts"), int) else 0,
         last_line="" if events or is_held is not False else last_line(directory),
         finished=directory.result.exists(),
@@ -309,7 +314,9 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
 
 
 def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
-    """Samples of the stream, its beginning first, and its newest events. Both are empty if it cannot be read."""
+    """Return samples of the stream, its beginning first, and its newest events. Both are empty if it cannot be
+    read.
+    """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -327,7 +334,7 @@ def read_ends(path: Path) -> tuple[list[Event], list[Event]]:
 
 
 def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
-    """The events whose lines lie between two offsets; the first and last of what is cut there are left out."""
+    """Yield the events between two offsets; lines that are cut at either end are left out."""
     file.seek(start)
     lines = file.read(end - start).split(b"\n")
     for line in lines[1:] if start else lines:
@@ -339,8 +346,8 @@ def _between(file: BinaryIO, start: int, end: int) -> Iterator[Event]:
 
 
 def _failures(directory: RunDirectory) -> list[FailureSeen]:
-    """What the processes of the newest start have left of why they failed, in the order of time."""
-    found: list[tuple[int, FailureSeen]] = []
+    """Return the recorded failures of the newest start's processes, by time."""
+    failures: list[tuple[int, FailureSeen]] = []
     with suppress(OSError):
         names = [
             (int(match[1]), match)
@@ -348,15 +355,15 @@ def _failures(directory: RunDirectory) -> list[FailureSeen]:
             if (match := _FAILURE.fullmatch(name))
         ]
         newest = max((attempt for attempt, _ in names), default=0)
-        for attempt, match in [one for one in names if one[0] == newest][:_MOST_FAILURES]:
+        for attempt, match in [item for item in names if item[0] == newest][:_MOST_FAILURES]:
             path = directory.logs / match[0]
             failure = read_failure(path.with_name(match[0].removesuffix(".failure.json") + ".log"))
             if failure is not None:
                 seen = FailureSeen(
                     match[2], failure.kind, failure.message, failure.remedy, path.stat().st_mtime
                 )
-                found.append((attempt, seen))
-    return sorted((failure for _, failure in found), key=lambda one: one.at)
+                failures.append((attempt, seen))
+    return sorted((failure for _, failure in failures), key=lambda item: item.at)
 
 
 def _fleet(directory: RunDirectory) -> FleetFile | None:
@@ -377,14 +384,14 @@ def _spec(directory: RunDirectory) -> RunSpec | None:
 
 
 def _checkpoints(directory: RunDirectory) -> list[tuple[int, float]]:
-    found = []
+    checkpoints = []
     with suppress(OSError):
         for step in directory.committed_steps():
             with suppress(OSError):
-                found.append(
+                checkpoints.append(
                     (step, (directory.checkpoints / f"step-{step:08d}" / "checkpoint.json").stat().st_mtime)
                 )
-    return found
+    return checkpoints
 
 
 def _checkpoint_bytes(directory: RunDirectory) -> int:
@@ -405,7 +412,9 @@ def _disk(directory: RunDirectory) -> DiskSeen | None:
 
 
 def _data_now(spec: RunSpec | None, record: dict[str, object]) -> tuple[str, str]:
-    """The fingerprint of the data as they are now, or why they cannot be opened. Object stores are not asked: that may take long."""
+    """Return the present fingerprint of the data, or why they cannot be opened. Object stores are skipped, since
+    they may be slow.
+    """
     if spec is None:
         return "", ""
     try:
@@ -420,6 +429,6 @@ def _data_now(spec: RunSpec | None, record: dict[str, object]) -> tuple[str, str
 def reasons(directory: RunDirectory, now: float, job: JobStanding | None = None) -> list[Reason]:
     """Return everything that is wrong with the run in ``directory`` at ``now`` (Unix seconds), worst first.
 
-    ``job`` is what the engine that the run was submitted to shows of it, if known.
+    ``job`` is the state of its job in the engine that it was submitted to, if known.
     """
     return judge(observe(directory, now, job))

@@ -1,4 +1,6 @@
-"""Rules on what a run needs beside its fleet: room for checkpoints, its data and libraries, equal machines, and clocks that agree."""
+"""Rules on the environment of a run: space for checkpoints, its data and libraries, equal machines, and
+synchronized clocks.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,14 @@ def failed_checkpoints(seen: Observed) -> Iterator[Reason]:
             else "there is no good checkpoint",
         ),
         doing=seen.doing(
-            "training goes on, and the next checkpoint is tried when it is due; older ones are kept"
+            "training continues, and the next checkpoint is tried when it is due; older ones are kept"
         ),
         next=f"make room or mend {last.path} (df -h; phalanx checkpoint list {seen.run})",
     )
 
 
 def old_checkpoint(seen: Observed) -> Iterator[Reason]:
-    """A crash now would cost more than the run's own interval says."""
+    """The newest checkpoint is older than the run's interval allows, so a crash would cost more."""
     if not seen.running or not seen.steps or seen.spec is None:
         return
     every_s = _interval_s(seen)
@@ -83,18 +85,18 @@ def old_checkpoint(seen: Observed) -> Iterator[Reason]:
             f"one is due every {format_duration(every_s)}"
             + (f" (checkpoint.every_steps = {every})" if every else ""),
         ),
-        doing="training goes on; a crash now would cost the steps since",
+        doing="training continues; a crash now would cost the steps since",
         next=f"phalanx checkpoint list {seen.run}; is one being written for long, or did the disk get slow?",
     )
 
 
 def _interval_s(seen: Observed) -> float | None:
-    """Seconds between two checkpoints as they should be; ``None`` if that is not known."""
+    """Return the intended seconds between two checkpoints; None if unknown."""
     assert seen.spec is not None
     every = seen.spec.checkpoint.every_steps
     if every:
-        one = seen.steps[-1][1].step_s
-        return every * one if one else None
+        step_s = seen.steps[-1][1].step_s
+        return every * step_s if step_s else None
     times = [event.t for event in seen.events if isinstance(event.body, CheckpointSaved)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return median(gaps) if len(gaps) > 1 else None
@@ -125,7 +127,7 @@ def full_disk(seen: Observed) -> Iterator[Reason]:
                 else ()
             ),
         ),
-        doing="a save that fails costs nothing but itself: training goes on, and older checkpoints are kept",
+        doing="a save that fails costs nothing but itself: training continues, and older checkpoints are kept",
         next=f"make room (df -h {seen.run}; du -sh {seen.run}/*), or keep fewer: checkpoint.keep_last, checkpoint.keep_every",
     )
 
@@ -137,7 +139,7 @@ _NAMED = 8
 
 
 def other_data(seen: Observed) -> Iterator[Reason]:
-    """The data are not those that the run was started with."""
+    """The data differ from those at the start of the run."""
     if seen.finished or not seen.data_fingerprint:
         return
     if seen.data_error:
@@ -165,7 +167,7 @@ def other_data(seen: Observed) -> Iterator[Reason]:
             "the order of samples and the tokens differ: the weights would be those of neither",
         ),
         doing="a start of the run is refused; ranks that run read the files that they have opened",
-        next=f"put the version of {seen.data_fingerprint[:12]} back (phalanx data show {_data_path(seen)} says which is there), "
+        next=f"put the version of {seen.data_fingerprint[:12]} back (phalanx data show {_data_path(seen)} shows which is there), "
         "or train on the new one as a run of its own",
     )
 
@@ -177,7 +179,7 @@ def _data_path(seen: Observed) -> str:
 
 
 def other_libraries(seen: Observed) -> Iterator[Reason]:
-    """The nodes differ in libraries, drivers or hardware, or the run was begun with others."""
+    """The nodes differ in libraries, drivers or hardware, or the run was started with others."""
     if seen.finished:
         return
     if seen.machines:
@@ -221,29 +223,29 @@ def _packages(started: RunStarted) -> Mapping[str, str]:
 
 
 def throttled(seen: Observed) -> Iterator[Reason]:
-    """Processors of a node are slowed down by heat or power while the run trains."""
+    """Processors of a node are throttled by heat or power while the run trains."""
     if seen.finished:
         return
     in_fleet = seen.fleet is not None
-    for one in seen.throttled:
-        slow = [rank for rank in seen.slow_ranks if rank.node == one.node]
+    for node in seen.throttled:
+        slow = [rank for rank in seen.slow_ranks if rank.node == node.node]
         yield Reason(
             code="throttled",
             severity="warning",
-            title=f"Node {one.node} is slowed down: {one.what[0]}",
-            where=f"node {one.node}",
-            since=one.since_s,
+            title=f"Node {node.node} is slowed down: {node.what[0]}",
+            where=f"node {node.node}",
+            since=node.since_s,
             evidence=(
-                *one.what[:_NAMED],
-                f"seen in {one.looks} look{'s' * (one.looks != 1)} since then",
+                *node.what[:_NAMED],
+                f"seen in {node.looks} look{'s' * (node.looks != 1)} since then",
                 *(
                     f"its rank {rank.rank} computes {rank.slowdown:.0%} longer than its peers"
                     for rank in slow
                 ),
             ),
-            doing="training goes on; all ranks wait for the slowest"
+            doing="training continues; all ranks wait for the slowest"
             + ("; if it becomes a straggler, a spare takes its place" if in_fleet else ""),
-            next=f"look at its cooling and power; to do without it: phalanx fleet drain {seen.run} {one.node}"
+            next=f"look at its cooling and power; to do without it: phalanx fleet drain {seen.run} {node.node}"
             if in_fleet
             else "look at the cooling and power of that machine",
         )
@@ -257,7 +259,7 @@ def clock_skew(seen: Observed) -> Iterator[Reason]:
     back = 0.0
     since = None
     for earlier, later in pairwise(seen.events):
-        # A copy to a store is told when its process gets to it; everything else is written as it happens.
+        # A copy to a store is logged late, by its own process; everything else is logged at once.
         if earlier.t - later.t > back and not isinstance(later.body, CheckpointCopied):
             back, since = earlier.t - later.t, later.t
     worst = max(ahead, back)

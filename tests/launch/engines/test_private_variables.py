@@ -21,7 +21,7 @@ from phalanx.run.read import to_table
 from phalanx.run.resolve import variable_problems
 from phalanx.run.spec import FleetSpec, LaunchSpec, RunSpec
 from phalanx_watch.page.export import exported
-from phalanx_watch.page.runs import Runs
+from phalanx_watch.page.runs import PageRuns
 from phalanx_watch.runs.recorded import compare
 from recorded_runs import RecordedRun
 
@@ -142,7 +142,7 @@ def test_secrets_in_the_run_file_of_an_older_version_are_masked_wherever_it_is_s
         run.spec = dataclasses.replace(run.spec, launch=launch)
         run.directory.run_file.write_text(tomli_w.dumps(to_table(run.spec)))
         runs.append(run.directory.path)
-    pages = Runs([tmp_path])
+    pages = PageRuns([tmp_path])
     shown = [
         exported(pages, pages.places()[0]).decode(),
         json.dumps(compare(runs).to_json()),

@@ -15,7 +15,7 @@ from phalanx.checkpoint.interop.huggingface.import_folder import import_hf
 from phalanx.cli.weights import hash_command
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx_serve.cli import generate_command, pack_command, score_command, serve_command
-from phalanx_serve.traffic.events import EngineError
+from phalanx_serve.traffic.events import ServeError
 from phalanx_serve.workers import service
 from serve.packed_runs import DENSE, make_run
 
@@ -97,7 +97,7 @@ def test_workers_of_all_roles_have_the_cpu_where_those_of_one_role_divide_the_mo
 
     def begin(found: service.Service, _tell: object) -> None:
         asked.extend(found.task_of(role).served.device for role in found.roles)
-        raise EngineError("no more is looked at")
+        raise ServeError("no more is looked at")
 
     monkeypatch.setattr("phalanx_serve.served.opened.gpus", lambda: 2)
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)  # there is no tokenizer

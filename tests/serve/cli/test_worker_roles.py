@@ -58,7 +58,7 @@ def test_no_other_number_of_processes_is_taken(text: str) -> None:
         (["--tensor", "prefill:2"], "--tensor names roles, which are those of --workers"),
         (
             ["--workers", "prefill:1,decode:1", "--pipeline", "both:2"],
-            "whose role is both, and --workers has none: its roles are prefill, decode",
+            "names the role both, which no worker of --workers has: its roles are prefill, decode",
         ),
         (
             ["--workers", "prefill:1,decode:1", "--pipeline", "decode:2", "--tensor", "2"],

@@ -16,11 +16,11 @@ from phalanx_serve.numerics import computing_on
 from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import (
     DeviceMemoryError,
-    EngineError,
     EngineOutput,
     PromptScored,
     Request,
     Sampling,
+    ServeError,
     Token,
 )
 from serve.engine.test_engine import KINDS, prompt, run
@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
     )
     with no_memory, computing_on(GPU, "a whole terabyte"):
         torch.empty(1 << 40, dtype=torch.uint8, device=GPU)
-    with pytest.raises(EngineError, match=r"--numerics fast"):
+    with pytest.raises(ServeError, match=r"--numerics fast"):
         engine(built("dense").to(GPU), numerics="exact")
 
 

@@ -27,10 +27,10 @@ from phalanx.run.spec import ModelSpec, RopeScalingSpec, RunSpec, TrainSpec
 from phalanx.train.score import Scorer
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.sampler import BatchedSamplerOutput, LazySamplerOutput, SamplingRequest, sample_rows
-from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, RowSpan, Rule
 from phalanx_serve.kv_cache.memory import TextKV
 from phalanx_serve.traffic.block_table import page_names
-from phalanx_serve.traffic.events import EngineError, Request, Sampling, Token
+from phalanx_serve.traffic.events import Request, Sampling, ServeError, Token
 from serve.engine.test_engine import DENSE, KINDS, MLA, prompt, run
 
 GREEDY, PLAIN = Sampling(temperature=0), Sampling(seed=3)
@@ -215,7 +215,7 @@ def test_a_mixture_of_devices_is_noticed(other: tuple[torch.device, Seen]) -> No
     assert model.embedding is not None
     piece = TextKV(model.spec, torch.float32)  # left in the host's memory
     piece.grow(8)
-    rows = LayerKVCache(0, [Span(piece, 0, 4)], Rule(False), {})
+    rows = LayerKVCache(0, [RowSpan(piece, 0, 4)], Rule(False), {})
     of_heads = [torch.zeros(1, heads, 4, 16, device=device) for heads in (4, 2, 2)]
     block = model.blocks["0"]
     with pytest.raises((MixedDevicesError, RuntimeError)):
@@ -224,7 +224,7 @@ def test_a_mixture_of_devices_is_noticed(other: tuple[torch.device, Seen]) -> No
 
 def test_exact_numerics_are_refused_elsewhere_than_on_a_cpu(other: tuple[torch.device, Seen]) -> None:
     model = model_on(other[0], DENSE)
-    with pytest.raises(EngineError, match=r"kernels for CPUs: serve with --numerics fast, or"):
+    with pytest.raises(ServeError, match=r"kernels for CPUs: serve with --numerics fast, or"):
         Engine(model, model.spec, pages=4, weights_id="w")
 
 

@@ -20,7 +20,7 @@ from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.sampler import draw
 from phalanx_serve.served.of_run import OpenedEngine, open_engine
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.events import Ended, EngineError, EngineOutput, Request, Sampling, Token
+from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Sampling, ServeError, Token
 from serve.engine.test_engine import KINDS, prompt, run
 from serve.packed_runs import DENSE, make_run
 
@@ -226,11 +226,11 @@ def test_a_run_is_the_same_served_weights_with_and_without_drafts(tmp_path: Path
     while with_drafts.engine.busy:
         with_drafts.engine.step()
     assert with_drafts.engine.drafts()[0] > 0
-    with pytest.raises(EngineError, match="--drafts 2: the run's model predicts 1 tokens ahead"):
+    with pytest.raises(ServeError, match="--drafts 2: the run's model predicts 1 tokens ahead"):
         opened(2)
 
 
 def test_more_drafts_than_the_model_predicts_are_refused() -> None:
     model = built("dense")
-    with pytest.raises(EngineError, match="the model predicts 3 ahead"):
+    with pytest.raises(ServeError, match="the model predicts 3 ahead"):
         Engine(model, model.spec, pages=4, numerics="fast", drafts=4, weights_id="w")

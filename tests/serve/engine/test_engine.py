@@ -20,12 +20,12 @@ from phalanx_serve.engine.engine import Engine
 from phalanx_serve.traffic.block_table import page_names
 from phalanx_serve.traffic.events import (
     Ended,
-    EngineError,
     EngineOutput,
+    GenerationRequestError,
     PromptScored,
     Request,
-    RequestError,
     Sampling,
+    ServeError,
     Token,
 )
 
@@ -250,7 +250,7 @@ def test_a_text_that_longrope_has_read_anew_names_the_weights_that_did() -> None
 
 
 def test_weights_of_another_model_are_not_swapped_in() -> None:
-    with pytest.raises(EngineError, match="the weights are of another model"):
+    with pytest.raises(ServeError, match="the weights are of another model"):
         engine(built("dense"), numerics="fast").prepare(built("latent"))
 
 
@@ -370,7 +370,7 @@ def test_a_cancelled_request_frees_its_pages_in_the_next_step() -> None:
     ],
 )
 def test_a_request_that_cannot_be_computed_is_refused(request_: Request, said: str) -> None:
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(GenerationRequestError, match=said):
         engine(built("dense")).submit(request_)
 
 

@@ -9,7 +9,7 @@ from transformers import Phi3Config
 from parity.hf_models import CONFIGS, LONGROPE, PHI3, hf_model, our_model, random_tokens
 from phalanx.model.transformer import Transformer
 from phalanx_serve.engine.engine import Engine
-from phalanx_serve.traffic.events import EngineError, Request, Sampling, Token
+from phalanx_serve.traffic.events import Request, Sampling, ServeError, Token
 
 FAMILIES = ("llama", "qwen3", "gemma2", "mixtral", "deepseek_v3", "gpt_oss")
 NAMES = {
@@ -24,7 +24,7 @@ def engine(model: Transformer) -> Engine:
     try:
         return Engine(model, model.spec, **options)  # type: ignore[arg-type]
     except (
-        EngineError
+        ServeError
     ):  # a cap of the scores, or heads of a width for which this machine's attention is refused
         return Engine(model, model.spec, numerics="fast", **options)  # type: ignore[arg-type]
 

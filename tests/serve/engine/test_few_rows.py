@@ -16,7 +16,7 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.engine.model_runner import ModelRunner, few_rows, use_fast_products
-from phalanx_serve.kv_cache.layer_cache import Rule, Span
+from phalanx_serve.kv_cache.layer_cache import RowSpan, Rule
 from phalanx_serve.kv_cache.memory import TextKV
 from phalanx_serve.traffic.events import PromptScored, Request, Sampling
 from serve.engine.test_engine import prompt, run, trained
@@ -56,7 +56,7 @@ def states(model: Transformer, texts: list[torch.Tensor], rows: int) -> list[tor
         for i in here:
             end = min(begin + rows, len(texts[i]))
             caches[i].grow(end)
-            spans.append(Span(caches[i], begin, end))
+            spans.append(RowSpan(caches[i], begin, end))
         tokens = torch.cat([texts[i][span.begin : span.end] for i, span in zip(here, spans, strict=True)])
         parts = runner.compute(tokens, spans, 0, []).states.split([span.end - span.begin for span in spans])
         for i, part in zip(here, parts, strict=True):

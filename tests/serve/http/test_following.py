@@ -27,9 +27,9 @@ from phalanx_serve.http.app import Gateway, application
 from phalanx_serve.http.worker import EngineWorker, Swap
 from phalanx_serve.prompt import ModelText
 from phalanx_serve.served import of_run
-from phalanx_serve.served.of_run import Follower, open_engine, weights_digest
+from phalanx_serve.served.of_run import CheckpointFollower, open_engine, weights_digest
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.events import Ended, EngineError, EngineOutput, Request
+from phalanx_serve.traffic.events import Ended, EngineOutput, Request, ServeError
 from serve.packed_runs import DENSE, make_run, random_model
 
 SWAP_AT = 5
@@ -40,7 +40,7 @@ class Watched:
 
     def __init__(self, engine: Engine, run_dir: Path, step: int) -> None:
         self._engine, self._run_dir, self._step, self._turn = engine, run_dir, step, 0
-        self.follower: Follower | None = None
+        self.follower: CheckpointFollower | None = None
 
     @property
     def busy(self) -> bool:
@@ -74,7 +74,9 @@ def answers(run_dir: Path, body: dict[str, Any]) -> tuple[list[httpx.Response], 
     assert isinstance(opened.engine, Engine)
     watched, said = Watched(opened.engine, run_dir, opened.step + 4), []
     worker = EngineWorker(watched, opened.identity, step=opened.step)
-    watched.follower = Follower(served, opened.engine, worker, opened.step, "recompute", said.append)
+    watched.follower = CheckpointFollower(
+        served, opened.engine, worker, opened.step, "recompute", said.append
+    )
     tokenizer = BytesTokenizer()
     gateway = Gateway(ModelText("run", tokenizer, frozenset(), 64), worker)
 
@@ -130,12 +132,12 @@ def test_a_checkpoint_that_cannot_be_read_is_told_once_and_the_old_one_goes_on(r
             file.write_bytes(file.read_bytes()[:-100])
     said: list[str] = []
     worker = EngineWorker(opened.engine, opened.identity, step=1)
-    follower = Follower(served, opened.engine, worker, 1, "mixed", said.append)
+    follower = CheckpointFollower(served, opened.engine, worker, 1, "mixed", said.append)
     follower.look()
     follower.look()
     worker.close()
     (only,) = said
-    assert only.startswith("step 3 cannot be read, and step 1 goes on: ")
+    assert only.startswith("step 3 cannot be read, and step 1 continues: ")
     assert follower.step == 1
 
 
@@ -182,7 +184,7 @@ def test_a_step_that_cannot_be_read_at_present_is_tried_again_after_waits_that_d
     said: list[str] = []
     worker = EngineWorker(opened.engine, opened.identity, step=1)
     failing = cast(Engine, Failing(opened.engine, error, 3))
-    follower = Follower(served, failing, worker, 1, "mixed", said.append)
+    follower = CheckpointFollower(served, failing, worker, 1, "mixed", said.append)
     looks = 0
     while follower.step == 1 and looks < 100:
         follower.look()
@@ -190,7 +192,7 @@ def test_a_step_that_cannot_be_read_at_present_is_tried_again_after_waits_that_d
     worker.close()
     assert looks == 1 + 2 + 4 + 8
     failed, took_over = said
-    assert failed.startswith("step 3 cannot be read, and step 1 goes on: ")
+    assert failed.startswith("step 3 cannot be read, and step 1 continues: ")
     assert str(error).partition(":")[0] in failed
     assert failed.endswith("; it is tried again")
     assert took_over.startswith("step 3 takes over")
@@ -225,13 +227,13 @@ def test_a_gpu_without_memory_for_a_second_copy_of_the_weights_is_told_with_what
     said: list[str] = []
     worker = EngineWorker(opened.engine, opened.identity, step=1)
     engine = cast(Engine, OnGpu(opened.engine, RuntimeError(), 0))
-    follower = Follower(served, engine, worker, 1, "mixed", said.append)
+    follower = CheckpointFollower(served, engine, worker, 1, "mixed", said.append)
     for _ in range(1 + 2 + 4):
         follower.look()
     worker.close()
     failed, took_over = said
     assert failed.startswith(
-        "step 3 cannot take over, and step 1 goes on: cuda:1 has no memory for a second copy of the weights, which --follow needs for a while "
+        "step 3 cannot take over, and step 1 continues: cuda:1 has no memory for a second copy of the weights, which --follow needs for a while "
         "(CUDA out of memory. Tried to allocate 2.00 GiB): keep fewer keys and values there (serve --memory)"
     )
     assert failed.endswith("; it is tried again")
@@ -244,7 +246,7 @@ def test_a_step_of_a_run_whose_file_cannot_be_read_at_present_is_tried_again(run
     assert isinstance(opened.engine, Engine)
     said: list[str] = []
     worker = EngineWorker(opened.engine, opened.identity, step=1)
-    follower = Follower(served, opened.engine, worker, 1, "mixed", said.append)
+    follower = CheckpointFollower(served, opened.engine, worker, 1, "mixed", said.append)
     away = (run_dir / "run.toml").rename(run_dir / "elsewhere.toml")
     follower.look()
     away.rename(run_dir / "run.toml")
@@ -274,7 +276,7 @@ def test_following_goes_on_after_any_failure_of_a_look(run_dir: Path) -> None:
 
     away = (run_dir / "checkpoints").rename(run_dir / "elsewhere")
     worker = EngineWorker(opened.engine, opened.identity, step=1)
-    Follower(served, opened.engine, worker, 1, "mixed", tell, look_pause_s=0.001).start()
+    CheckpointFollower(served, opened.engine, worker, 1, "mixed", tell, look_pause_s=0.001).start()
     try:
         assert taken.wait(100)
     finally:
@@ -290,7 +292,7 @@ def test_weights_that_the_engine_refuses_leave_those_of_before_to_the_requests(r
     worker = EngineWorker(opened.engine, opened.identity, step=3)
 
     def refused() -> None:
-        raise EngineError("the weights are of another model")
+        raise ServeError("the weights are of another model")
 
     async def last() -> EngineOutput:
         return [one async for one in worker.submit(Request("r", (1, 2), 3))][-1]

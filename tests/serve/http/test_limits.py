@@ -19,7 +19,7 @@ from phalanx.run.peers import loopback_names
 from phalanx_serve.cli.serve_command import command
 from phalanx_serve.http.app import Gateway, application
 from phalanx_serve.http.keys import add_key, parse_limits, read_keys
-from phalanx_serve.http.worker import Identity, WorkerLoad
+from phalanx_serve.http.worker import ModelIdentity, WorkerLoad
 from phalanx_serve.prompt import ModelText
 from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Token
 
@@ -27,7 +27,7 @@ from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Token
 class Immediate:
     """A port with two pages that answers at once."""
 
-    identity = Identity("weights", "numerics", 1000, "trainer")
+    identity = ModelIdentity("weights", "numerics", 1000, "trainer")
 
     async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
         for index in range(request.max_tokens):

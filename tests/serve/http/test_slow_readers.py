@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx_serve.http.app import Gateway, application
-from phalanx_serve.http.worker import Identity, WorkerLoad
+from phalanx_serve.http.worker import ModelIdentity, WorkerLoad
 from phalanx_serve.prompt import ModelText
 from phalanx_serve.traffic.events import EngineOutput, Request, Token
 
@@ -19,7 +19,7 @@ BODY = json.dumps({"model": "run", "prompt": "a", "max_tokens": 100, "stream": T
 class Endless:
     """A port that tells tokens for as long as somebody takes them."""
 
-    identity = Identity("weights", "numerics", 200)
+    identity = ModelIdentity("weights", "numerics", 200)
 
     def __init__(self) -> None:
         self.given_up = asyncio.Event()

@@ -17,7 +17,7 @@ from phalanx.run.spec import MlaSpec
 from phalanx_serve.engine.engine import Engine
 from phalanx_serve.kv_cache.memory import kv_format
 from phalanx_serve.traffic.block_table import page_names
-from phalanx_serve.traffic.events import EngineError
+from phalanx_serve.traffic.events import ServeError
 from serve.engine.test_engine import DENSE, asked, built, engine, logprobs_of, prompt, run
 
 WIDE = replace(DENSE, heads=2, kv_heads=1, head_dim=32)
@@ -98,5 +98,5 @@ def test_held_and_foreign_pages_read_as_if_they_were_computed_here(kind: str, fo
 
 
 def test_narrow_keys_and_values_are_refused_where_widths_have_no_blocks() -> None:
-    with pytest.raises(EngineError, match="head_dim = 16 is no multiple of that"):
+    with pytest.raises(ServeError, match="head_dim = 16 is no multiple of that"):
         engine(built("dense"), numerics="fast", kept="fp8")

@@ -15,7 +15,7 @@ from phalanx.model.layers.attention.attention import CausalCore
 from phalanx.model.layers.attention.mla import latents_as_keys
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec
-from phalanx_serve.kv_cache.layer_cache import LayerKVCache, Rule, Span
+from phalanx_serve.kv_cache.layer_cache import LayerKVCache, RowSpan, Rule
 from phalanx_serve.kv_cache.memory import TextKV
 
 pytestmark = pytest.mark.usefixtures("portable_kernels")
@@ -54,7 +54,7 @@ def test_pieces_of_a_sequence_have_the_bits_of_the_whole(
     # The last query by itself, as when a text is decoded.
     cuts = sorted({*cuts, length - 1})
     for begin, end in itertools.pairwise(cuts):
-        cache = LayerKVCache(0, [Span(kv, begin, end)], Rule(exact=True), {})
+        cache = LayerKVCache(0, [RowSpan(kv, begin, end)], Rule(exact=True), {})
         piece = slice(begin, end)
         mixed = cache.mix(core, query[:, :, piece], key[:, :, piece], value[:, :, piece], logits)
         assert torch.equal(mixed, whole[:, :, piece])
@@ -77,7 +77,7 @@ def test_queries_of_latents_have_the_bits_of_the_whole_sequence(
     kv.grow(length)
     cuts = sorted({0, min(border, length), length - 1, length})
     for begin, end in itertools.pairwise(cuts):
-        cache = LayerKVCache(0, [Span(kv, begin, end)], Rule(exact=True), {})
+        cache = LayerKVCache(0, [RowSpan(kv, begin, end)], Rule(exact=True), {})
         piece = slice(begin, end)
         mixed = cache.mix(
             core, query[:, :, piece], latent[:, :, piece], rotated[:, :, piece], None, latents_as_keys
@@ -97,7 +97,7 @@ def test_rows_of_several_texts_are_those_of_each(window: int) -> None:
     expected = []
     for kv, length in zip(kvs, lengths, strict=True):
         kv.grow(length)
-        spans.append(Span(kv, 0, length))
+        spans.append(RowSpan(kv, 0, length))
         piece = slice(begin, begin + length)
         expected.append(core(query[:, :, piece], key[:, :, piece], value[:, :, piece]))
         begin += length
@@ -110,7 +110,7 @@ def test_a_step_keeps_no_mask_of_every_head() -> None:
     masks: dict[tuple[int, ...], Tensor] = {}
     kv = TextKV(LATENT, torch.float32)
     kv.grow(64)
-    cache = LayerKVCache(0, [Span(kv, 40, 43)], Rule(exact=True), masks)
+    cache = LayerKVCache(0, [RowSpan(kv, 40, 43)], Rule(exact=True), masks)
     latent, rotated = torch.zeros(1, 1, 3, 20), torch.zeros(1, 1, 3, 6)
     mixed = cache.mix(CausalCore(1.0), torch.zeros(1, 4, 3, 26), latent, rotated, None, latents_as_keys)
     assert mixed.shape == (1, 4, 3, 26)

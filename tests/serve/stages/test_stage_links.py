@@ -31,7 +31,7 @@ def linked() -> tuple[StageLink, StageLink]:
 def test_a_stage_that_ends_while_nothing_is_asked_is_noticed() -> None:
     here, there = linked()
     far = FarStages([FarStage(1, range(3, 5), here)], DENSE, 3)
-    there.send(m.Alive())  # what waits to be read is no end
+    there.send(m.StageHeartbeat())  # what waits to be read is no end
     assert far.trouble() == ""
     there.close()
     assert "stage 1 (layers 3 to 4, here) of the model is gone" in until(far.trouble)
@@ -53,10 +53,10 @@ def test_whether_a_stage_is_there_is_told_without_waiting_for_what_another_threa
 
 def test_what_a_stage_says_before_it_ends_is_heard_first() -> None:
     here, there = linked()
-    there.send(m.Unable("no room"))
+    there.send(m.StageUnable("no room"))
     there.close()
     assert not here.ended()
-    assert here.receive(m.FROM_STAGE) == m.Unable("no room")
+    assert here.receive(m.FROM_STAGE) == m.StageUnable("no room")
     assert until(here.ended)
 
 
@@ -82,7 +82,7 @@ def test_a_process_that_gives_no_sign_of_life_is_given_up_with_what_to_do(asked:
 def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = linked()
     here.expect_life(30.0)
-    for said in (m.Alive(), m.Alive(), m.Held()):
+    for said in (m.StageHeartbeat(), m.StageHeartbeat(), m.Held()):
         there.send(said)
     # What came meanwhile is read long after it was asked for, the answer behind signs of life.
     assert here.receive(m.FROM_STAGE, longest_s=0.0) == m.Held()
@@ -98,7 +98,7 @@ def test_who_has_stood_still_itself_blames_no_other(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr(StageLink, "_readable", stopped_after_looking)
         assert here.look() is None
-    there.send(m.Alive())
+    there.send(m.StageHeartbeat())
     assert until(here._readable)
     assert here.look() is None
     now[0] += 3600

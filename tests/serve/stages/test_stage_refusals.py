@@ -19,7 +19,7 @@ from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.stages import far_part
 from phalanx_serve.stages.door import Door, read_token
 from phalanx_serve.stages.shares import require_shares, restored_part
-from phalanx_serve.traffic.events import EngineError, PartLostError
+from phalanx_serve.traffic.events import PartLostError, ServeError
 from serve.packed_runs import DENSE, make_run
 from serve.stages.staged_models import KINDS, TOKEN, served, staged, token_file
 
@@ -27,10 +27,10 @@ from serve.stages.staged_models import KINDS, TOKEN, served, staged, token_file
 def test_a_stage_with_other_weights_of_the_step_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"])
     other = make_run(tmp_path / "other", KINDS["tied"])
-    with pytest.raises(EngineError, match=r"stage 1 .* has another checkpoint of step 1"):
+    with pytest.raises(ServeError, match=r"stage 1 .* has another checkpoint of step 1"):
         staged(run, 2, other)
     short = make_run(tmp_path / "short", resolve(replace(DENSE, layers=2)))
-    with pytest.raises(EngineError, match=r"stage 1 .* this run has 2 layers: give every stage the same run"):
+    with pytest.raises(ServeError, match=r"stage 1 .* this run has 2 layers: give every stage the same run"):
         staged(run, 2, short)
 
 
@@ -49,12 +49,12 @@ def test_a_newest_step_that_is_damaged_is_passed_over_aloud_unless_it_was_asked_
     tmp_path: Path, options: dict[str, object]
 ) -> None:
     run = damaged_run(tmp_path)
-    with pytest.raises((CheckpointError, EngineError), match="rank-00000"):
+    with pytest.raises((CheckpointError, ServeError), match="rank-00000"):
         staged(run, 2, step=3, **options)
     said: list[str] = []
     assert staged(run, 2, said=said, **options).step == 1
     (passed,) = said
-    assert passed.startswith("step 3 cannot be read and is passed over: ")
+    assert passed.startswith("step 3 cannot be read and is skipped: ")
     assert "rank-00000.safetensors" in passed
 
 
@@ -66,13 +66,13 @@ def test_a_newest_step_that_only_another_process_finds_damaged_is_passed_over_by
     monkeypatch.setattr(opened, "restored_part", lambda _, *given: restored_part(whole, *given))
     assert staged(run, 2, said=said).step == 1
     (passed,) = said
-    assert passed.startswith("step 3 cannot be read and is passed over: stage 1 ")
+    assert passed.startswith("step 3 cannot be read and is skipped: stage 1 ")
 
 
 def test_trouble_that_is_not_of_the_newest_steps_bytes_passes_over_no_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"], (1, 3))
     short = make_run(tmp_path / "short", resolve(replace(DENSE, layers=2)), (1, 3))
-    with pytest.raises(EngineError, match=r"stage 1 .* this run has 2 layers"):
+    with pytest.raises(ServeError, match=r"stage 1 .* this run has 2 layers"):
         staged(run, 2, short, said=[])
 
 
@@ -82,7 +82,7 @@ def test_a_stage_whose_arithmetic_is_of_another_release_is_refused(
     run = make_run(tmp_path / "run", KINDS["dense"])
     monkeypatch.setattr(far_part, "numerics_id", lambda *_, **__: "exact-float32-other")
     with pytest.raises(
-        EngineError, match=r"by numerics exact-float32-other, .* install the same release on all machines"
+        ServeError, match=r"by numerics exact-float32-other, .* install the same release on all machines"
     ):
         staged(run, 2)
 
@@ -132,7 +132,7 @@ def test_what_stages_cannot_do_is_refused_with_what_to_do(
     tmp_path: Path, options: dict[str, object], said: str
 ) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"])
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(ServeError, match=said):
         open_engine(served(run, **{"stages": 2, "token_file": str(token_file(tmp_path)), **options}))
 
 
@@ -141,7 +141,7 @@ def test_a_model_without_dense_layers_is_not_asked_for_their_width() -> None:
     moe = MoeSpec(experts=6, per_token=2, ffn_dim=48)
     spec = resolve(ModelSpec(layers=2, dim=96, heads=6, vocab_size=96, ffn_dim=200, moe=moe))
     require_shares(spec, 3)
-    with pytest.raises(EngineError, match=r"--tensor 3: the model's 200 inner elements .* give --tensor 2"):
+    with pytest.raises(ServeError, match=r"--tensor 3: the model's 200 inner elements .* give --tensor 2"):
         require_shares(replace(spec, moe=replace(moe, first_dense=1)), 3)
 
 
@@ -150,7 +150,7 @@ def test_a_model_without_dense_layers_is_not_asked_for_their_width() -> None:
     [(TOKEN, 0o644, "others may read it"), ("short", 0o600, "holds 5 characters")],
 )
 def test_a_token_that_others_could_know_is_refused(tmp_path: Path, text: str, mode: int, said: str) -> None:
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(ServeError, match=said):
         read_token(token_file(tmp_path, text, mode))
 
 

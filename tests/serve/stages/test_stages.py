@@ -22,7 +22,14 @@ from phalanx_serve.served.opened import OpenedEngine
 from phalanx_serve.stages import far_part
 from phalanx_serve.stages.shares import Share, divided, restored_part, restored_share
 from phalanx_serve.traffic.block_table import page_names
-from phalanx_serve.traffic.events import EngineError, EngineOutput, Identity, PartLostError, Request, Sampling
+from phalanx_serve.traffic.events import (
+    EngineOutput,
+    PartLostError,
+    Request,
+    Sampling,
+    ServeError,
+    WorkerIdentity,
+)
 from phalanx_serve.workers.page_client import pull
 from phalanx_serve.workers.page_server import OfferedPages, PageServer
 from serve.packed_runs import DENSE, make_run
@@ -105,8 +112,8 @@ def give(source: Engine, taker: Engine, names: list[bytes]) -> None:
     assert source.held_pages(names) == names
     offered = OfferedPages()
     offered.offer(1, {name: source.read_page(name) for name in names})
-    identity = Identity(source.weights_id, source.numerics_id, source.root.hex())
-    assert identity == Identity(taker.weights_id, taker.numerics_id, taker.root.hex())
+    identity = WorkerIdentity(source.weights_id, source.numerics_id, source.root.hex())
+    assert identity == WorkerIdentity(taker.weights_id, taker.numerics_id, taker.root.hex())
     server = PageServer(offered, identity, TOKEN)
     try:
         came = pull("127.0.0.1", server.port, TOKEN, identity, 1, names, page_bytes=taker.page_bytes)
@@ -131,7 +138,7 @@ def test_a_part_has_the_weights_of_its_layers_alone(tmp_path: Path) -> None:
 def test_every_layer_is_in_one_part_and_none_has_much_more_than_its_share(layers: int, stages: int) -> None:
     spec = resolve(replace(DENSE, layers=layers))
     if stages > layers:
-        with pytest.raises(EngineError, match=f"the model has {layers} layers"):
+        with pytest.raises(ServeError, match=f"the model has {layers} layers"):
             divided(spec, stages)
         return
     parts = divided(spec, stages)
@@ -305,7 +312,7 @@ def test_a_stage_that_has_no_room_for_the_pages_is_refused_at_the_start(
         return PageMemory(layers, pages, kept)
 
     monkeypatch.setattr(far_part, "PageMemory", refusing)
-    with pytest.raises(EngineError, match=r"stage 1 .*no room.*give the server less --memory"):
+    with pytest.raises(ServeError, match=r"stage 1 .*no room.*give the server less --memory"):
         staged(run, 2)
 
 

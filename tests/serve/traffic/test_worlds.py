@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx_serve.traffic import dispatch, journal
-from phalanx_serve.traffic.simulated_world import BrokenInvariant, Load, run_seed
+from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
 
 
 def test_no_token_is_lost_doubled_or_changed_whatever_fails() -> None:
@@ -37,11 +37,11 @@ def test_arrivals_may_come_from_a_trace() -> None:
 
 
 def forget_told(original: Callable[..., Any]) -> Callable[..., Any]:
-    def rest(entry: journal.Entry) -> Any:
+    def remaining_request(entry: journal.Entry) -> Any:
         request = original(entry)
         return replace(request, told=request.told[:-1])
 
-    return rest
+    return remaining_request
 
 
 def forget_seen(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,16 +66,16 @@ def keep_jobs_of_the_late(_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accuse_the_scorer(original: Callable[..., Any]) -> Callable[..., Any]:
-    def judge(one: journal.Audit, others: frozenset[int]) -> Any:
-        if one.asked or all(score == one.served for score in one.scores.values()):
+    def judge(one: journal.TextAudit, others: frozenset[int]) -> Any:
+        if one.scoring or all(score == one.served for score in one.scores.values()):
             return original(one, others)
-        return journal.Verdict(frozenset(one.scores), difference=True)
+        return journal.AuditResult(frozenset(one.scores), difference=True)
 
     return judge
 
 
 MUTANTS = [
-    (dispatch.journal, "rest", forget_told),
+    (dispatch.journal, "remaining_request", forget_told),
     (dispatch.journal, "open_entry", forget_seen),
     (dispatch.journal, "take", tell_again),
     (dispatch, "_move", keep_jobs_of_the_late),
@@ -93,5 +93,5 @@ def test_a_planted_defect_is_noticed(
     monkeypatch: pytest.MonkeyPatch, where: Any, name: str, plant: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(where, name, plant(getattr(where, name)))
-    with pytest.raises(BrokenInvariant, match="phalanx simulate traffic --seeds"):
+    with pytest.raises(RouterInvariantError, match="phalanx simulate traffic --seeds"):
         run_all(range(400))

@@ -29,7 +29,7 @@ from phalanx_serve.served import of_run
 from phalanx_serve.served.of_run import open_engine
 from phalanx_serve.served.opened import OpenedEngine
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.events import Ended, EngineError, EngineOutput, Request, Sampling
+from phalanx_serve.traffic.events import Ended, EngineOutput, Request, Sampling, ServeError
 from phalanx_serve.weights.budget import (
     LIBRARIES,
     Computing,
@@ -74,7 +74,7 @@ def served(place: Path, *, stream: bool, dtype: str = "float32", memory: int = 0
 
 def tight(monkeypatch: pytest.MonkeyPatch, path: Path, spec: ModelSpec) -> int:
     """The least memory in which a pack streams, as if this process took nothing."""
-    monkeypatch.setattr(of_run, "taken", lambda: 0)
+    monkeypatch.setattr(of_run, "resident_memory", lambda: 0)
     computing = Computing(ROWS, ROWS, CONTEXT).nbytes(spec, "float32")
     of_text = text_bytes(spec, "float32", CONTEXT)
     return LIBRARIES + computing + of_text + least_bytes(open_pack(path).index, "float32")
@@ -216,7 +216,7 @@ def test_narrow_keys_and_values_are_refused_of_a_pack_of_a_model_that_keeps_none
     save_models(run / "checkpoints", {1: Chain(spec)})
     path = pack(run, None, tmp_path / "own.pack", "fp32")[0]
     asked = ServedRun(str(path), None, "float32", 16, 0, 16, "fast", kept="int8", stream=stream)
-    with pytest.raises(EngineError, match=r"--kv int8: a model of your own \(model.factory\) keeps no keys"):
+    with pytest.raises(ServeError, match=r"--kv int8: a model of your own \(model.factory\) keeps no keys"):
         open_engine(asked)
 
 

@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.wire import port
-from phalanx_serve.traffic.events import Identity
+from phalanx_serve.traffic.events import WorkerIdentity
 from phalanx_serve.workers import page_client, page_server
 from phalanx_serve.workers.page_client import Pulled, Way, pull
 from phalanx_serve.workers.page_server import UNLEASED, OfferedPages, PageServer
-from phalanx_serve.workers.page_wire import Place, SharedPages, opened
+from phalanx_serve.workers.page_wire import SharedMemoryPlace, SharedPages, opened
 from serve.workers.services import until
 
-IDENTITY = Identity("weights", "numerics", "fp32")
+IDENTITY = WorkerIdentity("weights", "numerics", "fp32")
 PAGES = {bytes([number]) * 16: os.urandom(10_000) for number in range(4)}
 NAMES = tuple(PAGES)
 
@@ -120,7 +120,7 @@ def test_a_lease_that_ends_while_pages_are_read_leaves_them_to_the_reader(
 ) -> None:
     pages = offered()
 
-    def late(place: Place, nbytes: int) -> memoryview:
+    def late(place: SharedMemoryPlace, nbytes: int) -> memoryview:
         pages.forget()  # between the offer and the first look at it
         gc.collect()
         return opened(place, nbytes)
@@ -136,7 +136,7 @@ def test_a_lease_that_ends_while_pages_are_read_leaves_them_to_the_reader(
 @each_way
 def test_pages_of_other_weights_are_refused_before_the_first_byte(way: Way) -> None:
     with serving(offered()) as server:
-        got = asked(server, way, identity=Identity("others", "numerics", "fp32"))
+        got = asked(server, way, identity=WorkerIdentity("others", "numerics", "fp32"))
     assert got.pages == {}
     assert "others" in got.failure
 
@@ -204,8 +204,8 @@ def test_memory_is_the_way_where_it_can_be_and_a_socket_where_it_cannot(
     assert (got.pages, got.way, got.failure) == (PAGES, "socket", "")
 
 
-def _of_parent(place: Place) -> Place:
-    return Place(place.machine, os.getppid(), place.descriptor, place.device, place.inode)
+def _of_parent(place: SharedMemoryPlace) -> SharedMemoryPlace:
+    return SharedMemoryPlace(place.machine, os.getppid(), place.descriptor, place.device, place.inode)
 
 
 def test_where_no_memory_can_be_had_pages_go_through_sockets_and_it_is_told_once(
@@ -239,7 +239,7 @@ def test_pages_in_memory_can_be_neither_changed_nor_shortened_and_others_are_not
     try:
         os.write(descriptor, bytes(100))
         status = os.fstat(descriptor)
-        loose = Place(shared.place.machine, os.getpid(), descriptor, status.st_dev, status.st_ino)
+        loose = SharedMemoryPlace(shared.place.machine, os.getpid(), descriptor, status.st_dev, status.st_ino)
         with pytest.raises(PermissionError, match="can still be changed"):
             opened(loose, 100)
     finally:
@@ -270,10 +270,10 @@ def _is_page_file(descriptor: str) -> bool:
 SOURCE = """
 import sys
 from phalanx_serve.workers.page_server import OfferedPages, PageServer
-from phalanx_serve.traffic.events import Identity
+from phalanx_serve.traffic.events import WorkerIdentity
 pages = OfferedPages()
 pages.offer(7, {bytes([number]) * 16: bytes([number]) * 10_000 for number in range(4)})
-print(PageServer(pages, Identity("weights", "numerics", "fp32"), "token").port, flush=True)
+print(PageServer(pages, WorkerIdentity("weights", "numerics", "fp32"), "token").port, flush=True)
 sys.stdin.read()
 """
 
@@ -281,11 +281,11 @@ sys.stdin.read()
 def test_a_source_that_is_killed_takes_nothing_from_its_readers_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    places: list[Place] = []
+    places: list[SharedMemoryPlace] = []
     command = [sys.executable, "-c", SOURCE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as source:
 
-        def opened_last(place: Place, nbytes: int) -> memoryview:
+        def opened_last(place: SharedMemoryPlace, nbytes: int) -> memoryview:
             places.append(place)
             memory = opened(place, nbytes)
             source.kill()

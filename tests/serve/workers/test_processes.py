@@ -8,22 +8,22 @@ from collections.abc import Callable
 
 from phalanx.process.restarts import RestartPolicy
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.workers.processes import Happened, Processes
+from phalanx_serve.workers.processes import WorkerEnded, WorkerProcesses
 from phalanx_serve.workers.worker_main import WorkerTask
 
 TASK = WorkerTask("127.0.0.1", 1, "token", 0, "both", ServedRun("run", 1, "float32", None, 1, 64, "exact"))
 
 
 def told(
-    enough: Callable[[list[Happened], list[float]], bool], *command: str, slow_start_s: float = 60.0
-) -> tuple[list[Happened], list[float], str]:
+    enough: Callable[[list[WorkerEnded], list[float]], bool], *command: str, slow_start_s: float = 60.0
+) -> tuple[list[WorkerEnded], list[float], str]:
     """Which ends and slow starts of one worker, started by ``command``, are told until there are enough, and its state then."""
-    ends: list[Happened] = []
+    ends: list[WorkerEnded] = []
     slow: list[float] = []
 
     async def watched() -> str:
         policy = RestartPolicy(first_pause_s=0.01, most_deaths=2)
-        supervised = Processes(
+        supervised = WorkerProcesses(
             [TASK],
             {},
             ends.append,
@@ -51,7 +51,7 @@ def test_why_a_worker_cannot_be_started_is_told() -> None:
         ("cannot be started", None),
     ]
     assert "No such file or directory" in ends[0].how
-    assert (state, ends[0].seat.why) == ("left", ends[1].how)
+    assert (state, ends[0].seat.reason) == ("left", ends[1].how)
 
 
 def test_a_start_that_takes_long_is_told_once() -> None:
@@ -68,7 +68,7 @@ def test_a_process_that_ends_before_is_no_slow_start() -> None:
 def test_a_worker_that_is_ended_is_not_ready_from_then_on() -> None:
     async def states() -> list[str]:
         command = (sys.executable, "-c", "import time; time.sleep(60)")
-        supervised = Processes([TASK], {}, lambda _: None, lambda *_: None, command=command)
+        supervised = WorkerProcesses([TASK], {}, lambda _: None, lambda *_: None, command=command)
         supervised.start()
         await asyncio.sleep(0)
         supervised.ready(0)

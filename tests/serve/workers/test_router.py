@@ -28,12 +28,20 @@ from phalanx_serve.engine.engine import Engine
 from phalanx_serve.kv_cache.memory import kv_format, page_bytes
 from phalanx_serve.traffic import events as e
 from phalanx_serve.traffic import pools
-from phalanx_serve.traffic.events import Ended, EngineOutput, Identity, PromptScored, Request, Role, Sampling
+from phalanx_serve.traffic.events import (
+    Ended,
+    EngineOutput,
+    PromptScored,
+    Request,
+    Role,
+    Sampling,
+    WorkerIdentity,
+)
 from phalanx_serve.workers import messages as m
 from phalanx_serve.workers import page_client, serving_worker
 from phalanx_serve.workers.page_client import PageWay, Way, pull
 from phalanx_serve.workers.page_server import PageServer
-from phalanx_serve.workers.router import Peer, Router, RouterSettings, Watcher
+from phalanx_serve.workers.router import Peer, RequestRouter, RouterSettings, Watcher
 from phalanx_serve.workers.serving_worker import ServingWorker
 
 TOKEN = "the service's token"
@@ -81,7 +89,7 @@ class Running:
 class Fleet:
     """A router in a thread, and its workers."""
 
-    router: Router
+    router: RequestRouter
     loop: asyncio.AbstractEventLoop
     address: tuple[str, int]
     joined: queue.SimpleQueue[int]
@@ -97,11 +105,11 @@ class Fleet:
         link = sealed(connection, "the router", token, "client", m.PURPOSE, 60.0)
         link.send_message(m.Opening(number, 1))
         own = engine(model)
-        identity = Identity(weights, "numerics", "pages")
+        identity = WorkerIdentity(weights, "numerics", "pages")
         worker = ServingWorker(own, identity, PAGE_BYTES, TOKEN, link, pages=self.pages)
         server = PageServer(worker.offered, identity, TOKEN)
         door = m.PageDoor("127.0.0.1", server.port)
-        link.send_message(m.Ready(identity, role, own.root, 2048, 64, PAGE_BYTES, 1000.0, door))
+        link.send_message(m.WorkerReady(identity, role, own.root, 2048, 64, PAGE_BYTES, 1000.0, door))
         running = Running(connection, server, threading.Thread(target=lambda: running.work(worker)))
         self.workers[number] = running
         running.thread.start()
@@ -120,7 +128,7 @@ class Fleet:
             told: dict[str, queue.SimpleQueue[EngineOutput]] = {one.id: queue.SimpleQueue() for one in asked}
             for one in asked:
                 self.router.submit(one, partial(put_all, told[one.id]))
-            self.router._hear(e.Tick())
+            self.router._hear(e.ClockTick())
             return told
 
         return asyncio.run_coroutine_threadsafe(held(), self.loop).result()
@@ -150,8 +158,8 @@ def fleet(
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def begin() -> tuple[Router, asyncio.Server]:
-        router = Router(TOKEN, RouterSettings(64, audit_share, late_s=30.0), watcher)
+    async def begin() -> tuple[RequestRouter, asyncio.Server]:
+        router = RequestRouter(TOKEN, RouterSettings(64, audit_share, late_s=30.0), watcher)
         return router, await router.listen("127.0.0.1")
 
     router, server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
@@ -379,7 +387,7 @@ def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> 
     async def asked() -> list[EngineOutput]:
         told: list[EngineOutput] = []
         nobody = Watcher(*([lambda *_: None] * 5))
-        router = Router(TOKEN, RouterSettings(64), nobody)
+        router = RequestRouter(TOKEN, RouterSettings(64), nobody)
         router.submit(Request("before", (1, 2), 3), told.extend)
         router.fail_all("no worker is left")
         router.submit(Request("after", (1, 2), 3), told.extend)
@@ -391,16 +399,16 @@ def test_a_request_that_comes_after_no_worker_is_left_ends_with_the_reason() -> 
 def test_a_worker_that_is_late_is_told_once_in_a_life_with_the_reason() -> None:
     heard: list[tuple[int, str]] = []
 
-    def worker(life: int, silent_s: float, still_s: float) -> pools.Worker:
+    def worker(life: int, silent_s: float, still_s: float) -> pools.PoolWorker:
         now_s = time.monotonic()
-        return pools.Worker(
-            1, life, "both", Identity("w", "n", "p"), 4, 1e9, now_s - silent_s, now_s - still_s
+        return pools.PoolWorker(
+            1, life, "both", WorkerIdentity("w", "n", "p"), 4, 1e9, now_s - silent_s, now_s - still_s
         )
 
     async def watched() -> None:
         told: list[Callable[..., None]] = [lambda *_: None] * 5
         told[3] = lambda peer, why: heard.append((peer.life, why))
-        router = Router(TOKEN, RouterSettings(64, late_s=3.0, tick_s=0.0), Watcher(*told))
+        router = RequestRouter(TOKEN, RouterSettings(64, late_s=3.0, tick_s=0.0), Watcher(*told))
         tick = asyncio.create_task(router._tick())
         for life, silent_s, still_s in ((1, 4.0, 4.0), (2, 0.0, 12.0), (3, 0.0, 0.0)):
             router.peers[1] = SimpleNamespace(number=1, life=life)  # type: ignore[assignment]

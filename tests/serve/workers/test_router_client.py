@@ -9,8 +9,8 @@ import pytest
 from phalanx.wire.messages import encode
 from phalanx_serve.http.worker import Streaming
 from phalanx_serve.workers import messages as m
-from phalanx_serve.workers.processes import Happened
-from phalanx_serve.workers.router import Router, RouterSettings, Watcher
+from phalanx_serve.workers.processes import WorkerEnded
+from phalanx_serve.workers.router import RequestRouter, RouterSettings, Watcher
 from phalanx_serve.workers.service import Notice, RouterClient
 
 
@@ -59,12 +59,12 @@ def test_workers_that_are_late_or_slow_to_start_are_told_and_why_one_cannot_be_s
     )
     port._late(SimpleNamespace(number=1), "it has given no sign of life for 4 s")  # type: ignore[arg-type]
     port._slow(seat, 60.0)  # type: ignore[arg-type]
-    port._happened(Happened(seat, "cannot be started (no memory)", 2.0))  # type: ignore[arg-type]
+    port._happened(WorkerEnded(seat, "cannot be started (no memory)", 2.0))  # type: ignore[arg-type]
     assert [(one.event, one.facts["worker"], one.text) for one in notices] == [
         (
             "worker-late",
             1,
-            "worker 1 is late: it has given no sign of life for 4 s; its texts go on elsewhere, and it is taken back when it goes on",
+            "worker 1 is late: it has given no sign of life for 4 s; its texts continue elsewhere, and it rejoins when it continues",
         ),
         ("worker-slow", 2, "worker 2 (decode) does not serve yet, 60 s after its start; it is waited for"),
         ("worker-ended", 2, "worker 2 (decode) cannot be started (no memory): it is started again in 2 s"),
@@ -78,7 +78,7 @@ def beating(number: int, read: int) -> SimpleNamespace:
 
 
 def test_counts_of_drafts_and_of_streamed_weights_are_of_all_workers_those_that_have_left_too() -> None:
-    router = Router("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 5)))
+    router = RequestRouter("token", RouterSettings(64, 0.0), Watcher(*([lambda *_: None] * 5)))
     router._count_past(beating(1, 100))  # type: ignore[arg-type]
     router._count_past(beating(2, 200))  # type: ignore[arg-type]
     router.peers[3] = beating(3, 4000)  # type: ignore[assignment]

@@ -11,7 +11,7 @@ import pytest
 from checkpoint.saved_models import save_models
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_serve.served.served_run import ServedRun
-from phalanx_serve.traffic.events import EngineError, Role
+from phalanx_serve.traffic.events import Role, ServeError
 from phalanx_serve.workers import service
 from phalanx_serve.workers.over_nixl import agent_process
 from phalanx_serve.workers.page_client import PageWay
@@ -90,7 +90,7 @@ def test_drafts_of_a_run_that_is_streamed_are_refused_before_it_is_packed(
 ) -> None:
     run_dir = make_run(tmp_path / "run", DENSE)
     served = ServedRun(str(run_dir), None, "float32", None, 0, 64, "exact", drafts=1, stream=True)
-    with pytest.raises(EngineError, match="--drafts 1: a pack is served without its predictions ahead"):
+    with pytest.raises(ServeError, match="--drafts 1: a pack is served without its predictions ahead"):
         settled(served, monkeypatch)
     assert not (run_dir / "packs").exists()
 
@@ -100,7 +100,7 @@ def test_pages_over_nixl_are_refused_where_it_is_not_installed_before_anything_i
 ) -> None:
     monkeypatch.setattr(agent_process, "find_spec", lambda _: None)
     served = ServedRun("nowhere", None, "float32", None, 1 << 20, 64, "exact")
-    with pytest.raises(EngineError, match=r"--pages nixl needs the package nixl.*phalanx-train\[nixl\]"):
+    with pytest.raises(ServeError, match=r"--pages nixl needs the package nixl.*phalanx-train\[nixl\]"):
         started(served, monkeypatch, ("both", "both"), pages="nixl")
 
 
@@ -160,7 +160,7 @@ def test_a_division_that_a_role_cannot_have_is_refused_before_any_worker_starts(
 ) -> None:
     run_dir = make_run(tmp_path / "run", DENSE)
     served = ServedRun(str(run_dir), None, "float32", None, 1 << 20, 64, "exact")
-    with pytest.raises(EngineError, match=said):
+    with pytest.raises(ServeError, match=said):
         started(served, monkeypatch, ("prefill", "decode"), decode=division)
 
 
@@ -180,7 +180,7 @@ def test_a_newest_step_that_is_damaged_is_passed_over_aloud_and_other_trouble_is
     def begin(asked: ServiceConfig, _tell: object) -> None:
         begun.append(asked.task.served.step)
         if begun[-1] == 3:
-            raise EngineError("what a worker said")
+            raise ServeError("what a worker said")
 
     monkeypatch.setattr(service, "read_model_text", lambda *_: None)
     monkeypatch.setattr(service, "RouterClient", begin)
@@ -191,13 +191,13 @@ def test_a_newest_step_that_is_damaged_is_passed_over_aloud_and_other_trouble_is
             served, None, ("both",), threads=1, audit_share=0.0, tell=lambda notice: told.append(notice.text)
         )
 
-    with pytest.raises(EngineError, match="what a worker said"):
+    with pytest.raises(ServeError, match="what a worker said"):
         opened(3)  # asked for by its number
     if damaged:
         opened(None)
         assert begun == [3, 3, 1]
-        assert told == ["step 3 cannot be read and is passed over: what a worker said"]
+        assert told == ["step 3 cannot be read and is skipped: what a worker said"]
     else:
-        with pytest.raises(EngineError, match="what a worker said"):
+        with pytest.raises(ServeError, match="what a worker said"):
             opened(None)
         assert (begun, told) == ([3, 3], [])

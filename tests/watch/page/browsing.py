@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from phalanx_watch.page.app import listen, uvicorn_of
-from phalanx_watch.page.runs import Runs
+from phalanx_watch.page.runs import PageRuns
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -28,7 +28,7 @@ HOSTILE = f"<script>window.hacked=1</script>{HOSTILE_NAME}"
 def serving(folder: Path, port: int = 0) -> Iterator[int]:
     """A server of the page over ``folder``; the port that it listens at."""
     sock = listen("127.0.0.1", port)
-    server = uvicorn_of(Runs([folder]), "127.0.0.1", "")
+    server = uvicorn_of(PageRuns([folder]), "127.0.0.1", "")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:

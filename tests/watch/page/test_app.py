@@ -17,7 +17,7 @@ from phalanx.observe.events import EpochLeft, Event, Finished, Message, RunStart
 from phalanx.observe.goodput import goodput
 from phalanx_watch.page.app import application
 from phalanx_watch.page.http import access_for
-from phalanx_watch.page.runs import Runs
+from phalanx_watch.page.runs import PageRuns
 from watch.made_runs import crashed, write_events
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(folder: Path) -> Iterator[TestClient]:
     with TestClient(
-        application(Runs([folder]), access_for("127.0.0.1", ""), kept_s=0.0), base_url="http://127.0.0.1"
+        application(PageRuns([folder]), access_for("127.0.0.1", ""), kept_s=0.0), base_url="http://127.0.0.1"
     ) as made:
         yield made
 
@@ -51,7 +51,7 @@ def test_the_list_has_a_row_for_each_run_with_its_newest_numbers(client: TestCli
 def test_two_runs_of_one_name_have_addresses_of_their_own(folder: Path, tmp_path: Path) -> None:
     write_events(tmp_path / "more" / "first", [Event(1.8e9, 0, step(1, 9, loss=7.0))])
     client = TestClient(
-        application(Runs([folder, tmp_path / "more"]), access_for("127.0.0.1", "")),
+        application(PageRuns([folder, tmp_path / "more"]), access_for("127.0.0.1", "")),
         base_url="http://127.0.0.1",
     )
     found = {
@@ -104,7 +104,7 @@ def test_a_fault_names_its_node_its_phases_and_who_noticed(tmp_path: Path) -> No
         ],
     )
     client = TestClient(
-        application(Runs([tmp_path]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
+        application(PageRuns([tmp_path]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
     )
     (run,) = _ids(client)
     found = client.get(f"/api/run/{run}/fleet").json()
@@ -126,7 +126,7 @@ def test_answers_are_json_whatever_a_run_says(tmp_path: Path) -> None:
         tmp_path / "<b>", [Event(1e9, 0, Message("error", HOSTILE)), Event(1e9, 0, step(1, 2, loss=nan))]
     )
     client = TestClient(
-        application(Runs([tmp_path]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
+        application(PageRuns([tmp_path]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
     )
     (run,) = _ids(client)
     answer = client.get(f"/api/run/{run}/curves")

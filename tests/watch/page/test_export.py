@@ -13,7 +13,7 @@ import pytest
 from observe.recorded import step
 from phalanx.observe.events import Event, Message
 from phalanx_watch.page.export import ExportError, export_run, exported, page_in_one_file
-from phalanx_watch.page.runs import Runs
+from phalanx_watch.page.runs import PageRuns
 from watch.made_runs import crashed, write_events
 
 
@@ -69,9 +69,9 @@ def test_the_file_holds_the_answers_that_a_server_would_give(tmp_path: Path, sta
 
 def test_other_runs_of_the_server_are_not_in_the_file(tmp_path: Path, static: Path) -> None:
     crashed(tmp_path / "runs" / "a-secret-project")
-    runs = Runs([tmp_path / "runs"])
+    runs = PageRuns([tmp_path / "runs"])
     crashed(tmp_path / "runs" / "shown")
-    (shown,) = (place for place in Runs([tmp_path / "runs"]).places() if place.path.name == "shown")
+    (shown,) = (place for place in PageRuns([tmp_path / "runs"]).places() if place.path.name == "shown")
     assert b"a-secret-project" not in exported(runs, shown, static)
 
 

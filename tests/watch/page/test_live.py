@@ -15,8 +15,8 @@ from observe.served_runs import SERVED
 from phalanx.observe.events import Event
 from phalanx.observe.record.notes import SILENT_S, ServingNote
 from phalanx.run.directory.paths import RunDirectory
-from phalanx_watch.page.live import MOST_PAUSE_S, MOST_VIEWERS, Live, Pace, Viewer
-from phalanx_watch.page.runs import Runs
+from phalanx_watch.page.live import MOST_PAUSE_S, MOST_VIEWERS, LiveUpdates, Pace, Viewer
+from phalanx_watch.page.runs import PageRuns
 from watch.made_runs import crashed, write_events
 
 
@@ -26,7 +26,7 @@ def _told(lines: bytes) -> list[dict[str, Any]]:
 
 def test_a_viewer_that_reads_slowly_is_told_the_newest_and_how_much_it_missed(tmp_path: Path) -> None:
     async def scene() -> None:
-        (place,) = Runs([crashed(tmp_path / "run")]).places()
+        (place,) = PageRuns([crashed(tmp_path / "run")]).places()
         viewer = Viewer([place])
         for number in range(1000):
             viewer.note(place, {"id": place.id, "kind": "changed", "step": number})
@@ -40,7 +40,7 @@ def test_a_viewer_that_reads_slowly_is_told_the_newest_and_how_much_it_missed(tm
 
 def test_without_news_a_heartbeat_keeps_the_connection(tmp_path: Path) -> None:
     async def scene() -> bytes:
-        return await Viewer(Runs([crashed(tmp_path / "run")]).places()).next_lines(0.01)
+        return await Viewer(PageRuns([crashed(tmp_path / "run")]).places()).next_lines(0.01)
 
     assert json.loads(asyncio.run(scene()).removeprefix(b"data: ")) == {"kind": "heartbeat"}
 
@@ -51,11 +51,11 @@ async def _never() -> dict[str, Any]:
 
 
 def _served(
-    tmp_path: Path, send: Callable[[Any], Awaitable[None]], during: Callable[[Live], Awaitable[None]]
+    tmp_path: Path, send: Callable[[Any], Awaitable[None]], during: Callable[[LiveUpdates], Awaitable[None]]
 ) -> None:
     async def scene() -> None:
-        runs = Runs([crashed(tmp_path / "run")])
-        live = Live(runs.news, look_s=0.02, stalled_s=0.2)
+        runs = PageRuns([crashed(tmp_path / "run")])
+        live = LiveUpdates(runs.news, look_s=0.02, stalled_s=0.2)
         watching = asyncio.create_task(live.watch())
         serving = asyncio.create_task(live.serve(runs.places(), _never, send))
         await during(live)
@@ -73,7 +73,7 @@ def test_a_change_of_a_run_reaches_its_viewers(tmp_path: Path) -> None:
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
 
-    async def during(_live: Live) -> None:
+    async def during(_live: LiveUpdates) -> None:
         for number in range(41, 1000):  # what is there at the first look is no news
             write_events(tmp_path / "run", [Event(1.9e9, 1, step(number, 1000))])
             await asyncio.sleep(0.05)
@@ -91,7 +91,7 @@ def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
         if message.get("body", b"").startswith(b"data"):
             await asyncio.Event().wait()
 
-    async def during(live: Live) -> None:
+    async def during(live: LiveUpdates) -> None:
         await asyncio.sleep(0.1)
         assert len(live._viewers) == 1
         for number in range(41, 1000):
@@ -123,16 +123,16 @@ def test_those_who_tell_take_half_a_percent_of_a_processor_and_are_never_silent_
 
 
 def test_there_are_only_so_many_viewers() -> None:
-    live = Live(lambda _place: {})
+    live = LiveUpdates(lambda _place: {})
     live._viewers = {Viewer([]) for _ in range(MOST_VIEWERS)}
     assert live.full
 
 
 def test_viewers_of_a_run_are_told_when_its_server_falls_silent_which_changes_no_file(tmp_path: Path) -> None:
-    runs = Runs([crashed(tmp_path / "run")])
+    runs = PageRuns([crashed(tmp_path / "run")])
     ServingNote(RunDirectory(tmp_path / "run"), "killed", lambda: SERVED).once()
     now = [SERVED.seen_s]
-    live, places = Live(runs.news, clock=lambda: now[0]), runs.places()
+    live, places = LiveUpdates(runs.news, clock=lambda: now[0]), runs.places()
     live._changed(places)  # what is there at the first look is no news
     now[0] += SILENT_S
     assert live._changed(places) == []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx_watch.page.runs import GIVES_WAY_S, Runs, SeriesCache
+from phalanx_watch.page.runs import GIVES_WAY_S, PageRuns, SeriesCache
 from phalanx_watch.series.run_series import RunSeries
 from watch.made_runs import crashed
 
@@ -18,7 +18,7 @@ def test_all_runs_are_read_ahead_but_none_while_somebody_asks(
         crashed(tmp_path / name)
         (tmp_path / name / "record.json").write_text("{}")
     now, asked, read = [100.0], [100.0], []
-    runs = Runs([tmp_path], clock=lambda: now[0])
+    runs = PageRuns([tmp_path], clock=lambda: now[0])
     first, *_ = runs.places()
     original = SeriesCache.get
 

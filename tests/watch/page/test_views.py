@@ -19,7 +19,7 @@ from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory
 from phalanx_watch.page.app import application
 from phalanx_watch.page.http import access_for
-from phalanx_watch.page.runs import Runs
+from phalanx_watch.page.runs import PageRuns
 from phalanx_watch.runs.row import run_id
 from watch.made_runs import crashed, write_events
 from watch.why.watched import fleet_file
@@ -35,7 +35,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(run_dir: Path) -> TestClient:
-    runs = Runs([run_dir.parent])
+    runs = PageRuns([run_dir.parent])
     return TestClient(application(runs, access_for("127.0.0.1", ""), kept_s=0.0), base_url="http://127.0.0.1")
 
 

@@ -16,7 +16,7 @@ from recorded_runs import RecordedRun
 
 
 def _asked(directory: RunDirectory, wait_s: float) -> str:
-    return read.ask(directory, 1, "auto", wait_s, lambda _line: None)
+    return read.request_profile(directory, 1, "auto", wait_s, lambda _line: None)
 
 
 def test_a_request_that_is_taken_at_once_is_no_error_of_its_own(
@@ -29,7 +29,7 @@ def test_a_request_that_is_taken_at_once_is_no_error_of_its_own(
         request_path(directory).unlink()
 
     monkeypatch.setattr(read, "write_request", written_and_taken)
-    with pytest.raises(ProfileError, match="nobody took the request"):
+    with pytest.raises(ProfileError, match="did not take the request"):
         _asked(run.directory, 0.3)
 
 
@@ -44,7 +44,7 @@ def test_a_request_in_whose_place_another_was_made_is_told_so_at_once(tmp_path: 
 
     thread = threading.Thread(target=another)
     thread.start()
-    with pytest.raises(ProfileError, match="somebody else asked"):
+    with pytest.raises(ProfileError, match="another profile was requested"):
         _asked(run.directory, 30.0)
     thread.join()
     assert request_path(run.directory).exists()

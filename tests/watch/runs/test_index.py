@@ -21,7 +21,7 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle.ending import RunFailedError, report_failure
 from phalanx_watch.runs.index import RunIndex, RunRow
 from phalanx_watch.runs.probe import KernelLocks
-from phalanx_watch.runs.row import Labels, read_facts, row_of, write_labels
+from phalanx_watch.runs.row import RunLabels, read_facts, row_of, write_labels
 from watch.runs.some_runs import make_run
 
 
@@ -31,7 +31,7 @@ def rows(folder: Path, cache: Path) -> list[RunRow]:
 
 def test_a_row_says_what_the_runs_files_say(tmp_path: Path) -> None:
     make_run(tmp_path / "a", environment={"code": {"git_commit": "c0ffee", "git_dirty": True}})
-    write_labels(tmp_path / "a", Labels(("good",), "first"))
+    write_labels(tmp_path / "a", RunLabels(("good",), "first"))
     (row,) = rows(tmp_path, tmp_path / "cache")
     assert (row.name, row.state, row.step, row.steps, row.ranks) == ("a", "finished", 6, 6, 2)
     assert (row.held_out_loss, row.bits_per_byte) == (3.5, 2.25)
@@ -103,7 +103,7 @@ def test_a_start_after_an_ending_is_not_over(tmp_path: Path) -> None:
 def test_changes_are_seen_through_the_cache(tmp_path: Path) -> None:
     make_run(tmp_path / "a", steps=3, of=6, ending="stopped")
     before = rows(tmp_path, tmp_path / "cache")
-    write_labels(tmp_path / "a", Labels(("new",)))
+    write_labels(tmp_path / "a", RunLabels(("new",)))
     (after,) = rows(tmp_path, tmp_path / "cache")
     assert after == replace(before[0], tags=("new",))
 
@@ -234,11 +234,11 @@ def test_runs_that_are_no_more_are_forgotten_by_the_cache_within_a_day(
 
     rows(tmp_path / "runs", cache)
     shutil.rmtree(tmp_path / "runs" / "a")
-    write_labels(tmp_path / "runs" / "b", Labels(("new",), ""))
+    write_labels(tmp_path / "runs" / "b", RunLabels(("new",), ""))
     rows(tmp_path / "runs", cache)
     assert known() == ["a", "b"]  # the look at every path it knows is made once a day
     monkeypatch.setattr("phalanx_watch.runs.index.time.time", lambda: now + 86_400)
-    write_labels(tmp_path / "runs" / "b", Labels(("newer",), ""))
+    write_labels(tmp_path / "runs" / "b", RunLabels(("newer",), ""))
     rows(tmp_path / "runs", cache)
     assert known() == ["b"]
 
@@ -258,7 +258,7 @@ def test_runs_on_a_disk_that_is_away_are_neither_forgotten_nor_asked_for_when_ot
     monkeypatch.setattr(
         "phalanx_watch.runs.index.os.path.isdir", lambda path: asked.append(path) or really(path)
     )
-    write_labels(tmp_path / "here" / "a", Labels(("new",), ""))
+    write_labels(tmp_path / "here" / "a", RunLabels(("new",), ""))
     rows(tmp_path / "here", cache)
     with sqlite3.connect(cache) as base:
         known = {path for (path,) in base.execute("SELECT path FROM runs")}

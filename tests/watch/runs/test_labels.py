@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_watch.runs.row import LabelError, Labels, read_labels, write_labels
+from phalanx_watch.runs.row import LabelError, RunLabels, read_labels, write_labels
 
 TAGS = st.text(st.characters(categories=["L", "N", "P"], exclude_characters=","), min_size=1, max_size=20)
 
@@ -18,7 +18,7 @@ def test_what_is_written_is_read_again(
     tmp_path_factory: pytest.TempPathFactory, tags: set[str], note: str
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
-    labels = Labels(tuple(sorted(tags)), note)
+    labels = RunLabels(tuple(sorted(tags)), note)
     if "\ud800" <= max(note, default="") <= "\udfff":
         return
     write_labels(folder, labels)
@@ -26,7 +26,7 @@ def test_what_is_written_is_read_again(
 
 
 def test_tags_are_kept_once_and_in_order_and_can_be_taken_away() -> None:
-    labels = Labels().tagged("good", "base").tagged("good")
+    labels = RunLabels().tagged("good", "base").tagged("good")
     assert labels.tags == ("base", "good")
     assert labels.untagged("base", "never there").tags == ("good",)
 
@@ -34,7 +34,7 @@ def test_tags_are_kept_once_and_in_order_and_can_be_taken_away() -> None:
 @pytest.mark.parametrize("tag", ["", "two words", "a,b", "x" * 65, "line\nbreak", "\x1b[31m"])
 def test_what_is_no_tag_is_refused_by_its_name(tag: str) -> None:
     with pytest.raises(LabelError, match="is no tag"):
-        Labels().tagged(tag)
+        RunLabels().tagged(tag)
 
 
 @pytest.mark.parametrize(
@@ -42,4 +42,4 @@ def test_what_is_no_tag_is_refused_by_its_name(tag: str) -> None:
 )
 def test_a_damaged_file_says_nothing_and_harms_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "labels.json").write_bytes(content)
-    assert read_labels(tmp_path) == Labels()
+    assert read_labels(tmp_path) == RunLabels()

@@ -16,7 +16,7 @@ from phalanx_watch.runs.index import (
     read_condition,
     selected,
 )
-from phalanx_watch.runs.row import Labels, write_labels
+from phalanx_watch.runs.row import RunLabels, write_labels
 from watch.runs.some_runs import make_run
 
 
@@ -26,7 +26,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[RunRow]:
     make_run(folder / "short", steps=3, of=6, ending="stopped")
     make_run(folder / "long", steps=6, lr=2e-3)
     make_run(folder / "empty", steps=0, of=6, ending="")
-    write_labels(folder / "long", Labels(("good", "base"), "for the paper"))
+    write_labels(folder / "long", RunLabels(("good", "base"), "for the paper"))
     return RunIndex([folder], folder / "cache").rows()
 
 

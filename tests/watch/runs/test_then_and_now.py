@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from phalanx_watch.runs.then_and_now import Changed, Surroundings, changes, parse_packages, requirements
+from phalanx_watch.runs.then_and_now import Changed, RunEnvironment, changes, parse_packages, requirements
 
-THEN = Surroundings(
+THEN = RunEnvironment(
     code={"version": "0.1.0", "git_commit": "c0ffee", "git_dirty": True, "patch_sha256": "ab" * 32},
     packages={"python": "3.11.7", "torch": "2.13.0", "rich": "15.0"},
     processor="Abacus",
@@ -20,7 +20,7 @@ THEN = Surroundings(
 )
 
 
-def now(**changed: object) -> Surroundings:
+def now(**changed: object) -> RunEnvironment:
     return dataclasses.replace(THEN, **changed)  # type: ignore[arg-type]
 
 

@@ -67,7 +67,7 @@ def test_a_run_that_has_ended_with_a_loss_above_an_untrained_models_is_named(
 ) -> None:
     run.write(steps(31, 60, lambda _: {"loss": 3900.0}))
     run.write([Stopped(60, "asked to stop")])
-    found = only(run.reasons(held=False, finished=finished, checkpoints=((20, T0),)))
+    found = only(run.reasons(is_held=False, finished=finished, checkpoints=((20, T0),)))
     assert (found.code, found.severity) == ("diverged", "critical")
     assert found.doing.startswith(
         "nothing: it has finished" if finished else "nothing: it has ended; step 20"
@@ -77,7 +77,7 @@ def test_a_run_that_has_ended_with_a_loss_above_an_untrained_models_is_named(
 def test_a_reason_does_not_call_a_run_that_has_ended_running(run: Watched) -> None:
     run.write([spike(30), CheckpointFailed(30, "permission denied", "run/checkpoints")])
     run.write([Stopped(30, "asked to stop")])
-    assert {reason.code: reason.doing for reason in run.reasons(held=False)} == dict.fromkeys(
+    assert {reason.code: reason.doing for reason in run.reasons(is_held=False)} == dict.fromkeys(
         ["loss-spike", "checkpoint-failed"], "nothing: it has ended; no checkpoint was saved"
     )
 
@@ -103,7 +103,7 @@ def test_a_loss_half_above_the_best_is_a_divergence_once_it_has_lasted_a_window(
 def test_a_rank_that_was_killed_is_named_as_the_failure_of_the_run(run: Watched) -> None:
     log_line(run, ended_text("was killed by SIGKILL"))
     log_line(run, "RuntimeError: Connection closed by peer", rank=0, at=run.t + 0.1)
-    found = only(run.reasons(1, held=False))
+    found = only(run.reasons(1, is_held=False))
     assert (found.code, found.where) == ("failed", "rank 1 on vm")
     assert "SIGKILL" in found.title
     assert "dmesg" in found.next
@@ -111,18 +111,18 @@ def test_a_rank_that_was_killed_is_named_as_the_failure_of_the_run(run: Watched)
 
 def test_a_failure_long_before_the_last_event_was_recovered_from(run: Watched) -> None:
     log_line(run, ended_text("was killed by SIGKILL"), at=run.t - 300)
-    assert only(run.reasons(1, held=False)).code == "gone"
+    assert only(run.reasons(1, is_held=False)).code == "gone"
 
 
 def test_the_first_failure_is_printed_from_its_beginning(run: Watched) -> None:
     log_line(run, f"ValueError: the cause stands here, {'then much more ' * 100}")
-    assert "the cause stands here" in only(run.reasons(1, held=False)).title
+    assert "the cause stands here" in only(run.reasons(1, is_held=False)).title
 
 
 def test_a_job_that_ended_before_its_first_event_is_named_by_its_log(tmp_path: Path) -> None:
     run = Watched(tmp_path / "run")
     job = JobStanding("job 7 (slurm)", "it has ended; its log is runs/x/launch/job-7.log", has_ended=True)
-    found = only(run.reasons(held=False, job=job, events=()))
+    found = only(run.reasons(is_held=False, job=job, events=()))
     assert (found.code, found.severity) == ("failed", "critical")
     assert "job-7.log" in found.evidence[0]
 
@@ -131,7 +131,7 @@ def test_a_job_that_died_before_its_first_event_is_named_by_its_failure(tmp_path
     run = Watched(tmp_path / "run")
     run.t = T0
     log_line(run, "error: data.path: there is no /no/such", rank=0)
-    assert "there is no /no/such" in only(run.reasons(held=False, events=())).title
+    assert "there is no /no/such" in only(run.reasons(is_held=False, events=())).title
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_job_that_died_before_its_first_event_is_named_by_its_failure(tmp_path
 )
 def test_a_job_in_the_queue_is_named(run: Watched, is_held: bool, code: str, severity: str) -> None:
     job = JobStanding("job 7 (slurm)", "waits for 2 nodes", is_waiting=True, is_held=is_held)
-    found = only(run.reasons(held=False, job=job))
+    found = only(run.reasons(is_held=False, job=job))
     assert (found.code, found.severity) == (code, severity)
 
 
@@ -226,7 +226,7 @@ def test_a_spare_that_was_lost_is_not_said_to_be_replaced(run: Watched) -> None:
     members = (member("node-0", 0), member("node-1", 1), Member("node-2", "lost", "host-2"))
     found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members))
     (one,) = [reason for reason in found if reason.code == "lost-node"]
-    assert one.doing == "training goes on: it held no ranks"
+    assert one.doing == "training continues: it held no ranks"
 
 
 def test_the_room_for_the_next_checkpoint_is_that_of_all_ranks(run: Watched) -> None:

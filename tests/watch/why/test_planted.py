@@ -94,7 +94,7 @@ def upto(seen: Observed, step: int) -> Observed:
     """The same when this step was the newest."""
     end = next(index for index, event in enumerate(seen.events) if getattr(event.body, "step", 0) > step)
     return dataclasses.replace(
-        seen, events=seen.events[:end], now=seen.events[end - 1].t, finished=False, held=True
+        seen, events=seen.events[:end], now=seen.events[end - 1].t, finished=False, is_held=True
     )
 
 
@@ -160,5 +160,5 @@ def test_a_healthy_run_has_no_reason_in_any_of_its_moments(
     events = list(read_events(directory.events))
     for count in range(1, len(events)):
         for now in (events[count - 1].t, events[count].t):
-            then = {"events": tuple(events[:count]), "now": now, "finished": False, "held": True}
+            then = {"events": tuple(events[:count]), "now": now, "finished": False, "is_held": True}
             assert judge(dataclasses.replace(whole, **then, checkpoints=())) == [], (count, events[count - 1])

@@ -125,19 +125,19 @@ def test_a_start_has_time_and_one_that_never_comes_to_a_step_is_named(tmp_path: 
 
 
 def test_processes_that_are_gone_without_a_word_are_missed_at_once(run: Watched) -> None:
-    found = only(run.reasons(1, held=False))
+    found = only(run.reasons(1, is_held=False))
     assert (found.code, found.severity, found.since) == ("gone", "critical", run.t)
     assert f"phalanx train {run.directory.path}" in found.next
 
 
 def test_a_run_on_another_machine_is_silent_not_gone(run: Watched) -> None:
-    assert run.codes(200, held=None) == ["stalled"]
-    assert "silent" in run.codes(400, held=None)
+    assert run.codes(200, is_held=None) == ["stalled"]
+    assert "silent" in run.codes(400, is_held=None)
 
 
 def test_a_run_that_was_stopped_on_request_has_nothing_wrong(run: Watched) -> None:
     run.write([Stopped(30, "asked to stop; step 30 is saved")])
-    assert run.codes(1e6, held=False) == []
+    assert run.codes(1e6, is_held=False) == []
 
 
 def test_a_failure_is_told_with_its_own_words_and_remedy(run: Watched) -> None:
@@ -149,7 +149,7 @@ def test_a_failure_is_told_with_its_own_words_and_remedy(run: Watched) -> None:
         0,
         3,
     )
-    found = only(run.reasons(1, held=False))
+    found = only(run.reasons(1, is_held=False))
     assert (found.code, found.where) == ("failed", "rank-00003")
     assert "no memory for layer 7" in found.evidence[0]
     assert found.next.startswith("lower train.micro_batch_size; then phalanx train")
@@ -159,7 +159,7 @@ def test_a_failure_that_the_run_has_outlived_is_over(run: Watched) -> None:
     log = run.directory.log(0, 3)
     log.parent.mkdir(exist_ok=True)
     report_failure(RunFailedError("x", "y"), log, 0, 3)
-    assert run.codes(1, held=True) == []
+    assert run.codes(1, is_held=True) == []
 
 
 # --- pace ----------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_a_fleet_that_has_ended_has_nothing_wrong_whatever_was_lost(run: Watched
     assert (
         run.codes(
             1e5,
-            held=False,
+            is_held=False,
             finished=True,
             fleet=fleet_file(run.t, phase=FleetPhase.FINISHED, members=(lost,)),
         )

@@ -60,7 +60,7 @@ class Watched:
     def seen(self, after_s: float = 1.0, **changes: Any) -> Observed:
         """What is observed so many seconds after the newest event: of a run whose processes are there, unless told."""
         found = observe(self.directory, self.t + after_s)
-        return dataclasses.replace(found, **{"held": True, "spec": self.spec, **changes})
+        return dataclasses.replace(found, **{"is_held": True, "spec": self.spec, **changes})
 
     def reasons(self, after_s: float = 1.0, **changes: Any) -> list[Reason]:
         return judge(self.seen(after_s, **changes))

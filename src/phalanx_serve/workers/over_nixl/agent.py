@@ -1,14 +1,15 @@
-"""What a worker and the process of its NIXL agent say to each other, and what an agent tells others of itself: msgpack of tagged structs.
+"""Messages between a worker and the process of its NIXL agent, and the agent's address for other workers: msgpack of
+tagged structs.
 
-The pair of sockets between the two belongs to them alone, so nothing is sealed. What an agent tells others travels by the sealed connection of the
-page port (``page_wire``).
+The socket pair between the two is private, so nothing is sealed. The agent's address is sent to other workers over
+the sealed connection of the page port (``page_wire``).
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from phalanx.wire.messages import MessageDecoder
 
@@ -17,13 +18,13 @@ Address = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class NixlAgent(Struct, frozen=True):
-    """A NIXL agent, as others need it to read what is staged there."""
+    """Address of a NIXL agent, for reading its staging memory."""
 
     name: Annotated[str, Meta(max_length=128)]
     metadata: Annotated[bytes, Meta(max_length=1 << 18)]
-    """What ``nixlAgent::getLocalMD`` tells: how to connect, and the keys of the registered memory."""
+    """Result of ``nixlAgent::getLocalMD``: how to connect, and the keys of the registered memory."""
     address: Address
-    """Where its staging begins, in its own process."""
+    """Start of its staging memory, in its own process."""
 
 
 class _Message(Struct, frozen=True, tag=True):
@@ -31,46 +32,46 @@ class _Message(Struct, frozen=True, tag=True):
 
 
 class Begun(_Message, frozen=True):
-    """The agent is there, and the staging is registered with it."""
+    """The agent has started, and its staging memory is registered."""
 
     agent: NixlAgent
 
 
-class Unable(_Message, frozen=True):
-    """There will be no agent."""
+class AgentUnable(_Message, frozen=True, tag="Unable"):
+    """The agent cannot start."""
 
-    why: str
+    reason: str = field(name="why")
 
 
 class Read(_Message, frozen=True):
-    """Read so many pieces, one behind the other, out of the memory of ``source``, into the staging. Answered by ``Over``."""
+    """Read consecutive pieces from the memory of ``source`` into the staging memory. Answered by ``Over``."""
 
     number: _Count
-    """The number of this question."""
+    """Number of the request."""
     source: NixlAgent
     address: Address
-    """In the memory of ``source``."""
+    """Address in the memory of ``source``."""
     start: _Count
-    """In the staging here."""
+    """Offset in the local staging memory."""
     pieces: Annotated[int, Meta(ge=1, le=1 << 20)]
     piece_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
     within_s: float
 
 
-class Serving(_Message, frozen=True):
-    """So many conversations have pages laid here for others to read."""
+class ServingReaders(_Message, frozen=True, tag="Serving"):
+    """Number of conversations whose pages other workers may read here."""
 
     readers: _Count
 
 
 class Over(_Message, frozen=True):
-    """The reading has come to its end; ``why`` is empty where all has come."""
+    """The read has ended; ``reason`` is empty if it succeeded."""
 
     number: _Count
-    why: str = ""
+    reason: str = field(default="", name="why")
 
 
-ToWorker = Begun | Unable | Over
-ToAgent = Read | Serving
+ToWorker = Begun | AgentUnable | Over
+ToAgent = Read | ServingReaders
 TO_WORKER: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
 TO_AGENT: MessageDecoder[ToAgent] = MessageDecoder(ToAgent)

@@ -1,12 +1,14 @@
-"""The process of a worker's NIXL agent: reads out of other agents' memory what its worker asks for, and lets others read what is staged.
+"""Process of a worker's NIXL agent: reads other agents' memory for its worker, and lets other agents read the staging
+memory.
 
-A process of its own, since native code that ends it by a signal must not end the engine. What NIXL's UCX backend does when an interpreter ends has been seen to
-segfault (not with 1.5.1), so the process leaves by ``os._exit``, past all that. It imports no torch. NIXL's own thread for what others read would take a processor for itself, always: the one thread here looks at
-all that goes on, often while something does, and seldom else.
+It is a separate process, because a crash of native code must not end the engine. NIXL's UCX backend may segfault when
+the interpreter ends, so the process exits with ``os._exit``. It imports no torch. NIXL's own progress thread would
+occupy a processor; the one thread here polls often while transfers run, and seldom otherwise.
 
     python -m phalanx_serve.workers.over_nixl.agent_main LINK STAGING BYTES
 
-LINK is the descriptor of a socket to the worker, STAGING that of the memory of so many bytes that both share. It ends when the worker does.
+LINK is the descriptor of a socket to the worker, STAGING that of the shared memory of BYTES bytes. The process ends
+with the worker.
 """
 
 from __future__ import annotations
@@ -27,26 +29,34 @@ from typing import TYPE_CHECKING
 from phalanx.process.child import die_with_parent
 from phalanx.wire.connection import FramedConnection
 from phalanx.wire.messages import WireError
-from phalanx_serve.workers.over_nixl.agent import TO_AGENT, Begun, NixlAgent, Over, Read, Serving, Unable
+from phalanx_serve.workers.over_nixl.agent import (
+    TO_AGENT,
+    AgentUnable,
+    Begun,
+    NixlAgent,
+    Over,
+    Read,
+    ServingReaders,
+)
 
 if TYPE_CHECKING:
     from nixl._api import nixl_agent, nixl_xfer_handle
 
 _LOOK_S, _IDLE_LOOK_S = 0.00005, 0.25
-"""Between two looks at what goes on, and where nothing does: others' connections may end."""
+"""Seconds between polls during transfers, and without any: connections of other agents may close."""
 _MOST_SOURCES = 256
-"""Agents whose connection is kept; the one that was asked longest ago makes room."""
+"""Most agents whose connection is kept; the least recently used one is closed."""
 
 
 @dataclass(frozen=True)
 class _Transfer:
-    asked: Read
+    request: Read
     handle: nixl_xfer_handle
     until_s: float
 
 
 class _Readings:
-    """An agent, and what it reads just now."""
+    """A NIXL agent and its running reads."""
 
     def __init__(self, link: FramedConnection, staging: mmap.mmap) -> None:
         # https://github.com/ai-dynamo/nixl/blob/main/src/api/python/_api.py (1.5.1): the names below are those of its ``nixl_agent``.
@@ -67,42 +77,42 @@ class _Readings:
         """Conversations of others that may read here."""
         self._link.send_message(Begun(NixlAgent(name, self._agent.get_agent_metadata(), self._address)))
 
-    def begin(self, asked: Read) -> None:
-        """Begins to read."""
+    def begin(self, request: Read) -> None:
+        """Begin a read."""
         try:
-            self._meet(asked.source)
-            size = asked.piece_bytes
+            self._meet(request.source)
+            size = request.piece_bytes
             here, there = (
-                self._agent.get_xfer_descs([(at + size * n, size, 0) for n in range(asked.pieces)], "DRAM")
-                for at in (self._address + asked.start, asked.address)
+                self._agent.get_xfer_descs([(at + size * n, size, 0) for n in range(request.pieces)], "DRAM")
+                for at in (self._address + request.start, request.address)
             )
-            handle = self._agent.initialize_xfer("READ", here, there, asked.source.name, backends=["UCX"])
+            handle = self._agent.initialize_xfer("READ", here, there, request.source.name, backends=["UCX"])
             self._agent.transfer(handle)
         except Exception as error:  # NIXL's own are of many kinds
-            self._end(asked, f"{type(error).__name__}: {error}")
+            self._end(request, f"{type(error).__name__}: {error}")
             return
-        self.going_on.append(_Transfer(asked, handle, time.monotonic() + asked.within_s))
+        self.going_on.append(_Transfer(request, handle, time.monotonic() + request.within_s))
 
     def look(self) -> None:
-        """Tells of all that has come to its end."""
-        self._agent.get_new_notifs()  # nobody sends any; it is what moves all that others read
-        for one in list(self.going_on):
+        """Report all reads that have ended."""
+        self._agent.get_new_notifs()  # there are none, but the call makes progress on other agents' reads
+        for transfer in list(self.going_on):
             try:
-                state = self._agent.check_xfer_state(one.handle)
-                why = "" if state == "DONE" else "the transfer failed"
+                state = self._agent.check_xfer_state(transfer.handle)
+                failure = "" if state == "DONE" else "the transfer failed"
             except Exception as error:
-                state, why = "ERR", f"{type(error).__name__}: {error}"
+                state, failure = "ERR", f"{type(error).__name__}: {error}"
             if state == "PROC":
-                if time.monotonic() < one.until_s:
+                if time.monotonic() < transfer.until_s:
                     continue
-                why = f"nothing came for {one.asked.within_s:.1f} s"
-            self.going_on.remove(one)
+                failure = f"nothing came for {transfer.request.within_s:.1f} s"
+            self.going_on.remove(transfer)
             try:
-                self._agent.release_xfer_handle(one.handle)
+                self._agent.release_xfer_handle(transfer.handle)
             except Exception:
                 # It goes on and cannot be taken back: the memory of this process is not to be used again.
                 _leave(1)
-            self._end(one.asked, why)
+            self._end(transfer.request, failure)
 
     def _meet(self, source: NixlAgent) -> None:
         if source.name not in self._sources:
@@ -116,11 +126,11 @@ class _Readings:
         while len(self._sources) > _MOST_SOURCES:
             self._part(next(iter(self._sources)))
 
-    def _end(self, asked: Read, why: str) -> None:
-        name = asked.source.name
-        if why and not any(other.asked.source.name == name for other in self.going_on):
-            self._part(name)  # its process may be gone; if not, it is connected to anew
-        self._link.send_message(Over(asked.number, why))
+    def _end(self, request: Read, failure: str) -> None:
+        name = request.source.name
+        if failure and not any(other.request.source.name == name for other in self.going_on):
+            self._part(name)  # its process may have ended; if not, the next read connects again
+        self._link.send_message(Over(request.number, failure))
 
     def _part(self, name: str) -> None:
         if name in self._sources:
@@ -132,7 +142,7 @@ class _Readings:
 
 
 def main() -> None:
-    """The process."""
+    """Run the agent process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -141,7 +151,7 @@ def main() -> None:
     try:
         readings = _Readings(link, staging)
     except Exception as error:  # also what its libraries lack
-        link.send_message(Unable(f"{type(error).__name__}: {error}"))
+        link.send_message(AgentUnable(f"{type(error).__name__}: {error}"))
         _leave(1)
     try:
         while True:
@@ -149,9 +159,9 @@ def main() -> None:
             ready, _, _ = select.select([connection], [], [], _LOOK_S if busy else _IDLE_LOOK_S)
             if ready:
                 match link.receive_message(TO_AGENT):
-                    case Read() as asked:
-                        readings.begin(asked)
-                    case Serving(readers):
+                    case Read() as request:
+                        readings.begin(request)
+                    case ServingReaders(readers):
                         readings.readers = readers
             readings.look()
     except WireError:  # the worker has ended

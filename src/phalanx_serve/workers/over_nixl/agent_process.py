@@ -1,17 +1,18 @@
-"""A worker's NIXL agent, as the worker sees it: a process that reads pages and is restarted when it ends, shared memory, and pages that pass through it.
+"""Client of a worker's NIXL agent process: restarts it, shares memory with it, and moves pages through it.
 
-Requests while the process is absent, and requests that it has not finished when it ends, raise NixlError, and the pages come another way. One
-thread starts the process and receives from it, for as long as it lives: the kernel ends the process with the thread that started it (prctl(2), PR_SET_PDEATHSIG).
+While the process is down, requests raise NixlError, as do unfinished ones when it ends; the pages then use another
+transport. One thread starts the process and receives from it, for its whole life: the kernel ends the process with
+the thread that started it (prctl(2), PR_SET_PDEATHSIG).
 
-Pages are copied into the shared memory (staging) for others to read, and read into it.
-It is registered with the agent once, for as long as that lives: registering it for each job would pin and unpin memory each time, and leave others with
-keys of memory that is gone. Stretches of it are dealt out to conversations and taken back at their end. Whoever reads copies a page out of it before it is
-hashed, so that nothing that is written there too late or too early is believed.
+Pages are copied into the shared memory (staging) for others to read, and read into it. The memory is registered with
+the agent once, for the agent's life: a registration per job would pin memory each time and leave others with stale
+keys. Ranges of it are lent to conversations until they end. A reader copies a page out of it before hashing, so a
+late or early write cannot corrupt a checked page.
 
-Two stretches of the staging take turns: while one is read the next pages are laid in the other. They are taken back when the reader's conversation ends, so
-that a reader that dies holds nothing. The sealed conversation goes on meanwhile: its source is requested to lay the next pages, and sends their
-places and the SHA-256 of each, exactly as before pages that come through the socket. While one run is read, the one before is copied out of the
-staging and hashed, and the next one is laid.
+Two ranges of the staging alternate: while one is read, the next pages are written to the other. They are freed with
+the reader's conversation, so a reader that dies leaks nothing. Over the sealed conversation, the source is requested
+to write the next pages, and sends their addresses and SHA-256, as for pages over the socket. While one run is read,
+the one before is copied and hashed, and the next one is written.
 """
 
 from __future__ import annotations
@@ -35,13 +36,23 @@ from importlib.util import find_spec
 from phalanx.process.child import Child, describe_exit
 from phalanx.wire.connection import FramedConnection, SealedConnection
 from phalanx.wire.messages import WireError
-from phalanx_serve.traffic.events import EngineError
-from phalanx_serve.workers.over_nixl.agent import TO_WORKER, Begun, NixlAgent, Over, Read, Serving, Unable
+from phalanx_serve.traffic.events import ServeError
+from phalanx_serve.workers.over_nixl.agent import (
+    TO_WORKER,
+    AgentUnable,
+    Begun,
+    NixlAgent,
+    Over,
+    Read,
+    ServingReaders,
+)
 from phalanx_serve.workers.page_wire import MESSAGES, Laid, Lay, NotLaid, Offer, digest
 
 
-class NixlError(EngineError):
-    """NIXL is not there, does not begin, or did not bring what it was asked for; the message says which. What was to come can come another way."""
+class NixlError(ServeError):
+    """NIXL is missing, did not start, or failed to read pages. The message has the reason. The pages can use
+    another transport.
+    """
 
 
 # Staging.
@@ -51,60 +62,60 @@ _GRAIN_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A part of a staging."""
+class StagingRange:
+    """A range of the staging memory."""
 
     start: int
     nbytes: int
 
 
 class Staging:
-    """See the module; for all threads of a worker. The system gives memory for what is written to, as it is."""
+    """Shared staging memory, for all threads of a worker. The system allocates its pages on the first write."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises OSError where the system gives no such memory."""
+        """Raise OSError if the system has no such memory."""
         self.nbytes = nbytes
         self.descriptor = os.memfd_create("phalanx-staging", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, nbytes)
         self._memory = memoryview(mmap.mmap(self.descriptor, nbytes))
         self._lock = threading.Lock()
-        self._taken: list[Stretch] = []
+        self._taken: list[StagingRange] = []
         """In their order in memory."""
 
     @contextmanager
-    def stretches(self, count: int, nbytes: int) -> Iterator[list[Stretch]]:
-        """So many stretches of so many bytes each, until the block ends. Raises NixlError where there is no room."""
-        taken: list[Stretch] = []
+    def stretches(self, count: int, nbytes: int) -> Iterator[list[StagingRange]]:
+        """Yield ``count`` ranges of ``nbytes`` bytes, until the block ends. Raises NixlError if there is no room."""
+        taken: list[StagingRange] = []
         try:
             for _ in range(count):
                 taken.append(self.take(nbytes))
             yield taken
         finally:
-            for one in taken:
-                self.give_back(one)
+            for stretch in taken:
+                self.give_back(stretch)
 
-    def take(self, nbytes: int) -> Stretch:
-        """The first stretch of so many bytes that is free. Raises NixlError where there is none."""
+    def take(self, nbytes: int) -> StagingRange:
+        """Return the first free range of ``nbytes`` bytes. Raises NixlError if there is none."""
         with self._lock:
             start = 0
-            for place, taken in enumerate([*self._taken, Stretch(self.nbytes, 0)]):
+            for place, taken in enumerate([*self._taken, StagingRange(self.nbytes, 0)]):
                 if taken.start - start >= nbytes:
-                    found = Stretch(start, nbytes)
-                    self._taken.insert(place, found)
-                    return found
+                    stretch = StagingRange(start, nbytes)
+                    self._taken.insert(place, stretch)
+                    return stretch
                 start = -(-(taken.start + taken.nbytes) // _GRAIN_BYTES) * _GRAIN_BYTES
         raise NixlError(
             f"{nbytes:,} bytes are not free among the {self.nbytes:,} that are registered with NIXL"
         )
 
-    def give_back(self, stretch: Stretch) -> None:
-        """Frees a stretch."""
+    def give_back(self, stretch: StagingRange) -> None:
+        """Free a range."""
         with self._lock:
             self._taken.remove(stretch)
 
-    def view(self, stretch: Stretch) -> memoryview:
-        """The bytes of a stretch."""
+    def view(self, stretch: StagingRange) -> memoryview:
+        """Return the bytes of a range."""
         return self._memory[stretch.start : stretch.start + stretch.nbytes]
 
 
@@ -112,17 +123,17 @@ class Staging:
 
 
 STAGING_BYTES = 256 << 20
-"""The memory that a worker shares with its agent: for pieces that are being read, and those that are laid for others."""
+"""Bytes that a worker shares with its agent, for pages being read and pages offered to others."""
 _BEGIN_S = 60.0
 _AGAIN_S = 2.0
 _LATE_S = 1.0
-"""What the process may take to say that a reading has taken too long."""
+"""Seconds that the process may need to report a timeout."""
 _ENVIRONMENT = {"UCX_NET_DEVICES": "lo", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "WARN"}
-"""Unless these are set: workers are on one machine, and UCX's ports ask nobody who he is."""
+"""Defaults for unset variables: workers are on one machine, and UCX's ports have no authentication."""
 
 
 def require_installed() -> None:
-    """Raises NixlError with the remedy where NIXL is not installed."""
+    """Raise NixlError with the remedy if NIXL is not installed."""
     if find_spec("nixl") is None:
         raise NixlError(
             "--pages nixl needs the package nixl, which is not installed: pip install 'phalanx-train[nixl]', or, beside a PyTorch that is there, "
@@ -131,10 +142,12 @@ def require_installed() -> None:
 
 
 class AgentProcess:
-    """See the module; for all threads of a worker."""
+    """Client of the NIXL agent process, for all threads of a worker."""
 
     def __init__(self, staging_bytes: int = STAGING_BYTES) -> None:
-        """Starts the process and waits until its agent is there. Raises NixlError with the reason where it cannot be."""
+        """Start the process and wait until its agent is ready. Raises NixlError with the reason if it cannot
+        start.
+        """
         try:
             self.staging = Staging(staging_bytes)
         except OSError as error:
@@ -142,62 +155,68 @@ class AgentProcess:
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._numbers = itertools.count()
         self._agent: NixlAgent | None = None
-        self._why = "it has not begun"
-        self._asked: dict[int, Future[str]] = {}
+        self._trouble = "it has not begun"
+        self._pending: dict[int, Future[str]] = {}
         self._readers = 0
         self._link: FramedConnection | None = None
         self._process: Child | None = None
-        begun: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._keeper = threading.Thread(target=self._keep, args=(begun,), name="nixl", daemon=True)
+        first_outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._keeper = threading.Thread(target=self._keep, args=(first_outcome,), name="nixl", daemon=True)
         self._keeper.start()
         try:
-            why = begun.get(timeout=_BEGIN_S)
+            failure = first_outcome.get(timeout=_BEGIN_S)
         except queue.Empty:
-            why = f"its agent has not begun after {_BEGIN_S:g} s"
-        if why:
+            failure = f"its agent has not begun after {_BEGIN_S:g} s"
+        if failure:
             self.close()
-            raise NixlError(f"NIXL cannot be used here: {why}")
+            raise NixlError(f"NIXL cannot be used here: {failure}")
 
     @property
     def pid(self) -> int:
-        """The process that has the agent at present; 0 without one."""
+        """Process id of the agent; 0 without one."""
         process = self._process
         return process.pid if process is not None else 0
 
     def agent(self) -> NixlAgent:
-        """The agent, as others are told of it. Raises NixlError while there is none."""
+        """Return the agent's address for other workers. Raises NixlError while there is no agent."""
         agent = self._agent
         if agent is None:
-            raise NixlError(f"NIXL is not there: {self._why}")
+            raise NixlError(f"NIXL is not there: {self._trouble}")
         return agent
 
     def read(
-        self, source: NixlAgent, address: int, into: Stretch, pieces: int, piece_bytes: int, within_s: float
+        self,
+        source: NixlAgent,
+        address: int,
+        into: StagingRange,
+        pieces: int,
+        piece_bytes: int,
+        within_s: float,
     ) -> None:
-        """Reads pieces that lie one behind the other at ``address`` of ``source``. Raises NixlError where they do not come in time."""
-        asked = Read(
+        """Read consecutive pieces at ``address`` of ``source``. Raises NixlError if they do not arrive in time."""
+        request = Read(
             next(self._numbers), source, address, into.start, pieces, piece_bytes, max(0.0, within_s)
         )
         over: Future[str] = Future()
         with self._lock:
             self.agent()
             assert self._link is not None
-            self._asked[asked.number] = over
+            self._pending[request.number] = over
             try:
-                self._link.send_message(asked)
+                self._link.send_message(request)
             except WireError as error:
-                del self._asked[asked.number]
+                del self._pending[request.number]
                 raise NixlError(f"NIXL's process has ended: {error}") from error
         try:
-            why = over.result(asked.within_s + _LATE_S)
+            failure = over.result(request.within_s + _LATE_S)
         except TimeoutError:
-            why = "its process does not answer"
+            failure = "its process does not answer"
             self._kill()  # its memory may be written to at any time
-        if why:
-            raise NixlError(f"NIXL did not bring them: {why}")
+        if failure:
+            raise NixlError(f"NIXL did not bring them: {failure}")
 
     def serve(self, readers: int) -> None:
-        """Notes that so many more conversations have pages laid for them, or fewer."""
+        """Add ``readers`` to the number of conversations whose pages others may read; negative if they ended."""
         with self._lock:
             self._readers += readers
             self._say_readers()
@@ -205,10 +224,10 @@ class AgentProcess:
     def _say_readers(self) -> None:
         if self._link is not None:
             with suppress(WireError):  # it has ended: the next one gets it
-                self._link.send_message(Serving(self._readers))
+                self._link.send_message(ServingReaders(self._readers))
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._closed.set()
         self._kill()
         self._keeper.join(_BEGIN_S)
@@ -220,18 +239,18 @@ class AgentProcess:
 
     # The keeper's thread.
 
-    def _keep(self, begun: queue.SimpleQueue[str]) -> None:
+    def _keep(self, outcomes: queue.SimpleQueue[str]) -> None:
         while not self._closed.is_set():
             started_s = time.monotonic()
             try:
-                self._live(begun)
+                self._live(outcomes)
             except OSError as error:
-                self._why = str(error)
-            begun.put(self._why)  # whoever waits for the first one; nobody hears the others
+                self._trouble = str(error)
+            outcomes.put(self._trouble)  # only the first one is read
             self._closed.wait(max(0.0, started_s + _AGAIN_S - time.monotonic()))
 
-    def _live(self, begun: queue.SimpleQueue[str]) -> None:
-        """One life of the process, from its start to its end."""
+    def _live(self, outcomes: queue.SimpleQueue[str]) -> None:
+        """Run the process once, from its start to its end."""
         near, far = socket.socketpair()
         with near:
             with far:
@@ -241,7 +260,7 @@ class AgentProcess:
                 self._process, self._link = process, link
             if self._closed.is_set():  # closed in between
                 process.kill()
-            why = ""
+            reason = ""
             with suppress(WireError):
                 while True:
                     match link.receive_message(TO_WORKER):
@@ -249,24 +268,24 @@ class AgentProcess:
                             with self._lock:
                                 self._agent = agent
                                 self._say_readers()
-                            begun.put("")
-                        case Unable(why):
+                            outcomes.put("")
+                        case AgentUnable(reason):
                             pass
-                        case Over(number, reason):
-                            self._tell(number, reason)
+                        case Over(number, failure):
+                            self._tell(number, failure)
             code = process.end()
-            self._why = why or f"its process {describe_exit(code)}"
+            self._trouble = reason or f"its process {describe_exit(code)}"
             with self._lock:
                 self._agent = self._link = self._process = None
-                left = list(self._asked)
+                left = list(self._pending)
             for number in left:
-                self._tell(number, self._why)
+                self._tell(number, self._trouble)
 
-    def _tell(self, number: int, why: str) -> None:
+    def _tell(self, number: int, failure: str) -> None:
         with self._lock:
-            over = self._asked.pop(number, None)
+            over = self._pending.pop(number, None)
         if over is not None:
-            over.set_result(why)
+            over.set_result(failure)
 
     def _start(self, far: socket.socket) -> Child:
         link, staging = far.fileno(), self.staging.descriptor
@@ -282,14 +301,14 @@ class AgentProcess:
 
 
 class Laying:
-    """See the module; of one conversation."""
+    """Pages of one conversation in the staging memory, for another agent to read."""
 
     def __init__(self, process: AgentProcess | None) -> None:
         self._process = process
-        self._turns: list[Stretch] = []
+        self._turns: list[StagingRange] = []
 
     def lay(self, pages: Sequence[tuple[bytes | memoryview, bytes]]) -> Laid | NotLaid:
-        """Lays pages, each with its digest, where those before the last ones lay."""
+        """Write pages, each with its digest, into the range that is not being read."""
         if self._process is None:
             return NotLaid("it offers nothing over NIXL")
         try:
@@ -305,15 +324,15 @@ class Laying:
         return Laid(agent, agent.address + stretch.start, tuple(digest for _, digest in pages))
 
     def close(self) -> None:
-        """Takes the stretches back."""
+        """Free the ranges."""
         if self._turns and self._process is not None:
             self._process.serve(-1)
-            for one in self._turns:
-                self._process.staging.give_back(one)
+            for stretch in self._turns:
+                self._process.staging.give_back(stretch)
             self._turns.clear()
 
-    def _turn(self, nbytes: int) -> Stretch:
-        """The stretch that is not being read now, large enough."""
+    def _turn(self, nbytes: int) -> StagingRange:
+        """Return the range that is not being read, large enough for ``nbytes``."""
         assert self._process is not None
         if len(self._turns) == 2 and self._turns[0].nbytes >= nbytes:
             self._turns.reverse()
@@ -331,24 +350,26 @@ class Laying:
 
 
 _RUN_BYTES = 8 << 20
-"""The bytes that are read at a time, but one page at least."""
+"""Bytes per run of pages; a run has at least one page."""
 _RUN_S = 2.0
-"""What a run may take: a tenth of a second is what it does take, by the slowest rate seen."""
+"""Timeout of a run, about twenty times its longest duration."""
 
 
 @dataclass(frozen=True)
 class Came:
-    """A page that was read, in memory of its own, and the digest that it must have."""
+    """A page that was read, in memory of its own, with its expected and actual digest."""
 
     page: bytearray
-    right: bytes
-    found: bytes
+    expected: bytes
+    actual: bytes
 
 
 def read_pages(
     wire: SealedConnection, process: AgentProcess, offer: Offer, until_s: float
 ) -> Generator[Came]:
-    """The pages of an offer, in their order. Raises NixlError where those that are left must come another way, and WireError where none will."""
+    """Yield the pages of an offer, in order. Raises NixlError if the remaining pages need another transport, and
+    WireError if the connection fails.
+    """
     most = max(1, _RUN_BYTES // offer.page_bytes)
     runs = [range(first, min(first + most, len(offer.names))) for first in range(0, len(offer.names), most)]
     with (
@@ -378,15 +399,15 @@ def _read_runs(
     process: AgentProcess,
     page_bytes: int,
     runs: Sequence[range],
-    turns: Sequence[Stretch],
+    turns: Sequence[StagingRange],
     until_s: float,
 ) -> Iterator[tuple[bytes, ...]]:
-    """Reads each run into its turn, and yields its digests."""
+    """Read each run into its range, and yield its digests."""
     wire.send_message(Lay(runs[0].start, len(runs[0])))
     for number, run in enumerate(runs):
         laid = _heard(wire, len(run))
         if isinstance(laid, NotLaid):
-            raise NixlError(f"{wire.peer}: {laid.why}")
+            raise NixlError(f"{wire.peer}: {laid.reason}")
         after = runs[number + 1] if number + 1 < len(runs) else None
         if after is not None:
             wire.send_message(Lay(after.start, len(after)))
@@ -404,11 +425,11 @@ def _heard(wire: SealedConnection, pages: int) -> Laid | NotLaid:
     laid = wire.receive_message(MESSAGES)
     if isinstance(laid, NotLaid) or (isinstance(laid, Laid) and len(laid.digests) == pages):
         return laid
-    raise WireError(f"{wire.peer}: lays other pages than were asked for")
+    raise WireError(f"{wire.peer}: offers other pages than requested")
 
 
 def _copied(memory: memoryview, page_bytes: int, digests: Sequence[bytes]) -> list[Came]:
-    """Pages out of the staging. The copy is hashed, not what was copied: that can still be written to by a reading that came too late."""
+    """Copy pages out of the staging memory. The copy is hashed, because a late read can still change the original."""
     came = []
     for number, right in enumerate(digests):
         page = bytearray(memory[number * page_bytes : (number + 1) * page_bytes])

@@ -1,4 +1,4 @@
-"""``phalanx reproduce``: a run again, and what differs between then and now."""
+"""``phalanx reproduce``: train a run again, and compare."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from phalanx.cli.errors import TroubleError, demand_folder, trouble
 from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
-from phalanx_watch.runs.recorded import Recorded, read_recorded
+from phalanx_watch.runs.recorded import RunRecording, read_recorded
 from phalanx_watch.runs.then_and_now import Changed, changes, now, then
 
 _LONGEST = 100
 _MOST_RANKS = 8
-"""On one machine, unless it has more cores."""
+"""Most ranks on one machine, unless it has more cores."""
 
 
 @click.command("reproduce")
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--dry-run", is_flag=True, help="Say what differs between then and now, and run nothing.")
+@click.option("--dry-run", is_flag=True, help="Print what differs between then and now, and run nothing.")
 @click.option("--steps", type=click.IntRange(min=1), help="Stop after so many steps and compare those.")
 @click.option(
     "--ranks", type=click.IntRange(min=1), help="On so many ranks; as many as the run had if not given."
@@ -38,7 +38,7 @@ _MOST_RANKS = 8
     type=click.Path(path_type=Path),
     help="Build the environment of the run in this new folder first: its packages in their versions, its code; and run nothing.",
 )
-@click.option("--yes", is_flag=True, help="Do not ask before it is run again.")
+@click.option("--yes", is_flag=True, help="Run it again without confirmation.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def command(
     run_dir: Path,
@@ -50,10 +50,10 @@ def command(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Run the run in RUN_DIR again, by its own run file, in a new directory; end with "same hash", or with the first logged step that parted.
+    """Run the run in RUN_DIR again, by its own run file, in a new directory; end with "same hash", or with the first logged step that differs.
 
-    First it says what differs between then and now: code, packages, machine, data, and whether this machine's kernels give the bits that
-    were recorded; and asks whether to go on.
+    First it prints the differences between then and now (code, packages, machine, data, and the bits of this machine's kernels),
+    and waits for confirmation.
 
     \b
       phalanx reproduce runs/quickstart-1f3a9c04 --dry-run
@@ -66,49 +66,51 @@ def command(
 
     demand_folder(run_dir, TroubleError)
     with trouble(RunDirectoryError):
-        found = read_recorded(run_dir)
+        recording = read_recorded(run_dir)
         spec = read_resolved(RunDirectory(run_dir))
         if environment is not None:
-            python = make_environment(found, environment, lambda text: click.echo(text, err=True))
+            python = make_environment(recording, environment, lambda text: click.echo(text, err=True))
             click.echo(f"{python} -m phalanx reproduce {run_dir}")
             return
-        differ = _differences(found, spec)
+        differ = _differences(recording, spec)
     if not as_json:
-        for line in _lines(found, differ):
+        for line in _lines(recording, differ):
             click.echo(line)
-    harmful = any(one.weight != "no" for one in differ)
-    asked = not yes and not dry_run and sys.stdin.isatty()
-    if dry_run or (not yes and not (asked and click.confirm("run it again?"))):
-        if not dry_run and not asked:
-            click.echo("nothing was run: say --yes where nobody can be asked", err=True)
+    harmful = any(change.weight != "no" for change in differ)
+    is_prompted = not yes and not dry_run and sys.stdin.isatty()
+    if dry_run or (not yes and not (is_prompted and click.confirm("run it again?"))):
+        if not dry_run and not is_prompted:
+            click.echo("nothing was run: give --yes without a terminal", err=True)
         if as_json:
             click.echo(
                 msgspec.json.encode(
-                    {"run": str(run_dir), "changed": [asdict(one) for one in differ]}
+                    {"run": str(run_dir), "changed": [asdict(change) for change in differ]}
                 ).decode()
             )
         sys.exit(1 if harmful else 0)
     with trouble(RunDirectoryError):
-        chosen = ranks or _fitting(found.row.ranks)
+        chosen = ranks or _fitting(recording.row.ranks)
     sys.exit(_again(run_dir, spec, chosen, steps, into, differ, as_json=as_json))
 
 
 def _fitting(ranks: int) -> int:
-    """As many ranks as the run had, if that is for one machine. Raises ``RunDirectoryError``."""
+    """Return the run's number of ranks, if it fits one machine. Raises ``RunDirectoryError``."""
     if ranks > max(_MOST_RANKS, usable_cores()):
         raise RunDirectoryError(
-            f"the run had {ranks:,} ranks, which are not for one machine: say --ranks N; the bits do not depend on it"
+            f"the run had {ranks:,} ranks, which are not for one machine: give --ranks N; the bits do not depend on it"
         )
     return max(1, ranks)
 
 
-def _differences(found: Recorded, spec: RunSpec) -> list[Changed]:
-    packages = Path(found.packages).read_text() if found.packages else ""
-    return changes(then(found, packages), now(spec, RunDirectory(Path(found.row.path)), _probes(spec)))
+def _differences(recording: RunRecording, spec: RunSpec) -> list[Changed]:
+    packages = Path(recording.packages).read_text() if recording.packages else ""
+    return changes(
+        then(recording, packages), now(spec, RunDirectory(Path(recording.row.path)), _probes(spec))
+    )
 
 
 def _probes(spec: RunSpec) -> dict[str, str]:
-    """The bits of this machine's kernels, on the device of the run; none where it has no such device."""
+    """Return the bits of this machine's kernels on the run's kind of device; empty without such a device."""
     from phalanx.parallel.process_group.rendezvous import RendezvousError, device_for
     from phalanx.train.assemble import make_deterministic
     from phalanx.train.measure.numerics import probe
@@ -121,18 +123,18 @@ def _probes(spec: RunSpec) -> dict[str, str]:
     return dict(probe(spec, device).probes)
 
 
-def _lines(found: Recorded, differ: list[Changed]) -> Iterator[str]:
-    yield f"{found.row.name}: {found.row.state}, step {found.row.step:,} of {found.row.steps:,}, weights {found.row.weights_sha256[:12] or 'not final'}"
+def _lines(recording: RunRecording, differ: list[Changed]) -> Iterator[str]:
+    yield f"{recording.row.name}: {recording.row.state}, step {recording.row.step:,} of {recording.row.steps:,}, weights {recording.row.weights_sha256[:12] or 'not final'}"
     if not differ:
         yield "nothing differs between then and now: code, packages, machine, data, and the bits of its kernels are as they were"
         return
     titles = {"bits": "changes the bits", "perhaps": "may change the bits", "no": "changes no bit"}
-    for one in differ:
-        yield f"{titles[one.weight]:<20} {one.what}"
-        yield f"  then  {_short(one.then)}"
-        yield f"  now   {_short(one.now)}"
-        if one.remedy:
-            yield f"  as it was by: {one.remedy.replace('RUN_DIR', found.row.path)}"
+    for change in differ:
+        yield f"{titles[change.weight]:<20} {change.what}"
+        yield f"  then  {_short(change.then)}"
+        yield f"  now   {_short(change.now)}"
+        if change.remedy:
+            yield f"  as it was by: {change.remedy.replace('RUN_DIR', recording.row.path)}"
 
 
 def _short(text: str) -> str:
@@ -149,7 +151,7 @@ def _again(
     *,
     as_json: bool,
 ) -> int:
-    """Trains it again and compares; returns the exit code."""
+    """Train the run again and compare; return the exit code."""
     from phalanx.train.compare.runs import NothingToCompareError, compare_runs
     from phalanx_watch.cli.diff_command import comparison_lines
     from phalanx_watch.runs.reproduce import again, free_directory, train_again, write_run_file
@@ -172,7 +174,7 @@ def _again(
         table = {
             "run": str(run_dir),
             "again": str(place),
-            "changed": [asdict(one) for one in differ],
+            "changed": [asdict(change) for change in differ],
             "same": same,
             "weights_sha256": finals,
             "parts_at": compared.parts_at,
@@ -194,5 +196,5 @@ def _verdict(parts_at: int | None, finals: list[str], steps: int, *, same: bool)
     if same:
         return f"the same bits in all {steps:,} logged steps that both have; the end of one of them is missing, so no hash is compared"
     if parts_at is None:
-        return f"other hashes, {' and '.join(one[:12] for one in finals)}, but no logged step differs: they part after the last one"
+        return f"other hashes, {' and '.join(digest[:12] for digest in finals)}, but no logged step differs: they part after the last one"
     return f"they part at step {parts_at:,}, or before it"

@@ -30,14 +30,14 @@ from phalanx_watch.runs.index import (
     value_of,
 )
 from phalanx_watch.runs.remove import Removal, removal, remove
-from phalanx_watch.runs.row import LabelError, Labels, RunRow, read_labels, write_labels
+from phalanx_watch.runs.row import LabelError, RunLabels, RunRow, read_labels, write_labels
 
 
 class _ListsByDefault(click.Group):
-    """A group whose command ``list`` may be left out: ``phalanx runs FOLDER``."""
+    """Command group whose command ``list`` is optional: ``phalanx runs FOLDER``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Puts the word in where it is missing."""
+        """Insert ``list`` if no command is named."""
         if not args or not (args[0] in self.commands or args[0] in ctx.help_option_names):
             args = ["list", *args]
         return super().parse_args(ctx, args)
@@ -80,7 +80,7 @@ _SHOWN = (
 class ListOptions:
     folders: Annotated[tuple[Path, ...], Argument()] = ()
     conditions: Annotated[tuple[str, ...], Option("--where", metavar="CONDITION")] = ()
-    """Only runs that fit; may be repeated."""
+    """Only runs that satisfy the condition; may be repeated."""
     tags: Annotated[tuple[str, ...], Option("--tag")] = ()
     """Only runs with this tag; may be repeated."""
     sort: Annotated[str, Option(metavar="COLUMN")] = ""
@@ -88,11 +88,11 @@ class ListOptions:
     columns: Annotated[str, Option(metavar="A,B,...")] = ""
     """Show these columns instead."""
     last: Annotated[int | None, POSITIVE] = None
-    """Show at most so many, those at the end."""
+    """Show only the last N."""
     engine: Annotated[str | None, PluginName("phalanx.engines"), Option("--on")] = None
-    """List the runs that are queued or running there instead."""
+    """List the runs that are queued or running in this engine instead."""
     namespace: str = ""
-    """With --on kubernetes: not that of kubectl's context."""
+    """With --on kubernetes: a namespace other than that of kubectl's context."""
     as_json: AsJson = False
     """Print one JSON array."""
 
@@ -113,7 +113,7 @@ def list_command(options: ListOptions) -> None:
       phalanx runs --on slurm
       phalanx runs --on kubernetes --namespace research
 
-    A state is running, finished, stopped (asked to, and saved), failed (its process is gone), silent (held by a process, but without an
+    A state is running, finished, stopped (by request, and saved), failed (its process is gone), silent (held by a process, but without an
     event for 20 usual steps or two minutes; or, of another machine, no event for so long) or waiting (for nodes, or to begin).
     """
     if options.engine is None:
@@ -136,14 +136,14 @@ def list_command(options: ListOptions) -> None:
             rows = ordered(rows, options.sort.lstrip("-"), falling=options.sort.startswith("-"))
     rows = rows[-options.last :] if options.last else rows
     if options.as_json:
-        found = [{**asdict(row), "finished": row.state == "finished"} for row in rows]
-        click.echo(msgspec.json.encode(found).decode())
+        tables = [{**asdict(row), "finished": row.state == "finished"} for row in rows]
+        click.echo(msgspec.json.encode(tables).decode())
         return
     if rows:
         _print(rows, columns or list(_SHOWN))
     else:
-        which = "no run fits" if demands or options.tags else "no run"
-        click.echo(f"{which} in {', '.join(map(str, places))}")
+        reason = "no run fits" if demands or options.tags else "no run"
+        click.echo(f"{reason} in {', '.join(map(str, places))}")
     for row in rows:
         for problem in row.problems:
             click.echo(f"note: {problem}", err=True)
@@ -194,7 +194,7 @@ def _cell(row: RunRow, name: str, now: float) -> str:
 
 
 def origin(row: RunRow) -> str:
-    """The checkpoint that a run goes on from; of a parent beside it, the name suffices."""
+    """Return the checkpoint that a run continues from. The name suffices for a parent in the same folder."""
     if not row.lineage:
         return ""
     parent = Path(row.lineage[-1].run_dir)
@@ -225,25 +225,25 @@ def _list_jobs(name: str, namespace: str, *, as_json: bool) -> None:
 _MOST = 5
 
 
-@click.command("rm", short_help="Remove runs, after saying what would be lost.")
+@click.command("rm", short_help="Remove runs, after listing what would be lost.")
 @click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Remove without confirmation.")
 @click.option(
     "--force",
     is_flag=True,
-    help="Even if other runs go on from its checkpoints, or it may run on another machine.",
+    help="Even if other runs continue from its checkpoints, or it may run on another machine.",
 )
 @click.option(
     "--beside",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="Look for runs that go on from it in this folder too; may be repeated. The run's own folder is always looked at.",
+    help="Search this folder too for runs that continue from it; may be repeated. The run's own folder is always searched.",
 )
 def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: tuple[Path, ...]) -> None:
     """Remove the runs in RUN_DIRS: their checkpoints, events, logs and records.
 
-    What would be lost is said first, and asked. A run that is being trained is never removed; one whose checkpoints others go on from only
-    with --force. Copies of its checkpoints in an object store stay.
+    The command lists what would be lost, and waits for confirmation. A run in training is never removed. A run whose checkpoints other
+    runs continue from is removed only with --force. Copies of its checkpoints in an object store stay.
 
     \b
       phalanx runs rm runs/quickstart-1f3a9c04-2
@@ -251,33 +251,33 @@ def remove_command(run_dirs: tuple[Path, ...], yes: bool, force: bool, beside: t
     for path in run_dirs:
         demand_folder(path)
     with explained(RunDirectoryError):
-        found = [removal(path, beside, run_dirs) for path in dict.fromkeys(run_dirs)]
-    for one in found:
-        _tell(one)
-    refused = [one for one in found if one.obstacles and not force]
-    for one in refused:
-        for obstacle in one.obstacles:
-            click.echo(f"{one.row.path}: {obstacle}", err=True)
+        removals = [removal(path, beside, run_dirs) for path in dict.fromkeys(run_dirs)]
+    for removal_plan in removals:
+        _print_removal(removal_plan)
+    refused = [removal_plan for removal_plan in removals if removal_plan.obstacles and not force]
+    for removal_plan in refused:
+        for obstacle in removal_plan.obstacles:
+            click.echo(f"{removal_plan.row.path}: {obstacle}", err=True)
     if refused:
         raise click.ClickException("nothing was removed; --force removes it all the same")
-    total = sum(one.size_bytes for one in found)
+    total = sum(removal_plan.size_bytes for removal_plan in removals)
     if not yes:
         if not sys.stdin.isatty():
-            raise click.ClickException("nothing was removed: say --yes where nobody can be asked")
-        click.confirm(f"remove {len(found)} run{'s' * (len(found) > 1)}, {size(total)}?", abort=True)
+            raise click.ClickException("nothing was removed: give --yes without a terminal")
+        click.confirm(f"remove {len(removals)} run{'s' * (len(removals) > 1)}, {size(total)}?", abort=True)
     with explained(RunDirectoryError):
-        for one in found:
-            remove(Path(one.row.path))
-            click.echo(f"removed {one.row.path}")
+        for removal_plan in removals:
+            remove(Path(removal_plan.row.path))
+            click.echo(f"removed {removal_plan.row.path}")
 
 
-def _tell(one: Removal) -> None:
-    row = one.row
+def _print_removal(removal_plan: Removal) -> None:
+    row = removal_plan.row
     click.echo(
-        f"{row.path}: {row.state}, step {row.step:,} of {row.steps:,}, {one.files:,} files, {size(one.size_bytes)}"
+        f"{row.path}: {row.state}, step {row.step:,} of {row.steps:,}, {removal_plan.files:,} files, {size(removal_plan.size_bytes)}"
     )
-    listed = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in one.largest[:_MOST])
-    click.echo(f"  {listed}" + (", ..." if len(one.largest) > _MOST else ""))
+    listed = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in removal_plan.largest[:_MOST])
+    click.echo(f"  {listed}" + (", ..." if len(removal_plan.largest) > _MOST else ""))
     if row.weights_sha256:
         click.echo(f"  the weights {row.weights_sha256[:12]}, if no copy is elsewhere")
     if row.tags or row.note:
@@ -322,12 +322,12 @@ def note_command(run_dir: Path, text: str | None) -> None:
     click.echo(labels.note)
 
 
-def _labels(run_dir: Path) -> Labels:
+def _labels(run_dir: Path) -> RunLabels:
     demand_folder(run_dir)
     if not is_run(run_dir):
         raise RunDirectoryError(f"{run_dir} is no run directory")
     return read_labels(run_dir)
 
 
-for _one in (list_command, show_command, compare_command, tag_command, note_command, remove_command):
-    command.add_command(_one)
+for _subcommand in (list_command, show_command, compare_command, tag_command, note_command, remove_command):
+    command.add_command(_subcommand)

@@ -12,7 +12,7 @@ import msgspec
 from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.output import ABOVE_PEAK, age, moment, number_text, share, size, utilization
 from phalanx.run.directory.paths import RunDirectoryError
-from phalanx_watch.runs.recorded import Comparison, Recorded, compare, read_recorded
+from phalanx_watch.runs.recorded import ComparedRuns, RunRecording, compare, read_recorded
 
 _MOST_NODES = 8
 _MOST_NAMES = 10
@@ -24,12 +24,12 @@ _MOST_NAMES = 10
     "--price",
     type=click.FloatRange(min=0),
     default=0.0,
-    help="Of an accelerator for an hour, to say what the run cost; observe.accelerator_hour_price if not given.",
+    help="Price of an accelerator hour, for the cost of the run; observe.accelerator_hour_price if not given.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show_command(run_dir: Path, price: float, as_json: bool) -> None:
-    """Show everything that was recorded of the run in RUN_DIR: results, code with its changes, packages, command, machines and in what they
-    differ, data and where they come from, the runs that it goes on from, and what it cost.
+    """Show the full record of the run in RUN_DIR: results, code with its changes, packages, command, machines and their differences,
+    data and their origin, the runs that it continues from, and its cost.
 
     \b
       phalanx runs show runs/quickstart-1f3a9c04
@@ -37,31 +37,31 @@ def show_command(run_dir: Path, price: float, as_json: bool) -> None:
     """
     demand_folder(run_dir)
     with explained(RunDirectoryError):
-        found = read_recorded(run_dir, price)
+        recording = read_recorded(run_dir, price)
     if as_json:
-        click.echo(msgspec.json.encode(found.to_json()).decode())
+        click.echo(msgspec.json.encode(recording.to_json()).decode())
         return
-    for line in _lines(found):
+    for line in _lines(recording):
         click.echo(line)
 
 
-def _lines(found: Recorded) -> Iterator[str]:
-    row = found.row
+def _lines(recording: RunRecording) -> Iterator[str]:
+    row = recording.row
     yield f"{row.name}: {row.state}, step {row.step:,} of {row.steps:,}  ({row.path})"
     if row.tags or row.note:
         yield f"  labels       {' '.join(row.tags)}" + (f"  {row.note}" if row.note else "")
-    yield from _results(found)
-    yield from _code(found)
-    yield from _machines(found)
-    yield from _data(found.environment.get("data"), row.data_fingerprint)
+    yield from _results(recording)
+    yield from _code(recording)
+    yield from _machines(recording)
+    yield from _data(recording.environment.get("data"), row.data_fingerprint)
     for origin in row.lineage:
         yield f"goes on from   {origin}"
-    steps = ", ".join(f"{step:,}" for step in found.checkpoints[-_MOST_NAMES:])
-    yield f"checkpoints    {len(found.checkpoints)} on disk" + (
-        f": step{'s' * (len(found.checkpoints) > 1)} {steps}" if steps else ""
+    steps = ", ".join(f"{step:,}" for step in recording.checkpoints[-_MOST_NAMES:])
+    yield f"checkpoints    {len(recording.checkpoints)} on disk" + (
+        f": step{'s' * (len(recording.checkpoints) > 1)} {steps}" if steps else ""
     )
-    if found.cost is not None:
-        spent = found.cost
+    if recording.cost is not None:
+        spent = recording.cost
         yield (
             f"cost           {spent.amount:,.2f}: {spent.accelerator_hours:,.2f} accelerator-hours of its ranks at {spent.price_per_hour:g} "
             "(spares and the time between attempts are not in it)"
@@ -69,8 +69,8 @@ def _lines(found: Recorded) -> Iterator[str]:
     yield from (f"note: {problem}" for problem in row.problems)
 
 
-def _results(found: Recorded) -> Iterator[str]:
-    row = found.row
+def _results(recording: RunRecording) -> Iterator[str]:
+    row = recording.row
     numbers = {
         "loss": _shown("{:.4f}".format, row.loss),
         "held-out loss": _shown("{:.4f}".format, row.held_out_loss),
@@ -103,8 +103,8 @@ def _shown(words: Callable[[float], str], value: float | None) -> str:
     return "" if value is None else words(value)
 
 
-def _code(found: Recorded) -> Iterator[str]:
-    environment = found.environment
+def _code(recording: RunRecording) -> Iterator[str]:
+    environment = recording.environment
     if environment.get("command"):
         yield f"command        {environment['command']}"
     code = _table(environment.get("code"))
@@ -114,11 +114,11 @@ def _code(found: Recorded) -> Iterator[str]:
     yield f"code           {code.get('version', 'unknown')}, {commit}" + (
         ", with changes" if code.get("git_dirty") else ""
     )
-    if found.patch:
+    if recording.patch:
         flaws = [
             word for key, word in (("patch_masked", "secrets masked"), ("patch_cut", "cut")) if code.get(key)
         ]
-        yield f"  changes      {found.patch}" + (f" ({', '.join(flaws)})" if flaws else "")
+        yield f"  changes      {recording.patch}" + (f" ({', '.join(flaws)})" if flaws else "")
     for key, title in (("untracked", "untracked"), ("left_out", "left out")):
         names = code.get(key)
         if isinstance(names, list) and names:
@@ -126,43 +126,43 @@ def _code(found: Recorded) -> Iterator[str]:
             yield f"  {title:<12} {', '.join(map(str, names[:_MOST_NAMES]))}{more}"
     packages = _table(environment.get("packages"))
     yield f"packages       {', '.join(f'{name} {version}' for name, version in packages.items()) or 'unknown'}"
-    if found.packages:
-        yield f"  all          {found.packages}"
+    if recording.packages:
+        yield f"  all          {recording.packages}"
     variables = _table(environment.get("variables"))
     if variables:
         yield "variables      " + " ".join(f"{name}={value}" for name, value in variables.items())
 
 
-def _machines(found: Recorded) -> Iterator[str]:
-    if not found.machines:
-        host = _table(found.environment.get("host"))
+def _machines(recording: RunRecording) -> Iterator[str]:
+    if not recording.machines:
+        host = _table(recording.environment.get("host"))
         yield f"machine        {host.get('name', 'unknown')}: {host.get('cpu_model', '')}, {host.get('cores', '?')} cores"
         return
-    yield f"machines       {len(found.machines)}"
-    for one in found.machines[:_MOST_NODES]:
+    yield f"machines       {len(recording.machines)}"
+    for machine in recording.machines[:_MOST_NODES]:
         gpus = (
-            f", {len(one.accelerators)} x {one.accelerators[0]}, driver {one.driver}"
-            if one.accelerators
+            f", {len(machine.accelerators)} x {machine.accelerators[0]}, driver {machine.driver}"
+            if machine.accelerators
             else ""
         )
-        where = "" if one.node == one.host else f" on {one.host}"
-        yield f"  {one.node}{where}: {one.cpu_model}, {one.cores} cores, {size(one.memory_bytes)}{gpus}"
-    if len(found.machines) > _MOST_NODES:
-        yield f"  and {len(found.machines) - _MOST_NODES} more"
-    for difference in found.differences:
+        where = "" if machine.node == machine.host else f" on {machine.host}"
+        yield f"  {machine.node}{where}: {machine.cpu_model}, {machine.cores} cores, {size(machine.memory_bytes)}{gpus}"
+    if len(recording.machines) > _MOST_NODES:
+        yield f"  and {len(recording.machines) - _MOST_NODES} more"
+    for difference in recording.differences:
         yield f"  DIFFER in {difference.sentence}"
 
 
 def _data(data: object, fingerprint: str) -> Iterator[str]:
     yield f"data           {fingerprint or 'unknown'}"
     for name, table in _table(data).items():
-        one = _table(table)
+        source = _table(table)
         title = f"{name}: " if name else ""
         yield (
-            f"  {title}{one.get('address')}, {_number(one.get('train_tokens'))} tokens of {_number(one.get('documents'))} documents, "
-            f"manifest {str(one.get('manifest_sha256'))[:12]}"
+            f"  {title}{source.get('address')}, {_number(source.get('train_tokens'))} tokens of {_number(source.get('documents'))} documents, "
+            f"manifest {str(source.get('manifest_sha256'))[:12]}"
         )
-        recipe = _table(one.get("recipe"))
+        recipe = _table(source.get("recipe"))
         yield "    made from  " + ", ".join(f"{key}={_short(value)}" for key, value in recipe.items())
 
 
@@ -189,9 +189,9 @@ _LONGEST = 64
 @click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare_command(run_dirs: tuple[Path, ...], as_json: bool) -> None:
-    """Set the runs in RUN_DIRS side by side: settings and environment that differ, results, and whether they must have the same bits.
+    """Compare the runs in RUN_DIRS: settings and environment that differ, results, and whether they must have the same bits.
 
-    What they logged is compared number by number, bit by bit; checkpoints and causes are for phalanx diff RUN_A RUN_B.
+    The logged numbers are compared bit by bit. For checkpoints and causes use phalanx diff RUN_A RUN_B.
 
     \b
       phalanx runs compare runs/a runs/b
@@ -200,40 +200,45 @@ def compare_command(run_dirs: tuple[Path, ...], as_json: bool) -> None:
     for path in run_dirs:
         demand_folder(path)
     with explained(RunDirectoryError):
-        found = compare(run_dirs)
+        comparison = compare(run_dirs)
     if as_json:
-        click.echo(msgspec.json.encode(found.to_json()).decode())
+        click.echo(msgspec.json.encode(comparison.to_json()).decode())
         return
-    for line in _comparison_lines(found):
+    for line in _comparison_lines(comparison):
         click.echo(line)
 
 
-def _comparison_lines(found: Comparison) -> Iterator[str]:
-    names = [chr(ord("A") + place) if place < 26 else f"run {place + 1}" for place in range(len(found.runs))]
-    for name, row in zip(names, found.runs, strict=True):
+def _comparison_lines(comparison: ComparedRuns) -> Iterator[str]:
+    names = [
+        chr(ord("A") + place) if place < 26 else f"run {place + 1}" for place in range(len(comparison.runs))
+    ]
+    for name, row in zip(names, comparison.runs, strict=True):
         yield f"{name}  {row.path}"
     yield from _comparison_table(
         "settings that differ",
         names,
-        [(f"{one.path} ({one.owner})", one.values, None) for one in found.settings],
+        [(f"{setting.path} ({setting.owner})", setting.values, None) for setting in comparison.settings],
     )
     yield from _comparison_table(
-        "environment that differs", names, [(one.path, one.values, None) for one in found.environment]
+        "environment that differs", names, [(fact.path, fact.values, None) for fact in comparison.environment]
     )
     yield from _comparison_table(
         "results (* the best)",
         names,
-        [(one.name, [_result(one.name, value) for value in one.values], one.best) for one in found.summary],
+        [
+            (outcome.name, [_result(outcome.name, value) for value in outcome.values], outcome.best)
+            for outcome in comparison.summary
+        ],
     )
-    if any(isinstance(row.mfu, float) and row.mfu > 1 for row in found.runs):
+    if any(isinstance(row.mfu, float) and row.mfu > 1 for row in comparison.runs):
         yield f"  {ABOVE_PEAK}"
     yield ""
-    yield from _bits(found, names)
-    yield from (f"note: {note}" for note in found.notes)
+    yield from _bits(comparison, names)
+    yield from (f"note: {note}" for note in comparison.notes)
 
 
-def _bits(found: Comparison, names: Sequence[str]) -> Iterator[str]:
-    same = found.same_bits
+def _bits(comparison: ComparedRuns, names: Sequence[str]) -> Iterator[str]:
+    same = comparison.same_bits
     if same.expected:
         yield "the same run and the same data: every bit should be equal"
     else:
@@ -247,7 +252,7 @@ def _bits(found: Comparison, names: Sequence[str]) -> Iterator[str]:
         for run, value in zip(names, values, strict=True):
             yield f"  {name:<14} {run}  {number_text(value)}"
     if same.expected:
-        yield f"find the cause with: phalanx diff {found.runs[0].path} OTHER --replay"
+        yield f"find the cause with: phalanx diff {comparison.runs[0].path} OTHER --replay"
 
 
 def _comparison_table(
@@ -267,7 +272,7 @@ def _comparison_table(
 
 
 def _result(name: str, value: object) -> object:
-    """A result in the unit in which the list of runs has it."""
+    """Return a result in the unit of ``phalanx runs list``."""
     if not isinstance(value, int | float):
         return value
     match name:

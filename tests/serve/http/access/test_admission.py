@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_serve.http.admission import Demand, Limits, Measured, Workload, pages_of, retry_after
+from phalanx_serve.http.admission import AdmittedLoad, Demand, Limits, Measured, pages_of, retry_after
 from phalanx_serve.http.protocol import RefusedError
 from phalanx_serve.http.request import LengthLimit
 
@@ -49,7 +49,7 @@ def test_a_request_that_finds_room_does_not_wait_however_many_are_computed() -> 
 @pytest.mark.parametrize("at_once", [1, 4])
 def test_the_predicted_wait_is_that_of_a_steady_service(at_once: int) -> None:
     # A worker with room for ``at_once`` texts of ten pages, each of which takes 2 s; twenty more wait.
-    work, text = Workload(), Demand(1, 10, 100)
+    work, text = AdmittedLoad(), Demand(1, 10, 100)
     waiting = at_once + 20
     for _ in range(waiting):
         work.began(text, 0.0)
@@ -68,7 +68,7 @@ def test_the_predicted_wait_is_that_of_a_steady_service(at_once: int) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["began", "ended", "left"]), st.floats(0, 10)), max_size=40))
 def test_whatever_happens_nothing_is_left_when_all_have_ended(events: list[tuple[str, float]]) -> None:
-    work, demand, now, going = Workload(), Demand(2, 3, 10), 0.0, 0
+    work, demand, now, going = AdmittedLoad(), Demand(2, 3, 10), 0.0, 0
     for kind, passed in events:
         now += passed
         if kind == "began":

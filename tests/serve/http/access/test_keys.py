@@ -108,7 +108,7 @@ def test_each_limit_is_told_by_name_and_counted() -> None:
     use.ended(10, 5, 5, 1.0)
     admit(use, 900, 1.0)
     use.ended(900, 450, 450, 1.0)
-    with pytest.raises(RefusedError, match="2 requests in a minute: ask again in 29 s"):
+    with pytest.raises(RefusedError, match="2 requests in a minute: retry in 29 s"):
         admit(use, 1, 1.0)
     with pytest.raises(RefusedError, match="1000 tokens in a minute"):
         admit(use, 1000, 40.0)

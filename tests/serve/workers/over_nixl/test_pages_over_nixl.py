@@ -13,9 +13,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from phalanx_serve.traffic.events import Identity
+from phalanx_serve.traffic.events import WorkerIdentity
 from phalanx_serve.workers.over_nixl.agent import NixlAgent
-from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, Laying, Stretch
+from phalanx_serve.workers.over_nixl.agent_process import AgentProcess, Laying, StagingRange
 from phalanx_serve.workers.page_client import Pulled, pull
 from phalanx_serve.workers.page_server import OfferedPages, PageServer
 from phalanx_serve.workers.page_wire import Laid
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     find_spec("nixl") is None, reason="NIXL is not installed: pip install --no-deps -r requirements/nixl.txt"
 )
 
-IDENTITY = Identity("weights", "numerics", "fp32")
+IDENTITY = WorkerIdentity("weights", "numerics", "fp32")
 PAGE_BYTES = 3 << 20
 PAGES = {bytes([number]) * 16: os.urandom(PAGE_BYTES) for number in range(7)}
 """Two are read at a time."""
@@ -109,7 +109,7 @@ def test_small_pages_come_in_one_run_and_nothing_of_the_staging_stays_taken(
     with serving(source, small) as server:
         assert asked(server, reader).pages == small
     until(lambda: source.staging.take(STAGING_BYTES))
-    source.staging.give_back(Stretch(0, STAGING_BYTES))
+    source.staging.give_back(StagingRange(0, STAGING_BYTES))
     with reader.staging.stretches(1, STAGING_BYTES):
         pass
     until(lambda: source._readers == 0)
@@ -128,7 +128,7 @@ def test_a_page_whose_bytes_were_damaged_and_all_behind_it_are_left_to_be_comput
         laid.extend(pages)
         if 0 <= place < len(pages):
             start = said.address - said.agent.address + place * PAGE_BYTES
-            source.staging.view(Stretch(start, PAGE_BYTES))[PAGE_BYTES // 2] ^= 1
+            source.staging.view(StagingRange(start, PAGE_BYTES))[PAGE_BYTES // 2] ^= 1
         return said
 
     monkeypatch.setattr(Laying, "lay", spoiling)
@@ -219,10 +219,10 @@ SOURCE = """
 import os, sys
 from phalanx_serve.workers.over_nixl.agent_process import AgentProcess
 from phalanx_serve.workers.page_server import OfferedPages, PageServer
-from phalanx_serve.traffic.events import Identity
+from phalanx_serve.traffic.events import WorkerIdentity
 pages, nixl = OfferedPages(share=False), AgentProcess(64 << 20)
 pages.offer(7, {bytes([number]) * 16: bytes([number]) * (3 << 20) for number in range(7)})
-server = PageServer(pages, Identity("weights", "numerics", "fp32"), "token", nixl=nixl)
+server = PageServer(pages, WorkerIdentity("weights", "numerics", "fp32"), "token", nixl=nixl)
 print(server.port, nixl.pid, flush=True)
 sys.stdin.read()
 """

@@ -16,7 +16,7 @@ from phalanx_serve.workers.over_nixl.agent_process import (
     Laying,
     NixlError,
     Staging,
-    Stretch,
+    StagingRange,
     require_installed,
 )
 from phalanx_serve.workers.page_wire import NotLaid
@@ -24,7 +24,7 @@ from phalanx_serve.workers.page_wire import NotLaid
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 30_000)), max_size=40))
 def test_no_two_stretches_that_are_taken_lie_over_each_other(steps: list[tuple[bool, int]]) -> None:
-    staging, taken = Staging(100_000), list[Stretch]()
+    staging, taken = Staging(100_000), list[StagingRange]()
     for gives, number in steps:
         if gives and taken:
             staging.give_back(taken.pop(number % len(taken)))
@@ -50,7 +50,7 @@ def test_stretches_are_free_again_after_their_block_and_more_than_there_is_is_re
         assert second == first
     with pytest.raises(NixlError), staging.stretches(3, 40_000):
         pass
-    assert staging.take(100_000) == Stretch(0, 100_000)
+    assert staging.take(100_000) == StagingRange(0, 100_000)
 
 
 def test_a_worker_without_nixl_lays_nothing_and_says_so() -> None:

@@ -126,7 +126,7 @@ def test_a_run_is_removed_after_saying_what_would_be_lost_and_only_if_told_to(co
     asked = runs("rm", copy)
     assert asked.exit_code == 1
     assert "checkpoints " in asked.output
-    assert "say --yes" in asked.output
+    assert "give --yes" in asked.output
     assert copy.exists()
     done = runs("rm", copy, "--yes")
     assert done.exit_code == 0, done.output
