@@ -150,7 +150,7 @@ def _three(plan: Plan) -> str:
     """The different plans side by side, one a column; nothing where one layout was asked for."""
     if not plan.ideas:
         return f'<p class="note">One layout was asked for: {escape(str(plan.chosen.layout))}</p>'
-    found = [idea.found for idea in plan.ideas]
+    found = [idea.estimate for idea in plan.ideas]
     days = [plan.tokens / one.tokens_per_s / 86_400 for one in found]
     usd = [one.price_per_hour * one.ranks * day * 24 for one, day in zip(found, days, strict=True)]
     time, money = unit_for(days, DAYS), unit_for(usd, DOLLARS)
@@ -222,11 +222,15 @@ def report_page(plan: Plan, before: Sequence[tuple[str, str]] = ()) -> str:
     sections = [
         *before,
         ("Answer", first_page(plan)),
-        *([("The best by the exact schedule", _best(plan))] if plan.found else []),
+        *([("The best by the exact schedule", _best(plan))] if plan.search_result else []),
         ("Memory of each pipeline rank", _memory(plan)),
         ("Where the step goes", stacked_bars(_time_bars(plan), "s")),
         ("A step, as the schedule has it", _timeline(plan)),
-        *([("Pareto front", _front(plan)), ("What the others lose", _losers(plan))] if plan.found else []),
+        *(
+            [("Pareto front", _front(plan)), ("What the others lose", _losers(plan))]
+            if plan.search_result
+            else []
+        ),
         ("What moves the answer", _sensitivity(plan)),
         ("Goodput against the checkpoint interval", _goodput(plan)),
         ("The whole run", _run(plan)),
@@ -332,14 +336,14 @@ def _span(event: TraceEvent, row: int) -> GanttSpan:
 
 
 def _front(plan: Plan) -> str:
-    assert plan.found is not None, "only called after a search"
+    assert plan.search_result is not None, "only called after a search"
     dots = [
         Dot(
             point.step_s,
             point.memory_bytes / 1e9,
             f"{point.layout}: {point.step_s:.4g} s, {point.memory_bytes / 1e9:.1f} GB, {point.ranks:,}",
         )
-        for point in plan.found.front
+        for point in plan.search_result.front
     ]
     mine = Dot(plan.chosen.step_s, plan.chosen.memory_bytes / 1e9, "chosen (exact schedule)", marked=True)
     return scatter([*dots, mine], "seconds a step", "GB") + (
@@ -348,15 +352,15 @@ def _front(plan: Plan) -> str:
 
 
 def _losers(plan: Plan) -> str:
-    assert plan.found is not None, "only called after a search"
+    assert plan.search_result is not None, "only called after a search"
     rows = [
         (one.family, "does not fit" if one.slower == float("inf") else f"{one.slower:+.1%}", one.reason)
-        for one in sorted(plan.found.runners_up, key=lambda one: one.slower)
+        for one in sorted(plan.search_result.runners_up, key=lambda one: one.slower)
     ]
-    excluded = [(reason, f"{count:,}") for reason, count in plan.found.excluded.items() if count]
+    excluded = [(reason, f"{count:,}") for reason, count in plan.search_result.excluded.items() if count]
     return (
         html_table(("best layout with", "step", "most of it"), rows, "left")
-        + f"<p>{plan.found.looked_at:,} layouts looked at; {plan.found.valid:,} are legal and fit.</p>"
+        + f"<p>{plan.search_result.looked_at:,} layouts looked at; {plan.search_result.valid:,} are legal and fit.</p>"
         + html_table(("excluded because", "layouts"), excluded)
     )
 

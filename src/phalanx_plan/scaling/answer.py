@@ -123,14 +123,14 @@ class BudgetAnswer:
     """The recommended models for a budget, the better kind first."""
 
     question: Question
-    found: tuple[Recommended, ...]
+    recommendations: tuple[Recommended, ...]
     left_out: tuple[str, ...] = ()
     """Kinds of models that the cluster cannot hold at the budget's size, with what is in the way."""
 
     @property
     def best(self) -> Recommended:
         """The kind of model that learns most for the budget, by the laws that sized them."""
-        return self.found[0]
+        return self.recommendations[0]
 
 
 def answer(question: Question, say: Callable[[str], None] = lambda _: None) -> BudgetAnswer:

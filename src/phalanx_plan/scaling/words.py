@@ -49,8 +49,8 @@ def sentence(answer: BudgetAnswer, one: Recommended) -> str:
 
 def comparison(answer: BudgetAnswer) -> Iterator[str]:
     """The two kinds of models beside each other, by the laws that sized them and by the joint law."""
-    if len(answer.found) > 1:
-        first, second = answer.found
+    if len(answer.recommendations) > 1:
+        first, second = answer.recommendations
         agrees = "agrees" if first.joint_loss < second.joint_loss else "disagrees"
         yield (
             f"The {first.shape.kind} model is predicted to be better by {second.loss - first.loss:.3f}; the joint law of both kinds "
@@ -59,7 +59,7 @@ def comparison(answer: BudgetAnswer) -> Iterator[str]:
         )
     unique = answer.question.unique_tokens
     if math.isfinite(unique):
-        for one in answer.found:
+        for one in answer.recommendations:
             if one.tokens <= unique:
                 yield f"{one.shape.name}: the {count(unique)} unique tokens do not run out."
                 continue
@@ -110,7 +110,7 @@ def tables(one: Recommended) -> Iterator[tuple[str, tuple[str, ...], Iterator[tu
 
 def changes(answer: BudgetAnswer) -> Iterator[str]:
     """Sentences on what the answer hangs on."""
-    for one in answer.found:
+    for one in answer.recommendations:
         name, sizes = one.shape.name, [row.parameters for row in one.laws if row.loss is not None]
         yield f"{name}: the laws' optimal sizes are {count(min(sizes))} to {count(max(sizes))} active parameters"
         if one.size_band is not None:
@@ -141,11 +141,11 @@ def report_section(answer: BudgetAnswer) -> str:
     """The answer as a section of a report."""
     paragraphs = [
         f"{'Train' if place == 0 else 'Or'} {sentence(answer, one)}."
-        for place, one in enumerate(answer.found)
+        for place, one in enumerate(answer.recommendations)
     ]
     paragraphs += [*answer.left_out, *comparison(answer)]
     text = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
-    for one in answer.found:
+    for one in answer.recommendations:
         for title, columns, rows in tables(one):
             text += f"<p>{escape(title)}</p>{html_table(columns, rows)}"
     listed = "".join(f"<li>{escape(change)}</li>" for change in changes(answer))
@@ -177,7 +177,7 @@ def answer_json(answer: BudgetAnswer) -> dict[str, object]:
         "unique_tokens": _finite(question.unique_tokens),
         "inference_tokens": question.inference_tokens,
         "left_out": answer.left_out,
-        "found": [_recommended(one) for one in answer.found],
+        "found": [_recommended(one) for one in answer.recommendations],
     }
 
 

@@ -131,7 +131,7 @@ class Idea:
     """A plan that divides the model in another way than those before it."""
 
     title: str
-    found: Estimate
+    estimate: Estimate
     gives_up: tuple[str, ...]
     """What is paid for it, beginning with the time over the first plan's."""
 

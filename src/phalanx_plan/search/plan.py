@@ -205,7 +205,7 @@ class Plan:
     aim: Aim
     chosen: Estimate
     """The best layout, or the one that was asked for."""
-    found: SearchResult | None
+    search_result: SearchResult | None
     """``None`` if only one layout was looked at."""
     tokens: float
     inputs: RunInputs
@@ -236,7 +236,7 @@ class Plan:
     @property
     def best(self) -> tuple[Estimate, ...]:
         """The layouts to list, best first."""
-        return self.found.best if self.found else (self.chosen,)
+        return self.search_result.best if self.search_result else (self.chosen,)
 
 
 def make_plan(
