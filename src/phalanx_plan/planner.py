@@ -32,7 +32,7 @@ from phalanx.run.spec import RunSpec
 from phalanx_plan.placing import PlacementAssessment, choices, verify
 from phalanx_plan.search.alternatives import NetworkCost, Placer
 from phalanx_plan.search.layout_text import estimate_written, written_layout
-from phalanx_plan.search.query import OWN, RequestError, job_of
+from phalanx_plan.search.query import OWN, PlanRequestError, job_of
 from phalanx_plan.step_cost.estimate import estimate
 from phalanx_plan.step_cost.traffic import Flow, flows
 from phalanx_plan.workload.candidates import PlannedLayout, divisors
@@ -109,7 +109,7 @@ def verdict_on(spec: RunSpec, topology: Topology, nodes: Sequence[str]) -> Place
 
     Raises:
         TopologyError: There are too few nodes, or one is not in the network.
-        RequestError, HardwareError: The run has no price.
+        PlanRequestError, HardwareError: The run has no price.
     """
     traffic, unit = traffic_of(spec, spec.launch.cluster), spec.launch.unit
     order: Order | None = spec.launch.order if unit else None
@@ -137,20 +137,22 @@ def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
     """Return the traffic of ``spec`` on its fleet (``fleet.nodes`` x ``fleet.workers_per_node``, else ``parallel.ranks``).
 
     Raises:
-        RequestError: The run's layout is not possible on these ranks.
+        PlanRequestError: The run's layout is not possible on these ranks.
         HardwareError: There is no such cluster.
     """
     kind = cluster_named(cluster_name)
     per_node = spec.fleet.workers_per_node if spec.fleet.nodes else kind.per_node
     ranks = spec.fleet.nodes * per_node or spec.parallel.ranks
     if not ranks:
-        raise RequestError("the run file does not say on how many nodes it runs: --nodes N, or fleet.nodes")
+        raise PlanRequestError(
+            "the run file does not say on how many nodes it runs: --nodes N, or fleet.nodes"
+        )
     if not re.search(r"[:x ]\s*[\d_,]+$", cluster_name):
         kind = cluster_named(f"{cluster_name}:{ranks}")
     spec = dataclasses.replace(spec, model=resolve(spec.model, spec.data.vocab_size))
     problems = layout_problems(spec, ranks)
     if problems:
-        raise RequestError(listing(f"{spec.name} cannot be laid out on {ranks} ranks", problems))
+        raise PlanRequestError(listing(f"{spec.name} cannot be laid out on {ranks} ranks", problems))
     job = job_of(spec, kind)
     layout = written_layout(spec, job, ranks)
     try:
@@ -158,7 +160,7 @@ def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
     except (
         ValueError
     ) as error:  # the trainer supports uneven shares of slots; the planner has no price for them
-        raise RequestError(f"{spec.name} on {ranks} ranks has no price: {error}") from error
+        raise PlanRequestError(f"{spec.name} on {ranks} ranks has no price: {error}") from error
     return RunTraffic(
         Shape(layout_of(spec.parallel, ranks), per_node),
         flows(job, layout, spread_sums=spec.train.reduction == "reproducible"),

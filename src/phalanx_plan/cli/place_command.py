@@ -96,7 +96,7 @@ def command(options: PlaceOptions) -> None:
     from phalanx.launch.topology_files import load_topology
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
-    from phalanx_plan.search.query import RequestError
+    from phalanx_plan.search.query import PlanRequestError
 
     if options.place_name != "slurm":
         refuse_unused(written_options(options, "partition", "free_only"), "is for --topology slurm")
@@ -108,7 +108,7 @@ def command(options: PlaceOptions) -> None:
             written_options(options, "unit", "order", "no_straddling"),
             "members keep their seats when nodes join a fleet (--joining): leave it out",
         )
-    with explained(TopologyError, EngineError, HardwareError, RequestError, ValueError):
+    with explained(TopologyError, EngineError, HardwareError, PlanRequestError, ValueError):
         spec = read_run(options.run_file, PRESETS, [*options.overrides, *set_fields(options)])
         topology = load_topology(options.place_name, options.partition, free_only=options.free_only)
         if not options.allocation:

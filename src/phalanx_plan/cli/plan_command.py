@@ -16,16 +16,16 @@ from phalanx.command import command_options
 from phalanx_plan.cli.plan_request import (
     GivenOnce,
     PlanOptions,
-    cluster_asked,
+    budget_question,
     mistakes,
-    placer_asked,
-    question_asked,
     refuse_outputs,
     refuse_repeated,
     refuse_without,
+    requested_cluster,
+    requested_placer,
+    requested_spec,
     require_one_run_file,
     require_service,
-    spec_asked,
 )
 from phalanx_plan.cli.what_to_train import answer_budget, answer_fit, refuse_beside
 
@@ -118,7 +118,7 @@ def command(options: PlanOptions) -> None:
             *(options.layout, options.tokens, options.step_error, options.assume),
         )
         if options.budget is not None:
-            question = question_asked(options, aim)
+            question = budget_question(options, aim)
             return answer_budget(question, out=options.out, report=options.report, as_json=options.as_json)
         refuse_without("--budget", ("kind", "unique_tokens", "inference_tokens"))
         return _answer_layouts(options, aim)
@@ -141,7 +141,7 @@ def _answer_service(options: PlanOptions) -> None:
     from phalanx_plan.cli.serving_table import answer_service
 
     traffic, slo = require_service(options), options.slo or ""
-    spec, cluster = spec_asked(options), cluster_asked(options)
+    spec, cluster = requested_spec(options), requested_cluster(options)
     answer_service(
         spec, cluster, traffic, slo, options.weight_format, top=options.top, as_json=options.as_json
     )
@@ -156,12 +156,12 @@ def _answer_layouts(options: PlanOptions, aim: Aim) -> None:
 
     require_one_run_file(options.files)
     refuse_unused(options.fields, searching=aim.layout is None, tokens=aim.tokens)
-    spec, cluster = spec_asked(options), cluster_asked(options)
+    spec, cluster = requested_spec(options), requested_cluster(options)
     plan = make_plan(
         *(spec, cluster, aim),
         stated=options.stated,
         searching=aim.layout is None or options.explain,
-        placer=placer_asked(options, spec),
+        placer=requested_placer(options, spec),
     )
     write_files(plan, spec, options)
     if options.as_json:

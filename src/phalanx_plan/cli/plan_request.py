@@ -144,7 +144,7 @@ def refuse_outputs(options: PlanOptions) -> None:
             raise click.UsageError(f"--{name} would write over the run file {path}: give another name")
 
 
-def placer_asked(options: PlanOptions, spec: RunSpec) -> Placer | None:
+def requested_placer(options: PlanOptions, spec: RunSpec) -> Placer | None:
     """Return the placer of layouts on the network of the options; ``None`` without a network."""
     network, shares = options.network, options.shares
     if network is None:
@@ -227,7 +227,7 @@ def refuse_without(option: str, fields: Iterable[str]) -> None:
             raise click.UsageError(f"{written[field]} goes with {option}")
 
 
-def question_asked(options: PlanOptions, aim: Aim) -> Question:
+def budget_question(options: PlanOptions, aim: Aim) -> Question:
     """Return the question of a budget. Raises an error for options and fields that the answer decides."""
     from phalanx_plan.scaling.answer import Question
     from phalanx_plan.scaling.optimum import read_budget
@@ -248,7 +248,7 @@ def question_asked(options: PlanOptions, aim: Aim) -> Question:
         inference_tokens=read_tokens(inference, "--inference-tokens") if inference else 0.0,
     )
     written = given_options()
-    cluster = cluster_asked(options) if "cluster_name" in written else question.cluster
+    cluster = requested_cluster(options) if "cluster_name" in written else question.cluster
     batch = options.batch if "batch" in written else None
     return replace(question, cluster=cluster, seq_len=options.seq_len, batch=batch)
 
@@ -271,7 +271,7 @@ def mistakes() -> Iterator[None]:
         raise _Mistake(error.message) from error
 
 
-def spec_asked(options: PlanOptions) -> RunSpec:
+def requested_spec(options: PlanOptions) -> RunSpec:
     """Return the run of the first file or of the known model, with its overrides. Raises UsageError unless exactly one is set."""
     model, overrides = options.model, options.fields
     if bool(options.files) == (model is not None):
@@ -293,7 +293,7 @@ def spec_asked(options: PlanOptions) -> RunSpec:
 _CLUSTER_FIGURES = "cluster."
 
 
-def cluster_asked(options: PlanOptions) -> Cluster:
+def requested_cluster(options: PlanOptions) -> Cluster:
     """Return the cluster by its name or file, with the overridden figures."""
     from phalanx.hardware.catalog import cluster
     from phalanx.hardware.cluster import read_figure, with_value

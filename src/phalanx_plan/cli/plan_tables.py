@@ -25,7 +25,7 @@ from phalanx_plan.report.elements import (
     DOLLARS,
     ENERGY,
     POWER,
-    Unit,
+    DisplayUnit,
     counted,
     mfu_text,
     unit_for,
@@ -307,7 +307,7 @@ def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
     )
 
 
-def _range(percentiles: Percentiles, units: Sequence[Unit]) -> str:
+def _range(percentiles: Percentiles, units: Sequence[DisplayUnit]) -> str:
     return f"P5 {written(percentiles.p5, units)}, P95 {written(percentiles.p95, units)}"
 
 

@@ -59,7 +59,7 @@ def answer_budget(question: Question, *, out: Path | None, report: Path | None, 
     from phalanx_plan.scaling.answer import answer
     from phalanx_plan.scaling.words import answer_json
 
-    recommended = answer(question, say=lambda text: click.echo(f"{text} ...", err=True))
+    recommended = answer(question, on_progress=lambda text: click.echo(f"{text} ...", err=True))
     if (out is not None or report is not None) and recommended.best.plan is None:
         raise click.UsageError("--out and --report are of a run on a cluster: give --cluster NAME:COUNT")
     _write(recommended, out, report)
