@@ -36,7 +36,7 @@ from phalanx_plan.search.query import OWN, PlanRequestError, job_of
 from phalanx_plan.step_cost.estimate import estimate
 from phalanx_plan.step_cost.traffic import Flow, flows
 from phalanx_plan.workload.candidates import PlannedLayout, divisors
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 
 class OwnPlanner:
@@ -181,7 +181,7 @@ def placer_on(topology: Topology, spec: RunSpec) -> Placer:
     unit = spec.launch.unit
     order: Order | None = spec.launch.order if unit else None
 
-    def place(job: Job, layout: PlannedLayout) -> NetworkCost:
+    def place(job: TrainingJob, layout: PlannedLayout) -> NetworkCost:
         per_node = job.cluster.per_node
         if layout.ranks > per_node and layout.ranks % per_node:
             raise TopologyError(

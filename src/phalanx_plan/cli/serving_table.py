@@ -14,7 +14,7 @@ from phalanx.cli.output import text_console
 from phalanx.hardware.cluster import Cluster
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import RunSpec
-from phalanx_plan.serving.fleet import Answer, describe, nearest, plan_service
+from phalanx_plan.serving.fleet import ServingFleet, describe, nearest, plan_service
 from phalanx_plan.serving.step_cost import rank_token_bytes, requests_held, token_bytes, weight_bytes
 from phalanx_plan.serving.workers import DemandError, Service, read_objectives, read_traffic
 
@@ -34,7 +34,9 @@ def answer_service(
     _print(service, name, good, bad[:4], top)
 
 
-def _json(service: Service, name: str, good: list[Answer], bad: list[Answer]) -> dict[str, object]:
+def _json(
+    service: Service, name: str, good: list[ServingFleet], bad: list[ServingFleet]
+) -> dict[str, object]:
     demand = {
         key: value
         for part in (service.traffic, service.objectives)
@@ -53,7 +55,7 @@ def _json(service: Service, name: str, good: list[Answer], bad: list[Answer]) ->
     }
 
 
-def _answer_json(answer: Answer) -> dict[str, object]:
+def _answer_json(answer: ServingFleet) -> dict[str, object]:
     facts = dataclasses.asdict(answer)
     facts["ttft_s"] = dict(zip(("median", "percentile"), answer.ttft_s, strict=True))
     facts["tpot_s"] = dict(zip(("median", "percentile"), answer.tpot_s, strict=True))
@@ -78,7 +80,7 @@ _EVIDENCE = (
 )
 
 
-def _print(service: Service, name: str, good: list[Answer], bad: list[Answer], top: int) -> None:
+def _print(service: Service, name: str, good: list[ServingFleet], bad: list[ServingFleet], top: int) -> None:
     console, best, traffic = text_console(), good[0], service.traffic
     context_tokens = traffic.prompt + traffic.text
     console.print(_EVIDENCE, style="dim")
@@ -116,7 +118,7 @@ def _print(service: Service, name: str, good: list[Answer], bad: list[Answer], t
         console.print(f"not {describe(fleet)}: {fleet.killed}", style="dim")
 
 
-def _row(answer: Answer) -> tuple[str, ...]:
+def _row(answer: ServingFleet) -> tuple[str, ...]:
     workers = f"{answer.decode_workers} x {answer.decode}"
     if answer.roles == "apart":
         workers = f"{answer.prefill_workers} x {answer.prefill} > {workers}"

@@ -24,7 +24,7 @@ from phalanx_plan.step_cost.pipeline import flush_s, timeline
 from phalanx_plan.step_cost.step_time import hop_s
 from phalanx_plan.whole_run.estimate import LEVELS, estimate_run
 from phalanx_plan.workload.candidates import candidates_of
-from phalanx_plan.workload.stacks import Job, Stack
+from phalanx_plan.workload.stacks import Stack, TrainingJob
 
 _MOST_ACTIONS = 60_000
 """Most actions of a flush that is drawn completely; of longer flushes only the beginning is drawn."""
@@ -71,7 +71,7 @@ class StepTimeline:
     """Events by rank and time; the first flush action by action, the others as one event each."""
 
 
-def step_timeline(job: Job, chosen: Estimate) -> StepTimeline:
+def step_timeline(job: TrainingJob, chosen: Estimate) -> StepTimeline:
     """Return the spans of the step of an estimate."""
     evaluation = prepare(job, candidates_of([chosen.layout], job.modes))
     pipes = evaluation.pipes
@@ -154,7 +154,7 @@ def _filled(rank: int, events: list[TraceEvent], start: float, length: float) ->
         yield TraceEvent(rank, "idle", start + now, start + length)
 
 
-def perfetto(job: Job, chosen: Estimate) -> dict[str, object]:
+def perfetto(job: TrainingJob, chosen: Estimate) -> dict[str, object]:
     """Return the step as a Chrome trace: times in microseconds, one thread for each pipeline rank."""
     line = step_timeline(job, chosen)
     names = [
@@ -200,7 +200,7 @@ def step_changes(plan: Plan) -> dict[str, tuple[float, float]]:
     return {name: (low, high) for name, (low, high) in ordered}
 
 
-def _jobs(job: Job) -> Iterator[tuple[str, Job, Job]]:
+def _jobs(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, TrainingJob]]:
     chip = job.cluster.accelerator
     figures = {
         "memory bandwidth": ("accelerator.memory_bytes_per_s", chip.memory_bytes_per_s.value),
@@ -229,12 +229,12 @@ def _with_data_overlap(stack: Stack, factor: float) -> Stack:
     return replace(stack, overlap=replace(stack.overlap, data=stack.overlap.data * factor))
 
 
-def _with(job: Job, figure: str, value: float) -> Job:
+def _with(job: TrainingJob, figure: str, value: float) -> TrainingJob:
     cluster = with_value(job.cluster, figure, value)
     return replace(job, cluster=cluster, profile=Profile(cluster.accelerator, job.profile.constants))
 
 
-def _with_flops(job: Job, factor: float) -> Job:
+def _with_flops(job: TrainingJob, factor: float) -> TrainingJob:
     for name, fact in job.cluster.accelerator.flops.items():
         job = _with(job, f"accelerator.flops.{name}", fact.value * factor)
     return job

@@ -20,7 +20,7 @@ from phalanx_plan.search.options import LEAST_ROOM, free_share, with_room_first
 from phalanx_plan.search.search import FAMILIES, RunnerUp, SearchResult, ranking_key, why_slower
 from phalanx_plan.step_cost.estimate import Estimate, estimates
 from phalanx_plan.workload.candidates import PlannedLayout
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 # Ranking on a network.
 
@@ -48,7 +48,7 @@ class NetworkCost:
     """The level and domain whose uplink is busiest; empty if no link is slower than a node's own."""
 
 
-Placer = Callable[[Job, PlannedLayout], NetworkCost]
+Placer = Callable[[TrainingJob, PlannedLayout], NetworkCost]
 """Function that places a layout; raises ``ValueError`` if the network has too few nodes for it."""
 
 
@@ -59,7 +59,7 @@ def with_uplinks(estimate: Estimate, cost: NetworkCost) -> Estimate:
 
 
 def ranked_on_network(
-    job: Job, result: SearchResult, objective: str, top: int, placer: Placer
+    job: TrainingJob, result: SearchResult, objective: str, top: int, placer: Placer
 ) -> tuple[SearchResult, Mapping[PlannedLayout, NetworkCost]]:
     """Rank the result of a search again with the cost of placements; return it with these costs.
 
@@ -141,7 +141,7 @@ class Idea:
 
 
 def ideas_of(
-    job: Job,
+    job: TrainingJob,
     result: SearchResult,
     objective: str,
     placements: Mapping[PlannedLayout, NetworkCost] | None = None,

@@ -18,10 +18,10 @@ from phalanx_plan.search.query import OWN, PlanRequestError, job_of, precision_o
 from phalanx_plan.search.search import search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
 from phalanx_plan.workload.candidates import LAYOUT_FIELDS, PRECISIONS, SCHEDULES, PlannedLayout, layout_field
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 
-def written_layout(spec: RunSpec, job: Job, ranks: int) -> PlannedLayout:
+def written_layout(spec: RunSpec, job: TrainingJob, ranks: int) -> PlannedLayout:
     """Return the layout of the run file on ``ranks`` ranks."""
     parallel, memory, train = spec.parallel, spec.memory, spec.train
     layout = layout_of(parallel, ranks)
@@ -56,12 +56,12 @@ _ZERO = {"none": 2, "zero2": 2, "zero3": 3}
 """ZeRO stage of each ``parallel.sharding``. Without sharding one rank holds a copy, so that the stage does not matter."""
 
 
-def _zero(spec: RunSpec, job: Job) -> int:
+def _zero(spec: RunSpec, job: TrainingJob) -> int:
     stage = _ZERO[spec.parallel.sharding]
     return stage if stage in job.stack.zero_stages else max(job.stack.zero_stages)
 
 
-def replaced_sharding(text: str, spec: RunSpec, job: Job) -> str:
+def replaced_sharding(text: str, spec: RunSpec, job: TrainingJob) -> str:
     """Return a note if the layout of ``text`` has another ZeRO stage than the run file, since the stack lacks it; else ""."""
     stage, stages = _ZERO[spec.parallel.sharding], job.stack.zero_stages
     is_explicit = text.strip() != "file" and "zero" in _fields(text, job)
@@ -70,7 +70,7 @@ def replaced_sharding(text: str, spec: RunSpec, job: Job) -> str:
     return f"parallel.sharding: the stack {job.stack.name!r} has no ZeRO-{stage}; the layout is planned with ZeRO-{max(stages)}"
 
 
-def read_layout(text: str, spec: RunSpec, job: Job) -> PlannedLayout:
+def read_layout(text: str, spec: RunSpec, job: TrainingJob) -> PlannedLayout:
     """Parse a layout such as ``tp=8,pp=16,dp=128``; missing fields come from the run file.
 
     ``file`` alone is the layout of the run file. Raises ``PlanRequestError``.
@@ -106,7 +106,7 @@ def _data_ranks(text: str, settings: dict[str, Any], inner: int) -> int:
     return data or ranks // inner
 
 
-def _fields(text: str, job: Job) -> dict[str, Any]:
+def _fields(text: str, job: TrainingJob) -> dict[str, Any]:
     """Return the fields of a layout that ``text`` sets, by their full names."""
     settings: dict[str, Any] = {}
     for part in text.split(","):
@@ -130,7 +130,7 @@ def _fields(text: str, job: Job) -> dict[str, Any]:
 _FROM_ZERO = ("zero", "offload_activations", "offload_optimizer", "sequence_parallel")
 
 
-def _value(name: str, value: str, job: Job) -> int | str | bool:
+def _value(name: str, value: str, job: TrainingJob) -> int | str | bool:
     words = {
         "schedule": SCHEDULES,
         "recompute": tuple(mode.name for mode in job.modes),
@@ -153,7 +153,7 @@ def _value(name: str, value: str, job: Job) -> int | str | bool:
     return bool(int(value)) if name in _FROM_ZERO[1:] else int(value)
 
 
-def _check_room(text: str, ranks: int, job: Job, replica: int) -> None:
+def _check_room(text: str, ranks: int, job: TrainingJob, replica: int) -> None:
     if ranks > job.cluster.accelerators:
         raise PlanRequestError(
             f"--layout {text}: {ranks:,} ranks, but the cluster {job.cluster.key} has {job.cluster.accelerators:,} "
@@ -171,7 +171,9 @@ def _check_room(text: str, ranks: int, job: Job, replica: int) -> None:
 _MOST_DOUBLINGS = 7
 
 
-def run_of_layout(spec: RunSpec, job: Job, layout: PlannedLayout, tokens: float | None = None) -> RunSpec:
+def run_of_layout(
+    spec: RunSpec, job: TrainingJob, layout: PlannedLayout, tokens: float | None = None
+) -> RunSpec:
     """Return the run of ``spec`` in ``layout``, ready to be trained.
 
     Raises ``PlanRequestError`` if the trainer does not support the layout.
@@ -239,7 +241,7 @@ def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
     return spec.precision
 
 
-def least_change(job: Job, layout: PlannedLayout, *, offload: bool) -> str:
+def least_change(job: TrainingJob, layout: PlannedLayout, *, offload: bool) -> str:
     """Describe the change that makes a layout fit on the same ranks with the shortest step. ``offload`` permits moving its state to host memory."""
     options = [
         replace(
@@ -268,7 +270,7 @@ def least_change(job: Job, layout: PlannedLayout, *, offload: bool) -> str:
     return f"with {','.join(words)} this layout fits: {best.step_s:.4g} s a step"
 
 
-def what_would_fit(job: Job, options: Options) -> str:
+def what_would_fit(job: TrainingJob, options: Options) -> str:
     """Describe how many accelerators or how much memory would suffice if nothing fits; empty if neither helps."""
     advice = []
     count = max(options.gpus or (job.cluster.accelerators,))
@@ -287,7 +289,7 @@ def what_would_fit(job: Job, options: Options) -> str:
     return "; ".join(advice)
 
 
-def _fits(job: Job, options: Options) -> bool:
+def _fits(job: TrainingJob, options: Options) -> bool:
     try:
         search(job, replace(options, finalists=1, top=1))
     except ValueError:

@@ -26,7 +26,7 @@ from phalanx_plan.workload.candidates import (
     PlannedLayout,
     layout_field,
 )
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 # Options.
 
@@ -56,7 +56,7 @@ class Requirement:
         return self.compare(getattr(candidates, self.name), self.value)
 
 
-def requirement(text: str, job: Job) -> Requirement:
+def requirement(text: str, job: TrainingJob) -> Requirement:
     """Parse a condition. Raises ``ValueError`` that lists the valid fields and values."""
     match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*([\w+-]+)\s*", text)
     if match is None:
@@ -113,7 +113,9 @@ def is_required(options: Options, name: str) -> bool:
 _MOST_SHOWN = 24
 
 
-def nothing_left(need: Requirement, before: list[Requirement], candidates: Candidates, job: Job) -> str:
+def nothing_left(
+    need: Requirement, before: list[Requirement], candidates: Candidates, job: TrainingJob
+) -> str:
     """Return the message that no layout meets a condition, with the values of its field among the layouts that met those before."""
     values = np.unique(getattr(candidates, need.name)).tolist()
     words = {"schedule": SCHEDULES, "recompute": tuple(mode.name for mode in job.modes)}.get(need.name)

@@ -62,7 +62,7 @@ from phalanx_plan.whole_run.cost import Activity
 from phalanx_plan.whole_run.data_reading import DataNeed, stored_sample_bytes
 from phalanx_plan.whole_run.estimate import RunEstimate, estimate_run
 from phalanx_plan.workload.candidates import PlannedLayout
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 # Plausibility of a query and of its answer: refused queries, and caveats before the answer.
 #
@@ -105,7 +105,7 @@ class Caveat:
 
 
 def caveats(
-    job: Job, chosen: Estimate, run: RunEstimate, tokens: float, roomy: Estimate | None = None
+    job: TrainingJob, chosen: Estimate, run: RunEstimate, tokens: float, roomy: Estimate | None = None
 ) -> Iterator[Caveat]:
     """Yield the caveats of an answer, the weightiest first; ``roomy`` is the best plan with room in memory."""
     yield from _without_device(job.stack.name, job.cluster)
@@ -139,7 +139,7 @@ def caveats(
                 yield Caveat(f"no pipelines are possible: {problem}")
 
 
-def _unmeasured_kind(job: Job) -> Iterator[Caveat]:
+def _unmeasured_kind(job: TrainingJob) -> Iterator[Caveat]:
     """Yield a caveat if there is no published run of such software on such hardware, so that the band comes from other runs."""
     vendor, name = job.cluster.accelerator.vendor, job.stack.name
     if vendor == "any":
@@ -201,7 +201,7 @@ class Plan:
 
     name: str
     """The name of the run."""
-    job: Job
+    job: TrainingJob
     aim: Aim
     chosen: Estimate
     """The best layout, or the requested one."""
@@ -330,7 +330,7 @@ def make_plan(
     return plan
 
 
-def _requested_estimate(spec: RunSpec, job: Job, text: str) -> Estimate:
+def _requested_estimate(spec: RunSpec, job: TrainingJob, text: str) -> Estimate:
     layout = read_layout(text, spec, job)
     if job.stack.name == OWN:
         slots = job.workload.slots or layout.data
@@ -342,7 +342,7 @@ def _requested_estimate(spec: RunSpec, job: Job, text: str) -> Estimate:
     return estimate(job, layout)
 
 
-def _search(job: Job, options: Options) -> SearchResult:
+def _search(job: TrainingJob, options: Options) -> SearchResult:
     try:
         return search(job, options)
     except NothingFitsError as error:
@@ -372,7 +372,7 @@ def activities(chosen: Estimate) -> dict[Activity, float]:
     return shares
 
 
-def run_inputs(job: Job, chosen: Estimate, tokens: float) -> RunInputs:
+def run_inputs(job: TrainingJob, chosen: Estimate, tokens: float) -> RunInputs:
     """Return the run of ``tokens`` tokens in the layout ``chosen``."""
     saved = sum(state.bytes for state in job.stack.states.kept if state.kind != "gradients")
     return RunInputs(

@@ -1,6 +1,6 @@
 """A planner query: from a user's request to the job to estimate and the options of the search.
 
-A run file (or a known model) and a cluster become a ``Job``, a number of tokens becomes steps. Errors name the field
+A run file (or a known model) and a cluster become a ``TrainingJob``, a number of tokens becomes steps. Errors name the field
 and the remedy. The only file that is read is the accelerator's calibration, if it has one.
 """
 
@@ -34,12 +34,12 @@ from phalanx_plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_
 from phalanx_plan.workload.software import (
     SOFTWARE,
     STACKS,
-    Software,
+    TrainingSoftware,
     profile_of_software,
     stack_of_software,
     stack_on,
 )
-from phalanx_plan.workload.stacks import Job, Overlap, Stack, Workload, stack_of, workload_of
+from phalanx_plan.workload.stacks import Overlap, Stack, TrainingJob, TrainingWorkload, stack_of, workload_of
 
 OWN = "phalanx"
 """This project's own stack, the only one that run files are for."""
@@ -122,7 +122,7 @@ def refuse_unused(overrides: Sequence[str], *, searching: bool, tokens: str | No
             )
 
 
-def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> Job:
+def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> TrainingJob:
     """Return the job to estimate: the workload of ``spec``, by a stack, on ``cluster``."""
     compute = _compute_on(cluster, spec.precision)
     spec = replace(spec, precision=replace(spec.precision, compute=compute))
@@ -137,16 +137,18 @@ def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: boo
                 f"--stack {stack}{_meant(stack, stack_names)}: take one of {', '.join(stack_names)}"
             )
         return _with_factor(
-            Job(workload, stack_on(STACKS[stack], cluster.accelerator.vendor), cluster, profile)
+            TrainingJob(workload, stack_on(STACKS[stack], cluster.accelerator.vendor), cluster, profile)
         )
     modes = tuple(mode for mode in _TRAINABLE if not (spec.runtime.compile and mode.name == "selective"))
-    own = Job(workload, _own_stack(spec, cluster), cluster, profile, modes=modes)
+    own = TrainingJob(workload, _own_stack(spec, cluster), cluster, profile, modes=modes)
     if is_calibrated(cluster):
         return replace(own, stack=calibrated(own.stack, cluster))
     return _with_factor(own)
 
 
-def _published_job(spec: RunSpec, cluster: Cluster, software: Software, workload: Workload) -> Job:
+def _published_job(
+    spec: RunSpec, cluster: Cluster, software: TrainingSoftware, workload: TrainingWorkload
+) -> TrainingJob:
     """Return the job for software with published runs, configured by its newest recipe."""
     precision = precision_of(spec, cluster)
     if precision == "fp8" and generation_of(cluster.accelerator.key) == "blackwell":
@@ -159,10 +161,12 @@ def _published_job(spec: RunSpec, cluster: Cluster, software: Software, workload
     )
     stack = replace(stack_of_software(software, run, recipe_of(run)), name=software.name)
     profile = profile_of_software(profile_of(cluster.accelerator), software, precision)
-    return Job(workload, stack, cluster, profile, modes=with_modes(RECOMPUTE, _own_modes(software, run)))
+    return TrainingJob(
+        workload, stack, cluster, profile, modes=with_modes(RECOMPUTE, _own_modes(software, run))
+    )
 
 
-def _own_modes(software: Software, run: Circumstances) -> Iterator[str]:
+def _own_modes(software: TrainingSoftware, run: Circumstances) -> Iterator[str]:
     """Yield the parts that a software and its recipe recompute, in modes that the planner lacks."""
     if software.recompute:
         yield software.recompute
@@ -171,7 +175,7 @@ def _own_modes(software: Software, run: Circumstances) -> Iterator[str]:
         yield named[1].replace(",", "+")
 
 
-def with_requested_modes(job: Job, aim: Aim) -> Job:
+def with_requested_modes(job: TrainingJob, aim: Aim) -> TrainingJob:
     """Add the recomputation modes that a layout or conditions name by parts; this project's trainer has none of them."""
     if job.stack.name == OWN:
         return job
@@ -188,12 +192,12 @@ def with_requested_modes(job: Job, aim: Aim) -> Job:
     return replace(job, modes=modes)
 
 
-def _with_factor(job: Job) -> Job:
+def _with_factor(job: TrainingJob) -> TrainingJob:
     """Return the job with the factor of measured over predicted time from published runs."""
     return replace(job, stack=replace(job.stack, time_scalar=evidence_of(job).factor))
 
 
-def evidence_of(job: Job) -> Evidence:
+def evidence_of(job: TrainingJob) -> Evidence:
     """Return the evidence from published runs for this stack on this accelerator."""
     name, accelerator = job.stack.name, job.cluster.accelerator
     own = name == OWN and is_calibrated(job.cluster)
@@ -263,7 +267,13 @@ def precision_of(spec: RunSpec, cluster: Cluster) -> str:
 
 
 def options_of(
-    spec: RunSpec, job: Job, *, optimize: str, require: tuple[str, ...], top: int, gpus: tuple[int, ...] = ()
+    spec: RunSpec,
+    job: TrainingJob,
+    *,
+    optimize: str,
+    require: tuple[str, ...],
+    top: int,
+    gpus: tuple[int, ...] = (),
 ) -> Options:
     """Return the options of a search for this run. Raises ``PlanRequestError`` for an unknown objective ``optimize``."""
     if optimize not in get_args(Objective):

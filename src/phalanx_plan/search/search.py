@@ -36,7 +36,7 @@ from phalanx_plan.workload.candidates import (
     PlannedLayout,
     candidates_of,
 )
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 _CHUNK_CELLS = 1 << 18
 """Layouts of a chunk: an array of them fits a core's second-level cache."""
@@ -102,7 +102,7 @@ class SearchResult:
     """Number of layouts that each rule was the first to exclude; "memory" comes last."""
 
 
-def search(job: Job, options: Options | None = None) -> SearchResult:
+def search(job: TrainingJob, options: Options | None = None) -> SearchResult:
     """Return the best layouts of ``job``.
 
     Raises ``NothingFitsError`` if no legal layout fits, another ``ValueError`` if none is legal; both name the cause.
@@ -327,7 +327,7 @@ class _Tally:
 
 
 def _decide(
-    job: Job, tallies: Sequence[_Tally], options: Options, front: Sequence[Point]
+    job: TrainingJob, tallies: Sequence[_Tally], options: Options, front: Sequence[Point]
 ) -> tuple[tuple[Estimate, ...], tuple[RunnerUp, ...]]:
     """Return the best layouts by the exact schedule, and the best member of every losing family.
 
@@ -399,7 +399,7 @@ def ranking_key(prediction: Estimate | Point, objective: str) -> float:
     return by[objective]
 
 
-def _families(job: Job, tally: _Tally) -> dict[str, int]:
+def _families(job: TrainingJob, tally: _Tally) -> dict[str, int]:
     """Return the number of the best layout for each value of each field: by the objective, or by memory if nothing fits."""
     best = {}
     candidates = tally.full_evaluation.candidates
@@ -416,7 +416,7 @@ def _families(job: Job, tally: _Tally) -> dict[str, int]:
     }
 
 
-def _label(job: Job, name: str, value: int) -> str:
+def _label(job: TrainingJob, name: str, value: int) -> str:
     """Return the value of a family's field by its code."""
     if name == "schedule":
         return SCHEDULES[value]

@@ -35,7 +35,7 @@ from phalanx_plan.workload.candidates import (
     parts_of,
 )
 from phalanx_plan.workload.holdings import most_stages
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 # Geometries.
 
@@ -47,7 +47,7 @@ Table = dict[str, Ints]
 """Columns of equal length by name; a geometry is a row."""
 
 
-def geometries(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Table, dict[str, int]]:
+def geometries(job: TrainingJob, options: Options, counts: tuple[int, ...]) -> tuple[Table, dict[str, int]]:
     """Return the rows of all legal geometries, and how many rows each rule removed before the axes after it were crossed in."""
     workload, model = job.workload, job.workload.model
     most = max(counts)
@@ -93,7 +93,7 @@ def geometries(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tab
 _CUT_BLOCKS = "a block of the optimizer's int8 state is cut"
 
 
-def _whole_blocks(job: Job, degrees: Ints, *, stacked: bool = False) -> Bools:
+def _whole_blocks(job: TrainingJob, degrees: Ints, *, stacked: bool = False) -> Bools:
     """Return the mask of tensor degrees that keep the optimizer's blocks undivided (``phalanx.run.kinds.whole_model``)."""
     optimizer, model = job.stack.states.optimizer, job.workload.model
     if optimizer is None:  # other software has formats of its own
@@ -106,7 +106,7 @@ def _whole_blocks(job: Job, degrees: Ints, *, stacked: bool = False) -> Bools:
     return ~np.isin(degrees, list(cut))
 
 
-def _keep_whole(job: Job, axis: str, table: Table, excluded: dict[str, int]) -> Table:
+def _keep_whole(job: TrainingJob, axis: str, table: Table, excluded: dict[str, int]) -> Table:
     """Drop degrees above 1 of an axis that cannot divide the model, by the field that forbids it and with the remedy."""
     for name, problem in undivided(job.workload.model):
         if name == axis:
@@ -129,7 +129,7 @@ def _first_sizes(share: int) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def _micro_batches(job: Job, options: Options, table: Table, excluded: dict[str, int]) -> Table:
+def _micro_batches(job: TrainingJob, options: Options, table: Table, excluded: dict[str, int]) -> Table:
     """Cross with the sequences of a micro-batch: those of the options or of conditions, or a first choice."""
     batch = job.workload.batch
     slots = np.broadcast_to(job.workload.slots or table["data"], table["data"].shape)
@@ -153,7 +153,7 @@ def sizes_tried(options: Options, share: int) -> tuple[int, ...]:
     return tuple(divisors(share)) if is_required(options, "micro_batch") else _first_sizes(share)
 
 
-def stages_tried(job: Job, options: Options) -> tuple[int, ...]:
+def stages_tried(job: TrainingJob, options: Options) -> tuple[int, ...]:
     """Return the stages on each rank that ``geometries`` tries with interleaved schedules."""
     if options.stages_per_rank:
         return options.stages_per_rank
@@ -166,7 +166,7 @@ def rows_where(table: Table, mask: Bools) -> Table:
     return {name: column[mask] for name, column in table.items()}
 
 
-def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int]) -> Table:
+def _schedules(job: TrainingJob, options: Options, table: Table, excluded: dict[str, int]) -> Table:
     """Cross with the schedules and the stages on each rank."""
     choices = [
         (SCHEDULES.index(name), per_rank)
@@ -181,7 +181,7 @@ def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int
     return runnable(job, table, excluded)
 
 
-def runnable(job: Job, table: Table, excluded: dict[str, int]) -> Table:
+def runnable(job: TrainingJob, table: Table, excluded: dict[str, int]) -> Table:
     """Drop rows with more stages than layers, or with micro-batches that their schedule cannot run."""
     few = table["pipeline"] * table["stages_per_rank"] <= most_stages(job.workload, job.stack)
     table = _keep(table, few, "more stages than layers", excluded)
@@ -191,7 +191,7 @@ def runnable(job: Job, table: Table, excluded: dict[str, int]) -> Table:
     return _keep(table, suits, "the micro-batches do not suit the schedule", excluded)
 
 
-def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:
+def _experts(job: TrainingJob, table: Table, excluded: dict[str, int]) -> Table:
     """Cross with the ways to fold experts over tensor, context and shard (``phalanx.run.layout``)."""
     moe = job.workload.model.moe
     if moe is None:
@@ -217,7 +217,7 @@ def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:
     return _keep(table, legal_folds, "experts cannot be folded", excluded)
 
 
-def _shards(job: Job, table: Table) -> Table:
+def _shards(job: TrainingJob, table: Table) -> Table:
     """Cross with the number of data-parallel ranks that share one copy: all, or so many that a copy ends with a domain of the fabric."""
     reaches = [job.cluster.domain.size, *(level.reach for level in job.cluster.fabric.levels)]
     inner = table["tensor"] * table["context"]
@@ -268,7 +268,7 @@ class Space:
         return self.candidates.shape[-1]
 
 
-def space(job: Job, options: Options) -> Space:
+def space(job: TrainingJob, options: Options) -> Space:
     """Return all layouts for every number of accelerators. Raises ``ValueError`` if there is none."""
     needs = [requirement(text, job) for text in options.require]
     free = _free_axes(job, options)
@@ -294,7 +294,7 @@ def space(job: Job, options: Options) -> Space:
     return Space(candidates, {name: number * each for name, number in excluded.items() if number})
 
 
-def exclusions(job: Job, candidates: Candidates, options: Options) -> dict[str, Bools]:
+def exclusions(job: TrainingJob, candidates: Candidates, options: Options) -> dict[str, Bools]:
     """Return masks by reason: choices on the free axes that the geometry or the user's conditions exclude."""
     first = np.asarray(min(job.stack.zero_stages))
     reasons = {
@@ -305,7 +305,7 @@ def exclusions(job: Job, candidates: Candidates, options: Options) -> dict[str, 
     return reasons | {need.text: ~need.holds(candidates) for need in needs}
 
 
-def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
+def _free_axes(job: TrainingJob, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
     """Return the values of recompute, zero, offloaded optimizer, and offloaded activations."""
     model = job.workload.model
     mixed = any(is_mixture(model, layer) for layer in range(model.layers))
@@ -315,7 +315,7 @@ def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
     return np.array(recompute), np.array(job.stack.zero_stages), offload, offload
 
 
-def finer_space(job: Job, options: Options, geometries: Candidates) -> Candidates | None:
+def finer_space(job: TrainingJob, options: Options, geometries: Candidates) -> Candidates | None:
     """Return the micro-batches and stages on each rank that ``space`` leaves out for ``geometries``; ``None`` if there are none.
 
     ``geometries`` are best first; beyond ``_MOST_FINER`` rows the last are left out.
