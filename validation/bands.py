@@ -44,7 +44,7 @@ from phalanx_plan.evidence import (
     Kind,
     KindRecord,
     Learned,
-    Runs,
+    RunCounts,
     SoftwareRecord,
     evidence_for,
 )
@@ -254,7 +254,9 @@ def _record(
     return SoftwareRecord(
         software=name,
         mixture=mine[0].mixture,
-        accelerators={key: Runs(len(on[key]), len({row.model for row in on[key]})) for key in sorted(on)},
+        accelerators={
+            key: RunCounts(len(on[key]), len({row.model for row in on[key]})) for key in sorted(on)
+        },
         factors={key: round(fitted(by_generation[key], "stack").value, 4) for key in sorted(by_generation)},
         factor=round(fitted(points, "stack").value, 4),
         left_out_error=_error(one.log for one in own or left),

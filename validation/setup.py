@@ -20,7 +20,7 @@ from phalanx.parallel.pipeline.schedules import ScheduleName
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec
 from phalanx_plan.workload.candidates import PlannedLayout, divisors
-from phalanx_plan.workload.stacks import Job, Workload
+from phalanx_plan.workload.stacks import TrainingJob, TrainingWorkload
 from validation.recompute import recompute_modes
 from validation.runs import Excluded, PublishedRun
 from validation.software import Habits, RunSoftware, cluster_of_run, profile_of_run, software_of_run
@@ -39,7 +39,7 @@ class Setup:
 
     run: PublishedRun
     trained: RunSoftware
-    job: Job
+    job: TrainingJob
     choices: tuple[PlannedLayout, ...]
     """Layouts that agree with everything that the row states."""
     assumptions: tuple[str, ...]
@@ -63,8 +63,8 @@ def setup_of(run: PublishedRun, trained: RunSoftware | None = None) -> Setup:
     model = model_of(run, seq_len, assumptions)
     imbalance = 1.0 if run.balanced_experts else 1.1
     modes, stated_modes = recompute_modes(run, trained, assumptions)
-    job = Job(
-        Workload(model, seq_len, batch, imbalance=imbalance, attended=_attended(run, seq_len)),
+    job = TrainingJob(
+        TrainingWorkload(model, seq_len, batch, imbalance=imbalance, attended=_attended(run, seq_len)),
         trained.stack,
         machines,
         profile_of_run(machines.accelerator, trained.software, run),
@@ -230,7 +230,11 @@ def _moe(run: PublishedRun) -> MoeSpec | None:
 
 
 def _layouts(
-    run: PublishedRun, trained: RunSoftware, job: Job, recompute: tuple[int, ...], assumptions: list[str]
+    run: PublishedRun,
+    trained: RunSoftware,
+    job: TrainingJob,
+    recompute: tuple[int, ...],
+    assumptions: list[str],
 ) -> Iterable[PlannedLayout]:
     """Every layout that agrees with the row and divides its batch."""
     fixed = _fixed(run, trained, job, assumptions)
@@ -268,7 +272,9 @@ def _micro_batches(
     return _MICRO_BATCHES
 
 
-def _fixed(run: PublishedRun, trained: RunSoftware, job: Job, assumptions: list[str]) -> PlannedLayout:
+def _fixed(
+    run: PublishedRun, trained: RunSoftware, job: TrainingJob, assumptions: list[str]
+) -> PlannedLayout:
     """The degrees and switches of the row's layout that have no alternatives."""
     if not run.tp or not run.pp:
         raise Excluded("does not state tensor and pipeline parallelism")
@@ -301,7 +307,7 @@ def _fixed(run: PublishedRun, trained: RunSoftware, job: Job, assumptions: list[
     )
 
 
-def _shard(run: PublishedRun, job: Job, data: int) -> int:
+def _shard(run: PublishedRun, job: TrainingJob, data: int) -> int:
     """Data-parallel ranks that share one copy of the states."""
     if run.slices and run.slices > 1 and data % run.slices == 0:
         return data // run.slices
@@ -309,7 +315,7 @@ def _shard(run: PublishedRun, job: Job, data: int) -> int:
     return inside if data % inside == 0 else data
 
 
-def _zero(run: PublishedRun, job: Job, assumptions: list[str]) -> int:
+def _zero(run: PublishedRun, job: TrainingJob, assumptions: list[str]) -> int:
     stages = job.stack.zero_stages
     if run.zero is None:
         assumptions.append(f"ZeRO stage {max(stages)}, as is usual with {job.stack.name}")

@@ -21,7 +21,7 @@ from phalanx_plan.workload.software import (
     FSDP,
     SOFTWARE,
     STACKS,
-    Software,
+    TrainingSoftware,
     profile_of_software,
     stack_of_software,
     stack_on,
@@ -79,7 +79,7 @@ HABITS: Mapping[str, Habits] = {
 class RunSoftware:
     """Software, habits, recipe and stack of one row."""
 
-    software: Software
+    software: TrainingSoftware
     habits: Habits
     recipe: PerformanceRecipe | None
     stack: Stack
@@ -138,10 +138,12 @@ def unseen_software_of_run(run: PublishedRun) -> RunSoftware:
     stack = stack_on(stack, "Google" if run.gpu.lower().startswith("tpu") else "")
     if run.compiled:
         stack = replace(stack, kernels=replace(stack.kernels, fused_pointwise=True))
-    return RunSoftware(Software(run.software, stack.name), HABITS.get(run.software, Habits()), None, stack)
+    return RunSoftware(
+        TrainingSoftware(run.software, stack.name), HABITS.get(run.software, Habits()), None, stack
+    )
 
 
-def profile_of_run(accelerator: Accelerator, software: Software, run: PublishedRun) -> Profile:
+def profile_of_run(accelerator: Accelerator, software: TrainingSoftware, run: PublishedRun) -> Profile:
     """The accelerator's constants, with the attention that the software had and the products of the row's format."""
     return profile_of_software(profile_of(accelerator), software, run.precision)
 

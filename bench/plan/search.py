@@ -15,7 +15,7 @@ from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_plan.search.search import search
 from phalanx_plan.workload.software import STACKS
-from phalanx_plan.workload.stacks import Job, Workload
+from phalanx_plan.workload.stacks import TrainingJob, TrainingWorkload
 
 SPACES = (
     ("llama3-405b", "h100:16384", 2048, 8192, "megatron"),
@@ -38,8 +38,8 @@ def main() -> None:
     )
     for model, fleet, batch, seq_len, stack in spaces:
         cluster = catalog.cluster(fleet)
-        workload = Workload(resolve(PRESETS[model]), seq_len, batch)
-        job = Job(workload, STACKS[stack], cluster, profile_of(cluster.accelerator))
+        workload = TrainingWorkload(resolve(PRESETS[model]), seq_len, batch)
+        job = TrainingJob(workload, STACKS[stack], cluster, profile_of(cluster.accelerator))
         cpu, wall = time.process_time(), time.perf_counter()
         found = search(job)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall

@@ -21,7 +21,7 @@ from bench.running import run_bench
 from phalanx.hardware.catalog import cluster
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.kinds.whole_model import resolve
-from phalanx_plan.serving.step_cost import Division, Step, step_s, tokens_per_s
+from phalanx_plan.serving.step_cost import Division, ServingStep, step_s, tokens_per_s
 
 ROWS = Path(__file__).parents[2] / "validation" / "data" / "published_serving.csv"
 Row = dict[str, str]
@@ -38,7 +38,7 @@ def predicted(row: Row) -> float:
     if row["family"] == "streaming":  # OPT-30B in 16 bits, over the host link that FlexGen's machine reached
         return tokens_per_s(rows, 60e9, 12e9, 0.0)
     place = cluster(row["cluster"])
-    step = Step(
+    step = ServingStep(
         resolve(PRESETS[row["model"]]),
         place,
         Division(1, int(row["ranks"])),

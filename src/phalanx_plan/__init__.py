@@ -1,1 +1,1 @@
-"""Will it fit, on what layout, how fast, for how much, and how sure are we: the planner, in numpy alone."""
+"""The planner, in numpy alone: memory, layouts, step times and cost of a run, with their uncertainty."""

@@ -24,50 +24,50 @@ def plan_run(
     require: Sequence[str] = (),
     optimize: str = "time",
 ) -> Mapping[str, Any]:
-    """The best layouts of a run on a cluster, or an estimate of one: what ``phalanx plan --json`` prints.
+    """Return the best layouts of a run on a cluster, or an estimate of one layout: the values that ``phalanx plan --json`` prints.
 
     Args:
         spec: The run.
         cluster: ``"h100:16384"``, ``"gb200-nvl72 x 29"``, the path of a TOML file, or a ``Cluster``.
-        layout: Estimate this one: ``"tp=8,pp=16,dp=128"``; ``"file"`` is the run's own.
-        require: Only layouts where these conditions hold, such as ``"tp<=8"``.
+        layout: Estimate this layout only: ``"tp=8,pp=16,dp=128"``. ``"file"`` is the layout of the run file.
+        require: Conditions that every layout must meet, such as ``"tp<=8"``.
         optimize: ``"time"``, ``"cost"`` or ``"gpus"``.
 
-    Raises ``ValueError`` with what is in the way and the remedy, also for a model of your own.
+    Raises ``ValueError``, with the cause and the remedy, if nothing fits or the model is of a kind that the planner does not know.
     """
-    where = cluster_named(cluster) if isinstance(cluster, str) else cluster
+    target = cluster_named(cluster) if isinstance(cluster, str) else cluster
     aim = Aim(optimize=optimize, require=tuple(require), layout=layout)
-    return plan_json(make_plan(spec, where, aim, searching=layout is None))
+    return plan_json(make_plan(spec, target, aim, searching=layout is None))
 
 
 # Plain values of a plan.
 
 
-def estimate_json(plan: Plan, found: Estimate) -> dict[str, object]:
+def estimate_json(plan: Plan, estimate: Estimate) -> dict[str, object]:
     """Plain values of one layout's estimate; the keys are stable."""
-    days = plan.tokens / found.tokens_per_s / 86_400
+    days = plan.tokens / estimate.tokens_per_s / 86_400
     return {
-        "layout": str(found.layout),
-        "fields": asdict(found.layout),
-        "schedule": found.layout.schedule,
-        "recompute": found.layout.recompute,
-        "accelerators": found.ranks,
-        "step_s": found.step_s,
-        "time_s": dict(found.time),
-        "closed_form_s": found.closed_form_s,
-        "memory_bytes": found.memory_bytes,
-        "memory_by_kind_bytes": dict(found.memory),
-        "allocated_bytes": found.allocated_bytes,
-        "capacity_bytes": found.capacity_bytes,
-        "worst_pipeline_rank": found.worst_rank,
-        "fits": found.fits,
-        "tokens_per_s": found.tokens_per_s,
-        "flops_per_s_per_accelerator": found.flops_per_s,
-        "mfu": found.mfu,
-        "mfu_causal": found.mfu_causal,
+        "layout": str(estimate.layout),
+        "fields": asdict(estimate.layout),
+        "schedule": estimate.layout.schedule,
+        "recompute": estimate.layout.recompute,
+        "accelerators": estimate.ranks,
+        "step_s": estimate.step_s,
+        "time_s": dict(estimate.time),
+        "closed_form_s": estimate.closed_form_s,
+        "memory_bytes": estimate.memory_bytes,
+        "memory_by_kind_bytes": dict(estimate.memory),
+        "allocated_bytes": estimate.allocated_bytes,
+        "capacity_bytes": estimate.capacity_bytes,
+        "worst_pipeline_rank": estimate.worst_rank,
+        "fits": estimate.fits,
+        "tokens_per_s": estimate.tokens_per_s,
+        "flops_per_s_per_accelerator": estimate.flops_per_s,
+        "mfu": estimate.mfu,
+        "mfu_causal": estimate.mfu_causal,
         "failure_free_days": days,
-        "failure_free_usd": found.price_per_hour * found.ranks * days * 24,
-        **({} if plan.placements is None else {"placement": asdict(plan.placements[found.layout])}),
+        "failure_free_usd": estimate.price_per_hour * estimate.ranks * days * 24,
+        **({} if plan.placements is None else {"placement": asdict(plan.placements[estimate.layout])}),
     }
 
 
@@ -76,7 +76,7 @@ def plan_json(plan: Plan) -> dict[str, object]:
 
     Where JSON has no number (the days of a run that would never end) there is ``None``.
     """
-    cluster, found = plan.job.cluster, plan.found
+    cluster, search_result = plan.job.cluster, plan.search_result
     facts: dict[str, object] = {
         "run": plan.name,
         "cluster": cluster.key,
@@ -96,50 +96,55 @@ def plan_json(plan: Plan) -> dict[str, object]:
         "step_s_p95": plan.chosen.step_s * plan.band.p95,
         "evidence": evidence_json(plan),
         "chosen": estimate_json(plan, plan.chosen),
-        "best": [estimate_json(plan, one) for one in plan.best],
+        "best": [estimate_json(plan, estimate) for estimate in plan.best],
         "whole_run": plan.run.to_dict(),
         "notes": plan.notes,
         "caveats": [caveat.text for caveat in plan.caveats],
     }
-    if found is not None:
+    if search_result is not None:
         facts |= {
             "ideas": [
-                {"title": one.title, "gives_up": one.gives_up, **estimate_json(plan, one.found)}
-                for one in plan.ideas
+                {"title": idea.title, "gives_up": idea.gives_up, **estimate_json(plan, idea.estimate)}
+                for idea in plan.ideas
             ],
             "front": [
                 asdict(point) | {"layout": str(point.layout), "fields": asdict(point.layout)}
-                for point in found.front
+                for point in search_result.front
             ],
             "runners_up": [
-                {"family": one.family, "layout": str(one.layout), "reason": one.reason, "slower": one.slower}
-                for one in found.runners_up
+                {
+                    "family": loser.family,
+                    "layout": str(loser.layout),
+                    "reason": loser.reason,
+                    "slower": loser.slower,
+                }
+                for loser in search_result.runners_up
             ],
-            "looked_at": found.looked_at,
-            "valid": found.valid,
-            "excluded": dict(found.excluded),
+            "looked_at": search_result.looked_at,
+            "valid": search_result.valid,
+            "excluded": dict(search_result.excluded),
         }
     return {name: _finite(value) for name, value in facts.items()}
 
 
 def evidence_json(plan: Plan) -> dict[str, object]:
-    """What the prediction rests on; the keys are stable."""
-    known = plan.evidence
+    """Evidence that the prediction is based on; the keys are stable."""
+    evidence = plan.evidence
     return {
-        "kind": known.kind,
-        "says": str(known),
-        "factor": known.factor,
-        "runs": known.runs,
-        "models": known.models,
-        "software": known.software,
-        "left_out_error": known.left_out_error,
+        "kind": evidence.kind,
+        "says": str(evidence),
+        "factor": evidence.factor,
+        "runs": evidence.runs,
+        "models": evidence.models,
+        "software": evidence.software,
+        "left_out_error": evidence.left_out_error,
         "quantiles": dict(zip(map(str, LEVELS), plan.band.ratios, strict=True)),
     }
 
 
 def _finite(value: object) -> object:
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,22 +1,21 @@
-"""Evidence of predictions: factors and bands learned from published runs, and which of them holds for a plan.
+"""Evidence of predictions: factors and bands learned from published runs, and the choice among them for a plan.
 
-A band has quantiles of the measured time over the predicted one.
-A band is a list of quantiles rather than one standard deviation, because software is slower than predicted more often and by more
-than it is faster. Between the quantiles their logarithm is linear in the normal score (a normal distribution in the logarithm is a
-straight line), and beyond the outermost two it goes on as straight.
+A band is a list of quantiles of measured over predicted time, rather than one standard deviation: software is more often slower than
+predicted than faster, and by more. Between the quantiles their logarithm is linear in the normal score, so that a normal
+distribution of the logarithm is a straight line. Beyond the outermost two the line continues.
 
-``python -m validation --learn`` writes the table ``learned.json`` from the runs that it judges (``validation.bands`` says how).
-``evidence_for`` looks up what is known of a software on an accelerator. There are three kinds of evidence, from the best to none:
+``python -m validation --learn`` writes the table ``learned.json`` from its runs (see ``validation.bands``).
+``evidence_for`` looks up the evidence of a software on an accelerator. There are three kinds of evidence, from the best to none:
 
-* ``here``: published runs of this software on this accelerator. Their factor is applied; the band is what was left over when each
+* ``here``: published runs of this software on this accelerator. Their factor is applied. The band is the error that remained when each
   of their models was predicted from the others.
-* ``elsewhere``: published runs of this software, but on other accelerators of the same maker. Their factor is applied; the band is what was left over
-  when any software was predicted from its runs on other accelerators, and this one from its other models.
-* ``never``: no published run, or none on this maker's accelerators, for which it would be other software. The factor is the bias that the planner had on software of which it knew only the kind, and the
-  band what was left over. Software that never ran is not credited with being faster than predicted: the factor is one or more.
-  On CPUs, where nobody published a run, nothing was left over: the band is assumed, and wide.
+* ``elsewhere``: published runs of this software on other accelerators of the same maker. Their factor is applied. The band is the
+  error that remained when any software was predicted from its runs on other accelerators, and this one from its other models.
+* ``never``: no published run on this maker's accelerators; runs for another maker's count as other software. The factor is the
+  planner's bias on software of which it knew only the kind, and the band the remaining error. The factor is one or more, since
+  software that never ran gets no credit for being faster than predicted. On CPUs nobody published a run: the band is assumed, and wide.
 
-``calibrated`` stands beside them for this project's own stack on a machine whose constants were fitted on steps that ran there.
+A fourth kind, ``calibrated``, is for this project's own stack on a machine whose constants were fitted on steps that ran there.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Band:
     """Quantiles of measured over predicted time."""
 
     ratios: tuple[float, ...]
-    """One for each of ``LEVELS``, ascending."""
+    """One ratio for each of ``LEVELS``, ascending."""
 
     def __post_init__(self) -> None:
         if (
@@ -79,18 +78,18 @@ class Band:
 
     def holds(self, ratio: float, level: float) -> bool:
         """True if ``ratio`` is within the central band that leaves ``level`` (one of ``LEVELS``, below a half) on each side."""
-        place = LEVELS.index(level)
-        return self.ratios[place] <= ratio <= self.ratios[-1 - place]
+        index = LEVELS.index(level)
+        return self.ratios[index] <= ratio <= self.ratios[-1 - index]
 
     def at(self, scores: Floats) -> Floats:
         """Ratios at normal scores (0 is the median, 1.645 is the 95 % quantile), of the same shape."""
         logs = np.log(self.ratios)
-        found: Floats = np.interp(scores, _SCORES, logs)
+        log_ratios: Floats = np.interp(scores, _SCORES, logs)
         for end, next_ in ((0, 1), (-1, -2)):
             slope = (logs[end] - logs[next_]) / (_SCORES[end] - _SCORES[next_])
             beyond = scores < _SCORES[0] if end == 0 else scores > _SCORES[-1]
-            found = np.where(beyond, logs[end] + slope * (scores - _SCORES[end]), found)
-        return np.exp(found)
+            log_ratios = np.where(beyond, logs[end] + slope * (scores - _SCORES[end]), log_ratios)
+        return np.exp(log_ratios)
 
 
 def normal_band(relative_sd: float) -> Band:
@@ -106,7 +105,7 @@ def band_of_factor(factor: float) -> Band:
 
 
 EXACT = Band((1.0,) * len(LEVELS))
-"""The band of a prediction that is taken as right."""
+"""The band of a prediction that is assumed to be exact."""
 
 
 # The learned table.
@@ -136,7 +135,7 @@ _GENERATIONS = {
 
 @lru_cache(maxsize=256)
 def generation_of(accelerator: str) -> str:
-    """Names an accelerator's generation by the first part of its key; one that is not in the table is its own generation."""
+    """Return an accelerator's generation by the first part of its key; an unknown key is its own generation."""
     first = accelerator.split("-")[0]
     return _GENERATIONS.get(first, first)
 
@@ -146,17 +145,18 @@ _MAKERS = {"cdna3": "AMD", "cdna4": "AMD", "tpu": "Google", "cpu": "any"}
 
 
 def maker_of(accelerator: str) -> str:
-    """Names the maker of an accelerator by its key: kernels and collectives are written for a maker's accelerators."""
+    """Return the maker of an accelerator by its key: kernels and collectives are written for a maker's accelerators."""
     return _MAKERS.get(generation_of(accelerator), "NVIDIA")
 
 
 UNKNOWN_MACHINE = 4.0
-"""P95 over the median on a CPU whose constants were not fitted; assumed. The catalog's core stands for any: cores do a third of its fp32
-products a second (AVX2, one unit, 2 GHz) to three times as many (AVX-512, two units, 3.5 GHz), and caches differ beside that."""
+"""Assumed ratio of P95 to the median on a CPU whose constants were not fitted. The catalog's core stands for any: cores do a third of its
+fp32 products a second (AVX2, one unit, 2 GHz) to three times as many (AVX-512, two units, 3.5 GHz), and caches differ too.
+"""
 
 
 @dataclass(frozen=True)
-class Runs:
+class RunCounts:
     """Counts of published runs and of their models."""
 
     runs: int
@@ -169,14 +169,14 @@ class SoftwareRecord:
 
     software: str
     mixture: bool
-    accelerators: Mapping[str, Runs]
+    accelerators: Mapping[str, RunCounts]
     """Runs by the accelerator's key."""
     factors: Mapping[str, float]
     """Measured over predicted time, by generation of accelerators."""
     factor: float
     """Measured over predicted time over all generations, for those without runs."""
     left_out_error: float
-    """Median of the absolute error where a model is predicted with a factor from the others; of all software if no model can be."""
+    """Median of the absolute error if a model is predicted with a factor from the others; of all software if no model can be."""
     ratios: tuple[float, ...]
     """Quantiles of a ``Band`` for accelerators with runs: measured time over predicted time with the factor."""
     elsewhere_ratios: tuple[float, ...]
@@ -229,24 +229,25 @@ class Learned:
     best: tuple[BestRun, ...] = ()
 
     def record(self, software: str, *, mixture: bool) -> SoftwareRecord | None:
-        """Returns the record of a software; ``None`` if it has no published run."""
+        """Return the record of a software; ``None`` if it has no published run."""
         return next(
-            (one for one in self.software if (one.software, one.mixture) == (software, mixture)), None
+            (record for record in self.software if (record.software, record.mixture) == (software, mixture)),
+            None,
         )
 
     def kind(self, kind: Kind, *, mixture: bool) -> KindRecord:
-        """Returns the record of a kind of evidence."""
-        return next(one for one in self.kinds if (one.kind, one.mixture) == (kind, mixture))
+        """Return the record of a kind of evidence."""
+        return next(record for record in self.kinds if (record.kind, record.mixture) == (kind, mixture))
 
     def best_on(self, accelerator: str, precision: str) -> BestRun | None:
-        """Returns the best published utilization of an accelerator in one format; ``None`` without runs."""
-        found = (one for one in self.best if (one.accelerator, one.precision) == (accelerator, precision))
-        return next(found, None)
+        """Return the best published utilization of an accelerator in one format; ``None`` without runs."""
+        runs = (run for run in self.best if (run.accelerator, run.precision) == (accelerator, precision))
+        return next(runs, None)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence for a prediction: the factor that is applied to it, the band around it and the runs that both are from."""
+    """Evidence for a prediction: the applied factor, the band around it, and the runs that both are from."""
 
     kind: Kind
     subject: str
@@ -285,11 +286,11 @@ class Evidence:
 def evidence_for(
     table: Learned, software: str, accelerator: str, *, mixture: bool, calibrated: bool = False
 ) -> Evidence:
-    """Looks up the evidence for ``software`` on ``accelerator`` (their names in the tables of software and of hardware).
+    """Look up the evidence for ``software`` on ``accelerator`` (their names in the tables of software and of hardware).
 
     Args:
         table: Table made from published runs.
-        software: A name of ``phalanx_plan.workload.software.SOFTWARE``; nothing is known of any other.
+        software: A name of ``phalanx_plan.workload.software.SOFTWARE``; any other has no evidence.
         accelerator: The accelerator's key.
         mixture: True for mixtures of experts, which exercise other code than dense models.
         calibrated: True if the constants were fitted on steps of this software on this machine.
@@ -327,14 +328,14 @@ def evidence_for(
 
 
 def makers_with_runs(table: Learned, software: str) -> frozenset[str]:
-    """The makers on whose accelerators runs of a software are published, of dense models or mixtures; empty without any."""
+    """Return the makers on whose accelerators runs of a software are published, of dense models or mixtures."""
     records = (record for record in table.software if record.software == software)
     return frozenset(maker_of(accelerator) for record in records for accelerator in record.accelerators)
 
 
-def _total(counts: Iterable[Runs]) -> Runs:
-    each = list(counts)
-    return Runs(sum(one.runs for one in each), sum(one.models for one in each))
+def _total(counts: Iterable[RunCounts]) -> RunCounts:
+    all_counts = list(counts)
+    return RunCounts(sum(count.runs for count in all_counts), sum(count.models for count in all_counts))
 
 
 TABLE = Path(__file__).with_name("learned.json")
@@ -342,5 +343,5 @@ TABLE = Path(__file__).with_name("learned.json")
 
 @lru_cache(maxsize=1)
 def learned() -> Learned:
-    """Reads the table that comes with the package."""
+    """Read the table that comes with the package."""
     return msgspec.json.decode(TABLE.read_bytes(), type=Learned)

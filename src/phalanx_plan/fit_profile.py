@@ -1,9 +1,8 @@
-"""Fits the constants of the cost formulas to what was measured on a machine, and says how well they predict what they have
-not seen.
+"""Fit of the cost formulas' constants to measurements of a machine, with the errors on points that were not fitted.
 
-The law that is fitted is the one that plans are made with (``phalanx_plan.step_cost.kernels``, ``phalanx_plan.step_cost.collectives``),
-by a search along the coordinates of the mean error's logarithm: the constants are few and the points at most some hundred. Every third
-point is held out, or of few points each in turn; the errors that a profile carries are of these.
+The formulas are those of plans (``phalanx_plan.step_cost.kernels``, ``phalanx_plan.step_cost.collectives``). A search along the
+coordinates minimizes the mean absolute logarithmic error: the constants are few, and the points at most some hundred. Every third
+point is held out; with few points, each of them in turn. The errors in a profile are those of the held-out points.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
     from phalanx.run.fields import JsonObject
 
 MeasuredPoints = Mapping[str, Sequence[tuple[tuple[float, ...], float]]]
-"""Measurements by the name of the work: its sizes, and seconds."""
+"""Work name -> measured points, each with its sizes and its seconds."""
 
 _ROUNDS = 60
 _HELD_OUT = 3
-"""Every so-many-th point is not fitted to."""
+"""Every n-th point is held out of the fit."""
 _INSTANT_S = 1e-9
 _FARTHEST = np.log(100)
 
@@ -54,7 +53,7 @@ class CalibrationOrigin:
 
 @dataclass(frozen=True)
 class Fitted:
-    """An accelerator with its measured peaks, its constants, and what does not belong to either."""
+    """An accelerator with its measured peaks, its constants, and the rates of its link and disk."""
 
     accelerator: Accelerator
     constants: Constants
@@ -65,7 +64,7 @@ class Fitted:
 
 
 def fit_profile(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Fitted:
-    """The constants of the accelerator that ``points`` were measured on; what was not measured is as ``base`` has it."""
+    """Fit the constants of the accelerator that ``points`` were measured on; quantities that were not measured come from ``base``."""
     start = profile_of(base).constants
     accelerator = _with_peaks(points, base, origin)
     formats = [name.removeprefix("matmul.") for name in points if name.startswith("matmul.")]
@@ -92,7 +91,7 @@ def fit_profile(points: MeasuredPoints, base: Accelerator, origin: CalibrationOr
 
 
 def _with_peaks(points: MeasuredPoints, base: Accelerator, origin: CalibrationOrigin) -> Accelerator:
-    """``base`` with the best rates seen as its peaks: there is no data sheet for a core of this machine."""
+    """Return ``base`` with the best measured rates as its peaks: there is no data sheet for a core of this machine."""
     source = f"{origin.source}; the best rate seen"
     if base.vendor != "any":
         return base
@@ -101,7 +100,7 @@ def _with_peaks(points: MeasuredPoints, base: Accelerator, origin: CalibrationOr
     return dataclasses.replace(
         base,
         flops={"fp32": fact, "bf16": fact},
-        # Of what no cache holds, the largest; the fitted share of it may then exceed one.
+        # The largest block, which no cache holds. The fitted share of it may then exceed one.
         memory_bytes_per_s=Fact(_last_rate(points["memory"]), source, origin.date),
         host_bytes_per_s=Fact(_rate(points["host_copy"]), source, origin.date),
     )
@@ -165,16 +164,16 @@ def _fit_attention(
 ) -> AttentionFit:
     peak = max(accelerator.flops[name].value for name in ("fp32", "bf16") if name in accelerator.flops)
     shares: dict[str, float] = {}
-    seen = []
+    errors = []
     for way in ("forward", "backward"):
-        found = points[f"attention.{way}"]
-        rates = np.array([size[0] / took for size, took in found])
+        measured = points[f"attention.{way}"]
+        rates = np.array([size[0] / took for size, took in measured])
         shares[way] = float(np.median(rates)) / peak
         for place, rate in enumerate(rates):
             others = np.delete(rates, place) if len(rates) > 1 else rates
-            seen.append(abs(rate / float(np.median(others)) - 1))
-    provenance = _provenance(np.array(seen), len(seen), origin)
-    # What stands in for a measurement of its own does not outlast the measurement of the rest.
+            errors.append(abs(rate / float(np.median(others)) - 1))
+    provenance = _provenance(np.array(errors), len(errors), origin)
+    # A substitute for a missing measurement is dropped when the other quantities were measured.
     return dataclasses.replace(
         start.attention,
         **shares,
@@ -187,10 +186,10 @@ def _fit_attention(
 
 def _link(points: MeasuredPoints) -> tuple[float, float]:
     """Latency (s) and rate (bytes/s) between two ranks."""
-    found = points.get("point_to_point")
-    if not found:
+    measured = points.get("point_to_point")
+    if not measured:
         return 2e-5, 2e9
-    return min(took for _, took in found), _rate(found)
+    return min(took for _, took in measured), _rate(measured)
 
 
 _SHARE = {"all_reduce": 2.0}
@@ -200,9 +199,9 @@ _SHARE = {"all_reduce": 2.0}
 def _fit_collective(
     points: MeasuredPoints, name: str, start: Constants, link: tuple[float, float], origin: CalibrationOrigin
 ) -> CollectiveFit:
-    found = points[name]
-    members, bytes_ = np.array([size for size, _ in found]).T
-    seconds = np.array([took for _, took in found])
+    measured = points[name]
+    members, bytes_ = np.array([size for size, _ in measured]).T
+    seconds = np.array([took for _, took in measured])
     latency_s, rate = link
     k = _SHARE.get(name, 1.0) * (members - 1) / members if name != "point_to_point" else np.ones_like(members)
 
@@ -228,14 +227,14 @@ def _fit_collective(
 def _fit(
     predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, origin: CalibrationOrigin
 ) -> tuple[Floats, Provenance]:
-    """The logarithms of the constants, fitted to all points, and how well a fit predicts points that were left out of it."""
-    errors = [_blind_errors(predict, initial, seconds, held) for held in _held_out(len(seconds))]
+    """Fit the logarithms of the constants to all points; the provenance has the errors on held-out points."""
+    errors = [_blind_errors(predict, initial, seconds, mask) for mask in _held_out(len(seconds))]
     values = _search(lambda v: _misfit(predict(v), seconds), initial)
     return values, _provenance(np.concatenate(errors), len(seconds), origin)
 
 
 def _held_out(points: int) -> list[NDArray[np.bool_]]:
-    """Returns masks of the points held out of a fit: every third one, or where there are few, each of them in turn."""
+    """Return masks of the points held out of a fit: every third point, or with few points each of them in turn."""
     numbers = np.arange(points)
     if points > 2 * _HELD_OUT:
         return [numbers % _HELD_OUT == _HELD_OUT - 1]
@@ -243,11 +242,11 @@ def _held_out(points: int) -> list[NDArray[np.bool_]]:
 
 
 def _blind_errors(
-    predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, held: NDArray[np.bool_]
+    predict: Callable[[Floats], Floats], initial: Floats, seconds: Floats, held_out: NDArray[np.bool_]
 ) -> Floats:
-    """Returns the errors, at the points ``held``, of a fit to the others."""
-    values = _search(lambda v: _misfit(predict(v)[~held], seconds[~held]), initial)
-    return np.asarray(np.abs(predict(values)[held] / seconds[held] - 1))
+    """Return the errors, at the points ``held_out``, of a fit to the others."""
+    values = _search(lambda v: _misfit(predict(v)[~held_out], seconds[~held_out]), initial)
+    return np.asarray(np.abs(predict(values)[held_out] / seconds[held_out] - 1))
 
 
 def _misfit(predicted: Floats, seconds: Floats) -> float:
@@ -255,16 +254,19 @@ def _misfit(predicted: Floats, seconds: Floats) -> float:
 
 
 def _search(loss: Callable[[Floats], float], initial: Floats) -> Floats:
-    """A minimum near ``initial``, no constant further from it than a factor of 100: steps along each, halved when none helps."""
+    """Minimize ``loss`` near ``initial`` by steps along each coordinate, halved when none helps.
+
+    No constant moves further from ``initial`` than a factor of 100.
+    """
     best, least, step = initial.copy(), loss(initial), 1.0
     for _ in range(_ROUNDS):
         before = least
-        for place in range(len(best)):
+        for index in range(len(best)):
             for sign in (-step, step):
                 trial = best.copy()
-                trial[place] += sign
-                if abs(trial[place] - initial[place]) <= _FARTHEST and (found := loss(trial)) < least:
-                    best, least = trial, found
+                trial[index] += sign
+                if abs(trial[index] - initial[index]) <= _FARTHEST and (trial_loss := loss(trial)) < least:
+                    best, least = trial, trial_loss
         if least >= before:
             step /= 2
     return best
@@ -277,7 +279,7 @@ def _provenance(errors: Floats, points: int, origin: CalibrationOrigin) -> Prove
 
 
 def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: CalibrationOrigin) -> JsonObject:
-    """The TOML tables of this machine, as ``phalanx.hardware.catalog.load_user`` reads them."""
+    """Return the TOML tables of this machine, in the form that ``phalanx.hardware.catalog.load_user`` reads."""
     chip = fitted.accelerator
     measured = {"source": origin.source, "date": origin.date}
     return {
@@ -312,11 +314,11 @@ def to_tables(fitted: Fitted, cores: int, host_memory_bytes: float, origin: Cali
 
 
 def _flat(constants: JsonObject) -> JsonObject:
-    """Constants as the reader of profiles wants them: the provenance beside the figures."""
+    """Return the constants in the form of the reader of profiles: the provenance beside the figures."""
     table: JsonObject = {}
     for name, value in constants.items():
         if name == "provenance":
-            table |= {key: one for key, one in value.items() if one not in ("", 0, 0.0)}
+            table |= {key: entry for key, entry in value.items() if entry not in ("", 0, 0.0)}
         elif isinstance(value, Mapping):
             table[name] = _flat(dict(value))
         elif name != "name":

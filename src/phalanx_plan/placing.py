@@ -1,15 +1,15 @@
-"""Placements of a run in a network: their price, the best of them, and a verdict on the nodes that an engine gave.
+"""Placements of a run in a network: their price, the best of them, and an assessment of allocated nodes.
 
-Each rank of an axis's group sends as ``phalanx_plan.step_cost.traffic`` says; what it sends to a rank in another domain leaves its own
-domain by the uplink. The price of a level is the largest number of bytes that leave one of its domains, over that domain's uplink; all
-uplinks work at once, so the slowest counts. What the ranks of a node send to other nodes goes over the node's own NICs wherever those lie: if
-no uplink needs longer than the busiest node's NICs, then no placement is better in this model, and that is the certificate.
+Each rank of an axis's group sends the bytes of ``phalanx_plan.step_cost.traffic``. Bytes to a rank in another domain leave their own
+domain by the uplink. The price of a level is the largest number of bytes that leave one of its domains, over that domain's uplink. All
+uplinks work at once, so the slowest counts. Bytes to other nodes always use the node's own NICs. If no uplink needs longer than the
+busiest node's NICs, no placement is better in this model. That is the certificate.
 
-A larger unit keeps more traffic below a switch and leaves more nodes unused: ``choices`` gives both figures for every choice, so that shape and
-placement can be decided together.
+A larger unit keeps more traffic below a switch and leaves more nodes unused. ``choices`` gives both figures for every choice, so that
+users decide on shape and placement together.
 
-Schedulers treat a request for near nodes as a preference: Slurm's ``--switches`` gives up after a timeout, and blocks can be torn. Only the bill
-shows it. So every start prices its nodes with the same model (``verify``), and reports the price or refuses.
+Schedulers treat a request for near nodes as a preference: Slurm's ``--switches`` gives up after a timeout, and blocks can be split.
+Only the bill shows it. So every start prices its nodes with the same model (``verify``), and reports the price or refuses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from phalanx.launch.placing import (
 )
 from phalanx_plan.step_cost.traffic import Flow
 
-# Choice of a placement: the unit and the order in which a run's seats are laid along the network.
+# Choice of a placement: the unit, and the order of a run's seats along the network.
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Choice:
     """The node of each seat."""
     price: Price
     usable_nodes: int
-    """Nodes of the free ones that units which straddle no domain could use."""
+    """Free nodes that units could use without straddling a domain."""
 
 
 def choices(
@@ -59,35 +59,35 @@ def choices(
     *,
     unit: int = 0,
     order: Order | None = None,
-    whole: bool = False,
+    no_straddling: bool = False,
 ) -> list[Choice]:
-    """All ways to place the run, the best first: by the slowest link, then by the number of usable nodes.
+    """Return all placements of the run, best first: by the slowest link, then by unit and order.
 
     Args:
         topology: The network, with the rate of its nodes.
         shape: The run's seats.
-        flows: Its traffic.
+        flows: Traffic of the run.
         spares: Nodes beside those that hold ranks.
-        unit: Only units of so many nodes; 0 for any.
-        order: Only this order.
-        whole: Only placements without a unit that straddles the narrowest domains.
+        unit: Nodes of a unit; 0 tries all sizes.
+        order: Order of ranks; None tries both.
+        no_straddling: Exclude placements with a unit that straddles the narrowest domains.
 
     Raises:
-        TopologyError: There are too few nodes, or no placement is as asked for.
+        TopologyError: There are too few nodes, or no placement meets these conditions.
     """
-    found: list[Choice] = []
+    ranked: list[Choice] = []
     refused: TopologyError | None = None
     orders: tuple[Order, ...] = ("data", "pipeline") if shape.layout.pipeline > 1 else ("data",)
-    for one in orders if order is None else (order,):
-        sequence = shape.sequence(one)
-        for size in shape.units(one) if not unit else (unit,):
+    for placement_order in orders if order is None else (order,):
+        sequence = shape.sequence(placement_order)
+        for size in shape.units(placement_order) if not unit else (unit,):
             if shape.seats % size:
                 raise TopologyError(
                     f"a unit of {size} nodes does not divide the run's {shape.seats}: take one of "
                     f"{', '.join(map(str, _divisors(shape.seats)))}"
                 )
             try:
-                placed = place_units(topology, size, shape.seats // size, spares, whole=whole)
+                placed = place_units(topology, size, shape.seats // size, spares, whole=no_straddling)
             except TopologyError as error:
                 refused = error
                 continue
@@ -96,14 +96,14 @@ def choices(
                 seats[seat] = name
             usable = size * most_units(topology, size, whole=True)
             cost = price(topology, seats, flows, shape.ranks_per_node)
-            found.append(Choice(size, one, placed, tuple(seats), cost, usable))
-    if not found:
+            ranked.append(Choice(size, placement_order, placed, tuple(seats), cost, usable))
+    if not ranked:
         raise refused or TopologyError("there is no placement")
-    return sorted(found, key=lambda one: (_rounded(one.price.slowest_s), one.unit, one.order))
+    return sorted(ranked, key=lambda choice: (_rounded(choice.price.slowest_s), choice.unit, choice.order))
 
 
 def _rounded(seconds: float) -> float:
-    """Three digits: what differs by less in a model is alike."""
+    """Round to three digits: smaller differences mean nothing in a model."""
     return 0.0 if seconds <= 0 else round(seconds, 2 - math.floor(math.log10(seconds)))
 
 
@@ -111,20 +111,20 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0][:12]
 
 
-# Bounds from below what the nodes' own links need in a step, over all placements: what a certificate compares with.
+# Lower bounds, over all placements, on the time that the nodes' own links need in a step. A certificate compares with them.
 #
-# A node sends the same wherever it lies, but for what stays inside its scale-up domain. Such a domain has at most so many nodes, so a
-# group of ranks that spans more nodes lies in several domains: of an even exchange among n ranks in p parts, the ranks of the smallest part
-# send to n - floor(n / p) others; around a ring or along a chain, some node sends to the next domain. The bound adds what every node must
-# send and the most that some node must send besides. It holds for every placement, and can be below the best one (tests compare both with a
-# mixed-integer program).
+# A node sends the same bytes in every placement, except for those that stay inside its scale-up domain. A domain has a maximal number of
+# nodes, so a group of ranks on more nodes spans several domains. In an even exchange among n ranks in p parts, the ranks of the smallest
+# part send to n - floor(n / p) others. Around a ring or along a chain, some node sends to the next domain. The bound is the sum of two
+# terms: the bytes that every node must send, and the most that some node must send in addition. It holds for every placement, and can be
+# below the best one (tests compare both with a mixed-integer program).
 
 
 def least_nic_bytes(flows: Sequence[Flow], ranks_per_node: int, domain_nodes: int) -> float:
-    """Bytes that the busiest node sends to other scale-up domains in a step, at least.
+    """Return a lower bound on the bytes that the busiest node sends to other scale-up domains in a step.
 
     Args:
-        flows: Groups of ranks, and what each sends; every rank is in a group of each flow.
+        flows: Groups of ranks with the bytes that each rank sends; every rank is in a group of each flow.
         ranks_per_node: Consecutive ranks that share a node.
         domain_nodes: Nodes of the largest scale-up domain.
     """
@@ -137,12 +137,12 @@ def least_nic_bytes(flows: Sequence[Flow], ranks_per_node: int, domain_nodes: in
 
 
 def _node_bytes(flow: Flow, ranks_per_node: int, domain_nodes: int) -> tuple[float, float]:
-    """Bytes of one flow that every node, and that some node, sends to other domains at least."""
-    # Ranks of one group that can be in one domain.
+    """Return lower bounds on the bytes of one flow sent to other domains: by every node, and by some node."""
+    # Most ranks of one group that fit in one domain.
     most_ranks = domain_nodes * min(flow.size, -(-ranks_per_node // flow.stride))
     if flow.size <= most_ranks:
         return 0.0, 0.0
-    # Where groups fill the same nodes, what holds for one rank of a node holds for all.
+    # If groups fill the same nodes, all ranks of a node send the same.
     alike = flow.stride % ranks_per_node == 0 or ranks_per_node % flow.stride == 0
     if flow.pattern == "all_to_all":
         to_each = flow.sent_bytes / (flow.size - 1)
@@ -166,43 +166,43 @@ class Price:
     nic_s: float
     """The busiest node's own links to the network."""
     bound_s: float
-    """What no placement gets below, if every scale-up domain were whole and free (``least_nic_bytes``); ``nic_s`` where there are none."""
+    """Lower bound over all placements, with complete and free scale-up domains (``least_nic_bytes``); ``nic_s`` without such domains."""
     uplink_s: Mapping[str, float]
     """Level -> its busiest domain's uplink."""
     busiest: Mapping[str, str]
     """Level -> that domain."""
     left_bytes: Mapping[str, float]
-    """Level -> what leaves its domains in a step, in all."""
+    """Level -> bytes that leave its domains in a step, in total."""
 
     @property
     def slowest_s(self) -> float:
-        """The slowest of them all."""
+        """Seconds of the slowest link."""
         return max([self.nic_s, *self.uplink_s.values()])
 
     @property
     def certified(self) -> bool:
-        """True if nothing takes longer than the bound, so that no other placement is faster in this model."""
+        """True if no link takes longer than the bound, so that no other placement is faster in this model."""
         return self.slowest_s <= self.bound_s * _ROUNDING
 
 
 def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks_per_node: int) -> Price:
-    """The price of giving seat *k*, ranks ``k * ranks_per_node`` and on, to node ``seats[k]``.
+    """Price a placement that gives seat *k*, ranks ``k * ranks_per_node`` and on, to node ``seats[k]``.
 
-    ``topology.node_bytes_per_s`` must be known. The flows' ranks must be as many as the seats hold.
+    ``topology.node_bytes_per_s`` must be known. The flows must cover exactly the ranks of the seats.
     """
     domains = _domains(topology, seats)
     by_seat, by_rank = _between_seats(flows, ranks_per_node)
     each = np.arange(len(seats))
 
     def sent(domain: Ints, owner: Ints, owners: int) -> Floats:
-        """Bytes of all flows that leave the domain they start in, by owner; all three arrays are of seats."""
+        """Return the bytes of all flows that leave their domain, by owner; all three arrays are over seats."""
         total = leaving(by_seat, domain, owner, owners)
         if by_rank:
-            domain, owner = (np.repeat(one, ranks_per_node) for one in (domain, owner))
+            domain, owner = (np.repeat(numbers, ranks_per_node) for numbers in (domain, owner))
             total = total + leaving(by_rank, domain, owner, owners)
         return total
 
-    # Inside a scale-up domain nothing goes over the network.
+    # Traffic inside a scale-up domain does not use the network.
     scale_up = bool(topology.levels) and topology.levels[-1].scale_up
     nic_bytes = sent(domains[-1][0] if scale_up else each, each, len(seats)).max(initial=0.0)
     bound_bytes = nic_bytes
@@ -221,12 +221,12 @@ def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks
 
 
 def _domains(topology: Topology, seats: Sequence[str]) -> list[tuple[Ints, list[str], Floats]]:
-    """For each level: the number of every seat's domain, the domains' names, and how many nodes of the network each has."""
+    """Return, for each level: the domain number of every seat, the domains' names, and each domain's number of nodes in the network."""
     numbers: dict[Domains, int] = {}
     narrowest = np.array(
         [numbers.setdefault(topology.nodes[name], len(numbers)) for name in seats], dtype=np.int64
     )
-    found = []
+    per_level = []
     for depth in range(1, len(topology.levels) + 1):
         wider: dict[Domains, int] = {}
         above = np.array([wider.setdefault(path[:depth], len(wider)) for path in numbers], dtype=np.int64)
@@ -235,14 +235,14 @@ def _domains(topology: Topology, seats: Sequence[str]) -> list[tuple[Ints, list[
             number = wider.get(path[:depth])
             if number is not None:
                 sizes[number] += count
-        found.append((above[narrowest], [".".join(path) for path in wider], sizes))
-    return found
+        per_level.append((above[narrowest], [".".join(path) for path in wider], sizes))
+    return per_level
 
 
 def _between_seats(flows: Sequence[Flow], ranks_per_node: int) -> tuple[list[Flow], list[Flow]]:
-    """The flows as flows between seats, those inside a seat left out; and those that cannot be told so, between ranks.
+    """Convert flows to flows between seats, and return the others, which only ranks can express, as the second list.
 
-    Where the ranks of a seat have their groups in the same seats, the seats do together what the ranks do.
+    Flows inside a seat are left out. If the ranks of a seat have their groups in the same seats, the seat sends the sum of its ranks.
     """
     by_seat, by_rank = [], []
     for flow in flows:
@@ -253,7 +253,7 @@ def _between_seats(flows: Sequence[Flow], ranks_per_node: int) -> tuple[list[Flo
             )
             by_seat.append(together)
         elif span > ranks_per_node and span % ranks_per_node == 0 and ranks_per_node % flow.stride == 0:
-            # Seats that follow each other hold some ranks of each group, and only the outer ones talk to the next seat, or all to all.
+            # Consecutive seats hold some ranks of each group. Only the outer ranks send to the next seat, or all to all.
             size, sent = span // ranks_per_node, flow.stride * flow.sent_bytes
             if flow.pattern == "all_to_all":
                 sent = ranks_per_node * flow.sent_bytes * (flow.size - flow.size // size) / (flow.size - 1)
@@ -264,13 +264,13 @@ def _between_seats(flows: Sequence[Flow], ranks_per_node: int) -> tuple[list[Flo
 
 
 def leaving(flows: Sequence[Flow], near: Ints, owner: Ints, owners: int = 0) -> Floats:
-    """Bytes that each owner's ranks send to ranks elsewhere, in one step.
+    """Return the bytes that each owner's ranks send over its link in one step.
 
     Args:
-        flows: Groups of ranks, and what each sends.
-        near: (ranks,) Ranks with the same number reach each other without the link that is asked about.
-        owner: (ranks,) Who owns that link.
-        owners: How many there are; 0 for as many as ``owner`` names.
+        flows: Groups of ranks with the bytes that each rank sends.
+        near: (ranks,) Ranks with the same number reach each other without using the link.
+        owner: (ranks,) Number of the link's owner.
+        owners: Number of owners; 0 for as many as ``owner`` names.
     """
     ranks = np.arange(len(near), dtype=np.int64)
     total = np.zeros(owners or (int(owner.max(initial=-1)) + 1))
@@ -294,30 +294,30 @@ def leaving(flows: Sequence[Flow], near: Ints, owner: Ints, owners: int = 0) -> 
 
 
 def _places(ranks: Ints, flow: Flow) -> tuple[Ints, Ints]:
-    """Each rank's place in its group, and the group's number."""
+    """Return each rank's index in its group, and the group's number."""
     block = flow.size * flow.stride
     return (ranks // flow.stride) % flow.size, ranks // block * flow.stride + ranks % flow.stride
 
 
 def _company(group: Ints, near: Ints) -> Ints:
-    """How many ranks of its group each rank has near it, itself included."""
+    """Count the ranks of each rank's group that are near it, itself included."""
     key = group * (int(near.max(initial=0)) + 1) + near
     _, number, counts = np.unique(key, return_inverse=True, return_counts=True)
     company: Ints = counts[number]
     return company
 
 
-# Verdict on given nodes.
+# Assessment of allocated nodes.
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the given nodes are worth to the run."""
+class PlacementAssessment:
+    """Assessment of the nodes that a run was allocated."""
 
     best: Choice
-    """The best order of ranks on them."""
+    """The best order of ranks on these nodes."""
     lost_s: float
-    """Seconds of a step by which the slowest uplink exceeds what the nodes' own links need; computing may hide a part."""
+    """Seconds of a step by which the slowest uplink exceeds the nodes' own links; computation may hide a part."""
     levels: tuple[str, ...]
     """Levels whose uplinks are too slow, the slowest first."""
 
@@ -328,7 +328,7 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict in one sentence, with its cost in milliseconds of a step."""
+        """The assessment in one sentence, with its cost in milliseconds of a step."""
         cost, placed = self.best.price, self.best.placement
         units = f"{len(placed.units)} units of {self.best.unit} {'node' if self.best.unit == 1 else 'nodes'}"
         torn = f", {placed.straddling} of them torn" if placed.straddling else ""
@@ -346,27 +346,27 @@ class Verdict:
 
 def verify(
     topology: Topology,
-    given: Sequence[str],
+    nodes: Sequence[str],
     shape: Shape,
     flows: Sequence[Flow],
     *,
     unit: int = 0,
     order: Order | None = None,
-    whole: bool = False,
-) -> Verdict:
-    """The verdict on the nodes ``given``, of which those beyond the run's seats are spares.
+    no_straddling: bool = False,
+) -> PlacementAssessment:
+    """Assess a run's placement on ``nodes``; nodes beyond the run's seats are spares.
 
     Raises:
-        TopologyError: They are too few, one is not in the topology, or (``whole``) units are torn.
+        TopologyError: There are too few nodes, one is not in the topology, or a unit straddles a domain with ``no_straddling``.
     """
-    if len(set(given)) < shape.seats:
+    if len(set(nodes)) < shape.seats:
         raise TopologyError(
-            f"{len(set(given))} nodes were given, and the run's ranks need {shape.seats}: ask for more nodes, or set fleet.nodes"
+            f"{len(set(nodes))} nodes were given, and the run's ranks need {shape.seats}: ask for more nodes, or set fleet.nodes"
         )
-    inside = topology.only(given)
+    inside = topology.only(nodes)
     spares = len(inside.free) - shape.seats
-    best = choices(inside, shape, flows, spares, unit=unit, order=order, whole=whole)[0]
+    best = choices(inside, shape, flows, spares, unit=unit, order=order, no_straddling=no_straddling)[0]
     cost = best.price
     slow = [level for level, seconds in cost.uplink_s.items() if seconds > cost.bound_s]
     slow.sort(key=lambda level: -cost.uplink_s[level])
-    return Verdict(best, max(0.0, cost.slowest_s - cost.bound_s), tuple(slow))
+    return PlacementAssessment(best, max(0.0, cost.slowest_s - cost.bound_s), tuple(slow))

@@ -1,15 +1,15 @@
-"""This package's planner behind the interface that the core needs (``phalanx.launch.planner``): runs on given nodes, and fleets with fewer ranks.
+"""Implementation of the core's planner interface (``phalanx.launch.planner``): runs on allocated nodes, and fleets with fewer ranks.
 
-A network's nodes are priced by the traffic of the run file's own layout, with the rates of its nodes (``phalanx_plan.placing``).
+Nodes of a network are priced by the traffic of the run file's own layout, with the rates of the nodes (``phalanx_plan.placing``).
 
-A run in lanes and context tiles may go on with a smaller tensor degree or with a smaller context degree, and has the same bits with either
-(``phalanx.run.smaller_degrees``). Which of them gives the shorter step depends on the model, its sequences and the network: tensor ranks gather and add
-hidden states in every layer, context ranks exchange keys and values and every weight's gradient.
+A run in lanes and context tiles may continue with a smaller tensor degree or with a smaller context degree, with the same bits
+(``phalanx.run.smaller_degrees``). Which of them gives the shorter step depends on the model, its sequences and the network. Tensor ranks
+gather and add hidden states in every layer. Context ranks exchange keys, values and every weight's gradient.
 
-Slots are whole: what is added up inside one has an order, so its micro-batches are computed by one rank, one after the other, and
-idle ranks cannot take some of them without changing bits. On ``d`` data-parallel ranks a rank computes up to ``ceil(slots / d)`` of
-them, and if ``l`` ranks leave, the step takes ``ceil(slots / (d - l)) / ceil(slots / d)`` times as long: twice with as many slots as
-ranks, whatever their number. More slots come closer to ``d / (d - l)``; each costs an exchange of gradients.
+Slots are indivisible. The sum inside a slot has an order, so one rank computes its micro-batches one after the other.
+Idle ranks cannot take some of them without changing bits. On ``d`` data-parallel ranks a rank computes up to ``ceil(slots / d)``
+slots. If ``l`` ranks leave, the step takes ``ceil(slots / (d - l)) / ceil(slots / d)`` times as long: twice with as many slots as
+ranks. More slots come closer to ``d / (d - l)``; each costs an exchange of gradients.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.layout import Layout, layout_of, layout_problems, replica_ranks
 from phalanx.run.smaller_degrees import halves
 from phalanx.run.spec import RunSpec
-from phalanx_plan.placing import Verdict, choices, verify
+from phalanx_plan.placing import PlacementAssessment, choices, verify
 from phalanx_plan.search.alternatives import NetworkCost, Placer
 from phalanx_plan.search.layout_text import estimate_written, written_layout
-from phalanx_plan.search.query import OWN, RequestError, job_of
+from phalanx_plan.search.query import OWN, PlanRequestError, job_of
 from phalanx_plan.step_cost.estimate import estimate
 from phalanx_plan.step_cost.traffic import Flow, flows
 from phalanx_plan.workload.candidates import PlannedLayout, divisors
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 
 class OwnPlanner:
-    """Prices by this package's models of links and steps."""
+    """Planner that prices runs by this package's models of links and steps."""
 
     def price_of(self, spec: RunSpec, topology: Topology, nodes: Sequence[str]) -> PricedNodes:
-        """Prices a run on given nodes."""
+        """Price a run on the nodes."""
         verdict = verdict_on(spec, topology, nodes)
         best = verdict.best
         return PricedNodes(
@@ -51,7 +51,7 @@ class OwnPlanner:
         )
 
     def best_placement(self, spec: RunSpec, read_topology: Callable[[], Topology]) -> PricedNodes:
-        """Returns the best placement on the free nodes of a network."""
+        """Return the best placement on the free nodes of a network."""
         traffic = traffic_of(spec, spec.launch.cluster)
         network = with_rates_of(read_topology(), spec, traffic)
         best = choices(network, traffic.shape, traffic.flows, spec.fleet.spares)[0]
@@ -66,11 +66,11 @@ class OwnPlanner:
         return PricedNodes(best.unit, best.order, cost.slowest_s, lost_s, cost.certified, f"{units}: {price}")
 
     def first_halved(self, spec: RunSpec, cluster: Cluster) -> FirstHalved | None:
-        """Returns the degree to halve first."""
+        """Return the degree to halve first."""
         return first_halved(spec, cluster)
 
     def step_terms(self, spec: RunSpec, ranks: int, cluster: str) -> tuple[float, Mapping[str, float]]:
-        """Returns the seconds of a step, and of each of its terms."""
+        """Return the seconds of a step, and of each of its terms."""
         job = job_of(spec, cluster_named(f"{cluster}:{ranks}"))
         step = estimate(job, written_layout(spec, job, ranks))
         return step.step_s, step.time
@@ -79,86 +79,88 @@ class OwnPlanner:
 PLANNER: Planner = OwnPlanner()
 
 
-# Given nodes: their rates, and the verdict on them. They come from a scheduler, a list of hosts, or as they join later.
+# Allocated nodes: their rates, and their assessment. They come from a scheduler, a list of hosts, or as they join later.
 
 
 def fractions(shares: Iterable[str]) -> dict[str, float]:
-    """The part of its nodes' rate that may leave a domain, by level, from texts as leaf=0.5. Raises ``TopologyError``."""
-    found: dict[str, float] = {}
+    """Parse texts such as leaf=0.5: by level, the share of its nodes' rate that may leave a domain. Raises ``TopologyError``."""
+    share_of_level: dict[str, float] = {}
     for text in shares:
         level, sign, value = text.partition("=")
         try:
-            found[level] = float(value)
+            share_of_level[level] = float(value)
         except ValueError as error:
             raise TopologyError(f"{text!r} is not LEVEL=FRACTION, as in leaf=0.5 (launch.shares)") from error
-        if not sign or not 0 < found[level] <= 1:
+        if not sign or not 0 < share_of_level[level] <= 1:
             raise TopologyError(f"{text!r}: a fraction is above 0 and at most 1 (launch.shares)")
-    return found
+    return share_of_level
 
 
 def with_rates_of(topology: Topology, spec: RunSpec, traffic: RunTraffic) -> Topology:
-    """The network with the rates of its nodes and uplinks: its own where it says them, else those of the run file. Raises ``TopologyError``."""
+    """Return the network with the rates of its nodes and uplinks; the run file fills in missing ones. Raises ``TopologyError``."""
     rate = topology.node_bytes_per_s or traffic.node_bytes_per_s
     return topology.with_rates(rate, fractions(spec.launch.shares))
 
 
-def verdict_on(spec: RunSpec, topology: Topology, given: Sequence[str]) -> Verdict:
-    """What ``given`` nodes are worth to a run of ``fleet.nodes`` nodes; those beyond are spares.
+def verdict_on(spec: RunSpec, topology: Topology, nodes: Sequence[str]) -> PlacementAssessment:
+    """Assess ``nodes`` for a run of ``fleet.nodes`` nodes; those beyond are spares.
 
     ``launch.order`` counts only with a ``launch.unit``, since it has a default.
 
     Raises:
-        TopologyError: They are too few, or one is not in the network.
-        RequestError, HardwareError: The run has no price.
+        TopologyError: There are too few nodes, or one is not in the network.
+        PlanRequestError, HardwareError: The run has no price.
     """
     traffic, unit = traffic_of(spec, spec.launch.cluster), spec.launch.unit
     order: Order | None = spec.launch.order if unit else None
     return verify(
-        with_rates_of(topology, spec, traffic), given, traffic.shape, traffic.flows, unit=unit, order=order
+        with_rates_of(topology, spec, traffic), nodes, traffic.shape, traffic.flows, unit=unit, order=order
     )
 
 
-# Traffic of a run file's own layout, for placing its nodes and for verifying them.
+# Traffic of a run file's own layout, to place its nodes and to verify them.
 
 
 @dataclass(frozen=True)
 class RunTraffic:
-    """Who sends how much to whom in one step of a run."""
+    """Traffic between the ranks of a run in one step."""
 
     shape: Shape
     flows: tuple[Flow, ...]
     node_bytes_per_s: float
-    """Network rate of one node of the cluster that it was computed for, in one direction."""
+    """Network rate of one node of the planned cluster, in one direction."""
     step_s: float
-    """The planner's estimate of a step where no uplink is too slow."""
+    """Estimated time of a step if no uplink is too slow."""
 
 
 def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
-    """The traffic of ``spec`` on its fleet (``fleet.nodes`` x ``fleet.workers_per_node``, else ``parallel.ranks``) of nodes of a known kind.
+    """Return the traffic of ``spec`` on its fleet (``fleet.nodes`` x ``fleet.workers_per_node``, else ``parallel.ranks``).
 
     Raises:
-        RequestError: The run cannot be laid out so.
+        PlanRequestError: The run's layout is not possible on these ranks.
         HardwareError: There is no such cluster.
     """
     kind = cluster_named(cluster_name)
     per_node = spec.fleet.workers_per_node if spec.fleet.nodes else kind.per_node
     ranks = spec.fleet.nodes * per_node or spec.parallel.ranks
     if not ranks:
-        raise RequestError("the run file does not say on how many nodes it runs: --nodes N, or fleet.nodes")
+        raise PlanRequestError(
+            "the run file does not say on how many nodes it runs: --nodes N, or fleet.nodes"
+        )
     if not re.search(r"[:x ]\s*[\d_,]+$", cluster_name):
         kind = cluster_named(f"{cluster_name}:{ranks}")
     spec = dataclasses.replace(spec, model=resolve(spec.model, spec.data.vocab_size))
     problems = layout_problems(spec, ranks)
     if problems:
-        raise RequestError(listing(f"{spec.name} cannot be laid out on {ranks} ranks", problems))
+        raise PlanRequestError(listing(f"{spec.name} cannot be laid out on {ranks} ranks", problems))
     job = job_of(spec, kind)
     layout = written_layout(spec, job, ranks)
     try:
         step_s = estimate(job, layout).step_s
     except (
         ValueError
-    ) as error:  # the trainer can do with uneven shares of slots; the planner has no price for them
-        raise RequestError(f"{spec.name} on {ranks} ranks has no price: {error}") from error
+    ) as error:  # the trainer supports uneven shares of slots; the planner has no price for them
+        raise PlanRequestError(f"{spec.name} on {ranks} ranks has no price: {error}") from error
     return RunTraffic(
         Shape(layout_of(spec.parallel, ranks), per_node),
         flows(job, layout, spread_sums=spec.train.reduction == "reproducible"),
@@ -167,19 +169,19 @@ def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
     )
 
 
-# Placement of any layout on one network, so that the search ranks layouts by what they cost where they would really run.
+# Placement of any layout on one network: the search ranks layouts by their cost on the network's real nodes.
 
 
 def placer_on(topology: Topology, spec: RunSpec) -> Placer:
-    """The placer of a network.
+    """Return the placer of a network.
 
-    Spares, unit and order are as the run file says them; ``launch.order`` counts only with a ``launch.unit``, since it has a default.
-    A topology that does not say the rate of its nodes gets that of the planned cluster.
+    Spares, unit and order come from the run file; ``launch.order`` counts only with a ``launch.unit``, since it has a default.
+    A topology without the rate of its nodes gets that of the planned cluster.
     """
     unit = spec.launch.unit
     order: Order | None = spec.launch.order if unit else None
 
-    def place(job: Job, layout: PlannedLayout) -> NetworkCost:
+    def place(job: TrainingJob, layout: PlannedLayout) -> NetworkCost:
         per_node = job.cluster.per_node
         if layout.ranks > per_node and layout.ranks % per_node:
             raise TopologyError(
@@ -213,86 +215,90 @@ def placer_on(topology: Topology, spec: RunSpec) -> Placer:
     return place
 
 
-# Fewer ranks: the degree that is halved first. Two estimates give it in milliseconds. It becomes a field of the run (``fleet.halve_first``)
-# before its fleet starts, so that coordinator and workers need no planner to agree.
+# Fewer ranks: the degree that is halved first. Two estimates give it in milliseconds. It becomes a field of the run
+# (``fleet.halve_first``) before its fleet starts, so that coordinator and workers agree without a planner.
 
 
 def first_halved(spec: RunSpec, cluster: Cluster) -> FirstHalved | None:
-    """The quick answer for a run with its model resolved, on accelerators of ``cluster``; ``None`` where at most one degree may fall.
+    """Estimate which degree of a run to halve first on accelerators of ``cluster``; ``None`` if at most one degree may fall.
 
-    Raises ``ValueError`` where nothing can be estimated: for a model of one's own, or a format that the accelerator has not got.
+    ``spec`` has its model resolved. Raises ``ValueError`` if no estimate is possible: the planner does not know the model's kind, or the
+    accelerator lacks the number format.
     """
     ways = halves(spec)
     if len(ways) < 2:
         return None
     ranks = {replica_ranks(parallel) for parallel in ways.values()}
     (half,) = ranks
-    here = replace(cluster, accelerators=half)
+    half_cluster = replace(cluster, accelerators=half)
     estimates = {
-        axis: estimate_written(replace(spec, parallel=parallel), here, half)
+        axis: estimate_written(replace(spec, parallel=parallel), half_cluster, half)
         for axis, parallel in ways.items()
     }
-    # Memory enough first, then the shorter step; tensor among equals.
+    # Layouts that fit in memory come first, then the shorter step; tensor among equals.
     best = min(estimates, key=lambda axis: (not estimates[axis].fits, estimates[axis].step_s))
     return FirstHalved(best, half, {axis: estimate.step_s for axis, estimate in estimates.items()})
 
 
-# A lost node.
+# Loss of a node.
 
 
 MUCH = 1.5
-"""How much longer a step may take after a loss before it is worth a note."""
+"""Slowdown of a step after a loss from which it is worth a note."""
 
 
 @dataclass(frozen=True)
 class LostNode:
-    """The fleet after a node has left it."""
+    """The fleet after the loss of a node."""
 
     left: int
     """Data-parallel ranks."""
     slowdown: float
-    """Time of a step over that of the whole fleet's."""
+    """Time of a step over its time on the full fleet."""
 
 
 def lost_node(layout: Layout, ranks_per_node: int, slots: int) -> LostNode | None:
-    """The fleet of ``layout`` with the ranks of one node less, which leave by whole replicas or teams; ``None`` if none is left."""
+    """Return the fleet of ``layout`` without the ranks of one node; ``None`` if no ranks remain.
+
+    Ranks leave by complete replicas or teams.
+    """
     unit = layout.shard if layout.replicate > 1 else layout.team
     each = layout.pipeline * layout.model_ranks * unit
-    left = (layout.data_ranks * layout.pipeline * layout.model_ranks - ranks_per_node) // each
-    if left <= 0:
+    remaining = (layout.data_ranks * layout.pipeline * layout.model_ranks - ranks_per_node) // each
+    if remaining <= 0:
         return None
     before = Deal(slots, layout.replicate, layout.shard, layout.team)
-    shard = layout.shard if layout.replicate > 1 else left * unit
-    after = Deal(slots, left if layout.replicate > 1 else 1, shard, layout.team)
-    return LostNode(left * unit, after.most_rounds / before.most_rounds)
+    shard = layout.shard if layout.replicate > 1 else remaining * unit
+    after = Deal(slots, remaining if layout.replicate > 1 else 1, shard, layout.team)
+    return LostNode(remaining * unit, after.most_rounds / before.most_rounds)
 
 
 def better_slots(layout: Layout, ranks_per_node: int, slots: int, most: int) -> int | None:
-    """The least number of slots above ``slots``, a divisor of ``most``, with which a lost node costs at most ``MUCH``; or ``None``.
+    """Return the least divisor of ``most`` above ``slots`` with which a lost node costs at most ``MUCH``; ``None`` if there is none.
 
     ``most`` is the number of micro-batches of a step: a slot has at least one.
     """
     for number in divisors(most):
         if number <= slots or number % layout.data_ranks:
             continue
-        found = lost_node(layout, ranks_per_node, number)
-        if found is not None and found.slowdown <= MUCH:
+        after_loss = lost_node(layout, ranks_per_node, number)
+        if after_loss is not None and after_loss.slowdown <= MUCH:
             return number
     return None
 
 
 def lost_node_notes(layout: Layout, ranks_per_node: int, slots: int, most: int) -> tuple[str, ...]:
-    """A note for the user if a lost node costs more than ``MUCH`` and more slots would mend that; arguments as above."""
-    found = lost_node(layout, ranks_per_node, slots)
-    if found is None or found.slowdown <= MUCH:
+    """Return a note for the user if a lost node costs more than ``MUCH`` and more slots would reduce that; arguments of ``better_slots``."""
+    after_loss = lost_node(layout, ranks_per_node, slots)
+    if after_loss is None or after_loss.slowdown <= MUCH:
         return ()
     better = better_slots(layout, ranks_per_node, slots, most)
     if better is None:
         return ()
-    mended = lost_node(layout, ranks_per_node, better)
-    assert mended is not None
+    improved = lost_node(layout, ranks_per_node, better)
+    assert improved is not None
     return (
-        f"without a spare, a lost node leaves {found.left:,} of {layout.data_ranks:,} data-parallel ranks, and a step takes "
-        f"{found.slowdown:.3g} times as long: {slots:,} slots are dealt whole. With train.slots = {better} it takes "
-        f"{mended.slowdown:.3g} times as long",
+        f"without a spare, a lost node leaves {after_loss.left:,} of {layout.data_ranks:,} data-parallel ranks, and a step takes "
+        f"{after_loss.slowdown:.3g} times as long: {slots:,} slots are dealt whole. With train.slots = {better} it takes "
+        f"{improved.slowdown:.3g} times as long",
     )

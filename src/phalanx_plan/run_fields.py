@@ -1,15 +1,15 @@
-"""The planner's treatment of each field of a run file, so that none is ignored in silence.
+"""The planner's treatment of each field of a run file, so that no field is ignored silently.
 
 Every field of ``RunSpec`` has one entry in ``RUN_FIELDS``:
 
-- *used*: it enters the step, the memory, the search or the run as a whole; a test changes it and sees the plan change;
-- *irrelevant*: it cannot change what a plan says, and the entry says why;
-- *noted*: it matters and the planner does not model it, so that a plan shows a note where the field is set.
+- *used*: it enters the step, the memory, the search or the run as a whole; a test changes it and checks that the plan changes;
+- *irrelevant*: it cannot change a plan, and the entry states the reason;
+- *noted*: it matters and the planner does not model it, so that a plan shows a note if the field is set.
 
 A used field can have a note too, for the part of its effect that is not modeled. A field of ``[model]`` is used unless it is
 named here, and fails the test if it changes no plan; any other new field of the run file fails the test until it has an entry
 here. The trainer and ``phalanx show`` have no such table: the trainer reads every field (a test looks
-for the reads), and ``show`` counts what the model, the batch and the layout imply.
+for the reads), and ``show`` counts the quantities that follow from the model, the batch and the layout.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from phalanx.run.kinds.latent_attention import is_absorbed
 from phalanx.run.spec import ModelSpec, RunSpec
 
 _NOTABLE_EVALUATION = 0.01
-"""Share of the training time from which evaluation, which a plan leaves out, is worth a note."""
+"""Share of evaluation in the training time from which it is worth a note; a plan leaves evaluation out."""
 _FORWARD_SHARE = 1 / 3
-"""Forward pass over forward and backward: the cost of evaluating a sequence over that of training on it."""
+"""Cost of evaluating a sequence over that of training on it: forward pass over forward and backward."""
 
 Condition = Callable[[RunSpec, Cluster], bool]
 
@@ -39,26 +39,26 @@ class FieldTreatment:
 
     kind: Literal["used", "irrelevant", "noted"]
     reason: str
-    """The part of the plan that a used field enters, or why an irrelevant one changes nothing."""
+    """The part of the plan that a used field enters, or the reason that an irrelevant field changes nothing."""
     note: str = ""
-    """The note of a plan where it applies; ``{value}`` stands for the field's value."""
+    """Note in a plan to which it applies; ``{value}`` is replaced by the field's value."""
     applies: Condition | None = None
-    """When the note is shown; ``None``: where the field is not at its default."""
+    """Condition of the note; ``None``: the field is not at its default."""
     of_own_stack: bool = False
-    """True if the field sets this project's own stack, so that a plan for other software does not use it."""
+    """True if the field configures this project's own stack, so that a plan for other software ignores it."""
 
 
 def notes_of(
     spec: RunSpec, cluster: Cluster, other_stack: str = "", stated: Collection[str] | None = None
 ) -> tuple[str, ...]:
-    """The notes on what a plan of ``spec`` on ``cluster`` does not model, in the order of the run file.
+    """Return the notes on parts of ``spec`` on ``cluster`` that a plan does not model, in the order of the run file.
 
-    Fields with the same note share one line. In a plan for the software ``other_stack`` so do all fields that it replaces and
+    Fields with the same note share one line. In a plan for the software ``other_stack``, one line lists all fields that it replaces and
     that are not at their defaults. With ``stated``, only fields at or below these paths are noted.
     """
     paths: dict[str, list[str]] = {}
     for path, treatment in RUN_FIELDS.items():
-        if stated is not None and not any(f"{path}.".startswith(f"{one}.") for one in stated):
+        if stated is not None and not any(f"{path}.".startswith(f"{stated_path}.") for stated_path in stated):
             continue
         if other_stack and treatment.of_own_stack:
             if value_at(spec, path) != _default(path):
@@ -95,8 +95,10 @@ def evaluation_share(spec: RunSpec) -> float:
 
 
 def final_evaluation_share(spec: RunSpec) -> float:
-    """Time of the evaluation after the last step over the run's training time, by their sequences; infinite where it is of all
-    held-out text, whose length a plan does not know."""
+    """Time of the evaluation after the last step over the run's training time, by their sequences.
+
+    Infinite if it covers all held-out text, since a plan does not know its length.
+    """
     sequences = spec.evaluation.final_sequences or math.inf
     return _FORWARD_SHARE * sequences / (spec.train.steps * spec.train.batch_size)
 
@@ -192,11 +194,11 @@ _MODEL_EXCEPTIONS = {
         },
     ),
 }
-"""Fields of the model that are not of its shape; all others are."""
+"""Fields of the model that do not define its shape; all others do."""
 
 
 def _fields_in(section: type, prefix: str) -> Iterator[str]:
-    """The dotted paths of all fields of a section that hold a value, not a section."""
+    """Yield the dotted paths of all fields of a section that hold a value, not a section."""
     for name, declared in field_types(section).items():
         types = (declared.plain, *get_args(declared.plain))
         inner = next((each for each in types if isinstance(each, type) and is_dataclass(each)), None)
@@ -478,4 +480,4 @@ SEARCHED = {
     "memory.offload_activations": "offload_activations",
     "memory.offload_optimizer": "offload_optimizer",
 }
-"""Fields that a search replaces by what it finds, each with the name that a condition on it has."""
+"""Fields that a search replaces by its result, each with its name in a condition."""

@@ -12,7 +12,7 @@ from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
 from phalanx_plan.workload.candidates import RECOMPUTE, Candidates, PlannedLayout, candidates_of
 from phalanx_plan.workload.software import STACKS
-from phalanx_plan.workload.stacks import Job, Stack, Workload
+from phalanx_plan.workload.stacks import Stack, TrainingJob, TrainingWorkload
 
 
 def job(
@@ -22,15 +22,17 @@ def job(
     batch: int = 64,
     seq_len: int = 4096,
     stack: str | Stack = "megatron",
-) -> Job:
+) -> TrainingJob:
     """A job by names."""
     fleet = catalog.cluster(cluster)
     shape = resolve(PRESETS[model] if isinstance(model, str) else model)
     software = STACKS[stack] if isinstance(stack, str) else stack
-    return Job(Workload(shape, seq_len, batch), software, fleet, profile_of(fleet.accelerator))
+    return TrainingJob(
+        TrainingWorkload(shape, seq_len, batch), software, fleet, profile_of(fleet.accelerator)
+    )
 
 
-def small_gpt() -> Job:
+def small_gpt() -> TrainingJob:
     """Two sequences of a GPT of four layers on one A100, by software without flash attention: small enough to work out by hand."""
     model = ModelSpec(layers=4, dim=256, heads=8, kv_heads=8, ffn_dim=1024, vocab_size=512, ffn="gelu")
     return job(model, "a100:1", batch=2, seq_len=128, stack="megatron-2022")

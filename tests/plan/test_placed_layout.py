@@ -60,7 +60,7 @@ def test_where_no_uplink_is_slower_than_the_nodes_the_ranking_is_that_without_a_
 
 
 def test_of_every_family_that_lost_the_best_is_told_with_the_network() -> None:
-    found = plan_on(0.05).found
+    found = plan_on(0.05).search_result
     assert found is not None
     losers = {one.family: one for one in found.runners_up}
     assert losers["pipeline=1"].slower > 0

@@ -1,1 +1,1 @@
-"""Commands that plan: layouts, hardware, models, and what a run file means."""
+"""Commands that plan: layouts, hardware, models and placements."""

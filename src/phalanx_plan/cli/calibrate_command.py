@@ -1,4 +1,4 @@
-"""``phalanx calibrate``: measures this machine and writes what plans for it are made with."""
+"""``phalanx calibrate``: measure this machine and write the constants that its plans use."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool
     points = operations(settings)
     for members in sorted({2, count}) if count > 1 else ():
         _say(quiet, f"collectives of {members} ranks")
-        for name, found in collectives(settings, members).items():
-            points.setdefault(name, []).extend(found)
+        for name, collective_points in collectives(settings, members).items():
+            points.setdefault(name, []).extend(collective_points)
     origin = _origin(settings)
     tables = to_tables(fit_profile(points, accelerator(key), origin), count, host_memory_bytes(), origin)
     _say(quiet, "training steps")
@@ -92,26 +92,26 @@ def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool
     return tables
 
 
-def _say(quiet: bool, what: str) -> None:
+def _say(quiet: bool, work: str) -> None:
     if not quiet:
-        click.echo(f"measuring {what} ...", err=True)
+        click.echo(f"measuring {work} ...", err=True)
 
 
 def _key(device_name: str) -> str:
-    """The catalog's accelerator that a driver calls so."""
+    """Return the key of the accelerator in the catalog that a driver calls ``device_name``."""
     from phalanx.hardware.catalog import accelerators
 
-    found = [
+    matches = [
         (len(part), key)
         for key, chip in accelerators().items()
         for part in chip.device_names
         if part in device_name
     ]
-    if not found:
+    if not matches:
         raise click.ClickException(
             f"the catalog has no {device_name!r}: describe it under [accelerator] in a TOML file of your own"
         )
-    return max(found)[1]
+    return max(matches)[1]
 
 
 def _origin(settings: Settings) -> CalibrationOrigin:
@@ -132,24 +132,24 @@ def _origin(settings: Settings) -> CalibrationOrigin:
 
 
 def _stack_scalar(tables: JsonObject, settings: Settings, origin: CalibrationOrigin) -> JsonObject:
-    """Measured over predicted time of real steps: what the formulas do not know of the trainer.
+    """Return the median ratio of measured to predicted time of real steps: the overhead that the formulas omit.
 
-    On one rank alone, and on all ranks of the machine together.
+    One ratio is of one rank alone, one of all ranks of the machine together.
     """
     import statistics
 
-    found: JsonObject = {"source": origin.source, "date": origin.date, "points": 0}
+    scalars: JsonObject = {"source": origin.source, "date": origin.date, "points": 0}
     errors = []
     for name, ranks in {"time_scalar": 1, "time_scalar_together": tables["system"]["per_node"]}.items():
         ratios = _ratios(tables, settings, ranks)
-        found[name] = statistics.median(ratios)
-        found["points"] += len(ratios)
-        errors += [abs(found[name] / ratio - 1) for ratio in ratios]
-    return {**found, "median_error": statistics.median(errors)}
+        scalars[name] = statistics.median(ratios)
+        scalars["points"] += len(ratios)
+        errors += [abs(scalars[name] / ratio - 1) for ratio in ratios]
+    return {**scalars, "median_error": statistics.median(errors)}
 
 
 def _ratios(tables: JsonObject, settings: Settings, ranks: int) -> list[float]:
-    """Measured over predicted time of each run."""
+    """Return measured over predicted time of each run."""
     import tempfile
 
     import tomli_w
@@ -161,17 +161,17 @@ def _ratios(tables: JsonObject, settings: Settings, ranks: int) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "this.toml"
         path.write_text(tomli_w.dumps(tables), encoding="utf-8")
-        here = cluster(f"{path}:{ranks}")
+        machine = cluster(f"{path}:{ranks}")
         ratios = []
         for spec in _real_runs(ranks, settings):
             measured = measure_step(spec, ranks)
             measured_s = measured.cpu_s if settings.clock == "cpu" else measured.wall_s
-            ratios.append(measured_s / estimate_written(spec, here, ranks).step_s)
+            ratios.append(measured_s / estimate_written(spec, machine, ranks).step_s)
     return ratios
 
 
 def _real_runs(ranks: int, settings: Settings) -> list[RunSpec]:
-    """Small models of different width and depth, a slot or two to a rank."""
+    """Return small models of different width and depth, with one or two slots for each rank."""
     from phalanx.run.kinds.whole_model import resolve
     from phalanx.run.spec import ModelSpec, PrecisionSpec, RunSpec, TrainSpec
 

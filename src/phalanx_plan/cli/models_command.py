@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SEQ_LEN = 4096
 _VOCAB = DataSpec().vocab_size
-"""The vocabulary of presets that take theirs from the data: the data's default."""
+"""The vocabulary of presets that take it from the data: the data's default."""
 
 
 @click.command("models")
@@ -38,13 +38,13 @@ def command(name: str | None, as_json: bool) -> None:
     """
     if name is not None and name not in PRESETS:
         raise click.ClickException(f"there is no model {name!r}: there are {', '.join(PRESETS)}")
-    found = {key: _facts(spec) for key, spec in PRESETS.items() if name in (None, key)}
+    models = {key: _facts(spec) for key, spec in PRESETS.items() if name in (None, key)}
     if as_json:
-        click.echo(json.dumps({"models": found, "sources": presets.__doc__}))
+        click.echo(json.dumps({"models": models, "sources": presets.__doc__}))
     elif name is not None:
-        _print_one(name, found[name])
+        _print_one(name, models[name])
     else:
-        _print_all(found)
+        _print_all(models)
 
 
 def _facts(spec: ModelSpec) -> JsonObject:
@@ -61,12 +61,12 @@ def _facts(spec: ModelSpec) -> JsonObject:
     }
 
 
-def _print_all(found: dict[str, JsonObject]) -> None:
+def _print_all(models: dict[str, JsonObject]) -> None:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for column in ("name", "parameters", "active", "layers", "dim", "heads", "KV heads", "experts"):
-        is_name = column == "name"  # which is what people copy
+        is_name = column == "name"  # users copy it
         table.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
-    for key, facts in found.items():
+    for key, facts in models.items():
         shape = facts["shape"]
         sizes = (f"{facts[part] / 1e9:,.4g} B" for part in ("parameters", "active_parameters"))
         table.add_row(

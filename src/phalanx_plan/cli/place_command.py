@@ -1,4 +1,4 @@
-"""``phalanx place``: which nodes a run should get, in which order its ranks lie on them, and what that costs a step."""
+"""``phalanx place``: the nodes of a run, the order of its ranks on them, and their cost in a step."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 if TYPE_CHECKING:
     from phalanx.launch.placing import Topology
     from phalanx.run.spec import RunSpec
-    from phalanx_plan.placing import Choice, Verdict
+    from phalanx_plan.placing import Choice, PlacementAssessment
     from phalanx_plan.planner import RunTraffic
 
 REFUSED = 3
-"""Exit code for nodes that lose more of a step than they may."""
+"""Exit code for nodes that lose more of a step than the limit."""
 _LISTED, _ANY_WIDTH = 6, 10_000
 
 
@@ -57,7 +57,7 @@ class PlaceOptions:
     """Only units of so many nodes; by default the best."""
     order: Literal["data", "pipeline"] | None = None
     """Only this order of ranks; by default the best."""
-    whole: bool = False
+    no_straddling: Annotated[bool, Option("--whole")] = False
     """Refuse units that straddle the narrowest domains."""
     partition: str = ""
     """With slurm: only nodes of this partition."""
@@ -96,7 +96,7 @@ def command(options: PlaceOptions) -> None:
     from phalanx.launch.topology_files import load_topology
     from phalanx.model.facts.presets import PRESETS
     from phalanx.run.read import read_run
-    from phalanx_plan.search.query import RequestError
+    from phalanx_plan.search.query import PlanRequestError
 
     if options.place_name != "slurm":
         refuse_unused(written_options(options, "partition", "free_only"), "is for --topology slurm")
@@ -105,10 +105,10 @@ def command(options: PlaceOptions) -> None:
         refuse_unused(unused, "is about nodes that were given: --allocation HOSTS")
     if options.joins is not None:
         refuse_unused(
-            written_options(options, "unit", "order", "whole"),
+            written_options(options, "unit", "order", "no_straddling"),
             "members keep their seats when nodes join a fleet (--joining): leave it out",
         )
-    with explained(TopologyError, EngineError, HardwareError, RequestError, ValueError):
+    with explained(TopologyError, EngineError, HardwareError, PlanRequestError, ValueError):
         spec = read_run(options.run_file, PRESETS, [*options.overrides, *set_fields(options)])
         topology = load_topology(options.place_name, options.partition, free_only=options.free_only)
         if not options.allocation:
@@ -120,26 +120,26 @@ def command(options: PlaceOptions) -> None:
 
 
 def _print_choices(spec: RunSpec, topology: Topology, options: PlaceOptions) -> None:
-    """Says which placements there are, the best first."""
+    """Print the possible placements, best first."""
     from phalanx_plan.placing import choices
     from phalanx_plan.planner import traffic_of, with_rates_of
 
     traffic = traffic_of(spec, spec.launch.cluster)
     topology = with_rates_of(topology, spec, traffic)
-    found = choices(
+    ranked = choices(
         *(topology, traffic.shape, traffic.flows, spec.fleet.spares),
         unit=options.unit or 0,
         order=options.order,
-        whole=options.whole,
+        no_straddling=options.no_straddling,
     )
     if options.as_json:
-        click.echo(json.dumps(_as_json(topology, traffic, found)))
+        click.echo(json.dumps(_as_json(topology, traffic, ranked)))
     else:
-        _print(spec, topology, traffic, found)
+        _print(spec, topology, traffic, ranked)
 
 
 def _print_allocation(spec: RunSpec, topology: Topology, hosts: Sequence[str], options: PlaceOptions) -> None:
-    """Says what the run loses on the nodes that were given; exit code ``REFUSED`` if that is more than it may."""
+    """Print the run's loss on the allocated nodes; exit with code ``REFUSED`` if it is over the limit."""
     from phalanx_plan.placing import verify
     from phalanx_plan.planner import traffic_of, with_rates_of
 
@@ -149,13 +149,13 @@ def _print_allocation(spec: RunSpec, topology: Topology, hosts: Sequence[str], o
         *(with_rates_of(topology, spec, traffic), hosts, traffic.shape, traffic.flows),
         unit=options.unit or 0,
         order=options.order,
-        whole=options.whole,
+        no_straddling=options.no_straddling,
     )
     _print_verdict(verdict, options)
 
 
 def _on_all(spec: RunSpec, hosts: int) -> RunSpec:
-    """The run on all ``hosts`` but its spares, if nothing says on how many it is to run."""
+    """Return the run on all ``hosts`` but its spares, if the file sets no number of nodes or ranks."""
     if spec.fleet.nodes or spec.parallel.ranks or hosts <= spec.fleet.spares:
         return spec
     return replace(spec, fleet=replace(spec.fleet, nodes=hosts - spec.fleet.spares))
@@ -176,8 +176,8 @@ def _choice_json(choice: Choice) -> dict[str, object]:
     }
 
 
-def _as_json(topology: Topology, traffic: RunTraffic, found: list[Choice]) -> dict[str, object]:
-    best = found[0]
+def _as_json(topology: Topology, traffic: RunTraffic, ranked: list[Choice]) -> dict[str, object]:
+    best = ranked[0]
     return {
         "topology": {
             "source": topology.source,
@@ -191,7 +191,7 @@ def _as_json(topology: Topology, traffic: RunTraffic, found: list[Choice]) -> di
             for flow in traffic.flows
         ],
         "step_s": traffic.step_s,
-        "choices": [_choice_json(choice) for choice in found],
+        "choices": [_choice_json(choice) for choice in ranked],
         "seats": list(best.seats),
         "spares": list(best.placement.spares),
     }
@@ -200,21 +200,21 @@ def _as_json(topology: Topology, traffic: RunTraffic, found: list[Choice]) -> di
 def _print_joining(
     spec: RunSpec, topology: Topology, run_dir: Path, joining: Sequence[str], options: PlaceOptions
 ) -> None:
-    """Says what the fleet of a run loses with nodes that are to join it; exit code ``REFUSED`` if they make it lose more than it may."""
+    """Print a fleet's loss with the joining nodes; exit with code ``REFUSED`` if they raise it over the limit."""
     from phalanx.cli.launch.joining_hosts import price_with
     from phalanx.fleet.control.fleet_file import FleetFileError, read_fleet_file
     from phalanx.launch.planner import loses_more
     from phalanx_plan.planner import verdict_on
 
     with explained(FleetFileError):
-        seen = read_fleet_file(run_dir)
-    before, after = price_with(verdict_on, spec, topology, seen, joining)
+        fleet_file = read_fleet_file(run_dir)
+    before, after = price_with(verdict_on, spec, topology, fleet_file, joining)
     is_worse = loses_more(None if before is None else before.lost_s, after.lost_s)
     _print_verdict(after, options, is_worse=is_worse)
 
 
-def _print_verdict(verdict: Verdict, options: PlaceOptions, *, is_worse: bool = True) -> None:
-    """Print a verdict; exit with code ``REFUSED`` if more of a step is lost than the options allow and ``is_worse``."""
+def _print_verdict(verdict: PlacementAssessment, options: PlaceOptions, *, is_worse: bool = True) -> None:
+    """Print an assessment; exit with code ``REFUSED`` if the loss is over the limit and ``is_worse``."""
     if options.as_json:
         facts = {"lost_s": verdict.lost_s, "good": verdict.good, "sentence": verdict.sentence}
         click.echo(json.dumps(_choice_json(verdict.best) | facts))
@@ -224,7 +224,7 @@ def _print_verdict(verdict: Verdict, options: PlaceOptions, *, is_worse: bool = 
         raise SystemExit(REFUSED)
 
 
-def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[Choice]) -> None:
+def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, ranked: list[Choice]) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -233,7 +233,7 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
 
     console = text_console()
     if not console.is_terminal:
-        console.width = _ANY_WIDTH  # what is piped is searched and cut by other programs
+        console.width = _ANY_WIDTH  # other programs search and cut piped output
     shape, levels = traffic.shape, [level.name for level in topology.levels]
     console.print(
         f"{spec.name}: {shape.layout.ranks:,} ranks on {shape.seats:,} nodes of {shape.ranks_per_node}, {spec.fleet.spares} spares; "
@@ -249,7 +249,7 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
     for name in levels:
         table.add_column(f"{name} ms")
     table.add_column("")
-    for choice in found[:_LISTED]:
+    for choice in ranked[:_LISTED]:
         cost = choice.price
         seconds = [_ms(cost.uplink_s[name]) for name in levels]
         verdict = "no placement is faster" if cost.certified else f"+{_ms(cost.slowest_s - cost.bound_s)} ms"
@@ -263,7 +263,7 @@ def _print(spec: RunSpec, topology: Topology, traffic: RunTraffic, found: list[C
             *(f"{choice.usable_nodes:,}", _ms(cost.nic_s), *seconds, verdict),
         )
     console.print(table)
-    best = found[0]
+    best = ranked[0]
     console.print(
         Text.assemble(
             "the first is taken: ",

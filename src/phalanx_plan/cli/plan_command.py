@@ -1,4 +1,4 @@
-"""``phalanx plan``: which layout, how fast, will it fit, for how much, and how sure that is.
+"""``phalanx plan``: layouts, step times, memory and cost of a run, with their uncertainty.
 
 The heavy parts (arrays, catalogs) are imported when they are needed, so that ``--help`` answers at once.
 """
@@ -16,16 +16,16 @@ from phalanx.command import command_options
 from phalanx_plan.cli.plan_request import (
     GivenOnce,
     PlanOptions,
-    cluster_asked,
+    budget_question,
     mistakes,
-    placer_asked,
-    question_asked,
     refuse_outputs,
     refuse_repeated,
     refuse_without,
+    requested_cluster,
+    requested_placer,
+    requested_spec,
     require_one_run_file,
     require_service,
-    spec_asked,
 )
 from phalanx_plan.cli.what_to_train import answer_budget, answer_fit, refuse_beside
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from phalanx_plan.search.query import Aim
 
 
-# The files that ``phalanx plan`` writes: the report, the trace, and the run file of the layout that was chosen.
+# Files that ``phalanx plan`` writes: the report, the trace, and the run file of the chosen layout.
 
 _TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
-"""Fields that decide what is learned, which a plan of a model by its name cannot know."""
+"""Fields that decide what is learned; a plan of a model by its name cannot know them."""
 
 
 def write_files(plan: Plan, spec: RunSpec, options: PlanOptions) -> None:
@@ -74,7 +74,7 @@ def write_files(plan: Plan, spec: RunSpec, options: PlanOptions) -> None:
 @click.command("plan", cls=GivenOnce)
 @command_options(PlanOptions)
 def command(options: PlanOptions) -> None:
-    """Find the best layouts of a run on a cluster, and say why; or explain one layout; or say what to train for a budget.
+    """Find the best layouts of a run on a cluster, with the reasons; explain one layout; or size a model for a budget.
 
     Needs no accelerator. Figures of the cluster can be overridden with --set cluster.NAME=VALUE, as in
     --set cluster.accelerator.price_per_hour=1.9. Conditions are on the fields of a layout: tp, cp, pp, vpp, ep, etp, dp,
@@ -118,7 +118,7 @@ def command(options: PlanOptions) -> None:
             *(options.layout, options.tokens, options.step_error, options.assume),
         )
         if options.budget is not None:
-            question = question_asked(options, aim)
+            question = budget_question(options, aim)
             return answer_budget(question, out=options.out, report=options.report, as_json=options.as_json)
         refuse_without("--budget", ("kind", "unique_tokens", "inference_tokens"))
         return _answer_layouts(options, aim)
@@ -141,14 +141,14 @@ def _answer_service(options: PlanOptions) -> None:
     from phalanx_plan.cli.serving_table import answer_service
 
     traffic, slo = require_service(options), options.slo or ""
-    spec, cluster = spec_asked(options), cluster_asked(options)
+    spec, cluster = requested_spec(options), requested_cluster(options)
     answer_service(
         spec, cluster, traffic, slo, options.weight_format, top=options.top, as_json=options.as_json
     )
 
 
 def _answer_layouts(options: PlanOptions, aim: Aim) -> None:
-    """Plan layouts of the run, write the files of the options and print the plan. Raises an error for a field that no plan uses."""
+    """Plan layouts of the run, write the files of the options and print the plan. Raises an error for a field that plans do not use."""
     from phalanx_plan.api import plan_json
     from phalanx_plan.cli.plan_tables import print_plan
     from phalanx_plan.search.plan import make_plan
@@ -156,12 +156,12 @@ def _answer_layouts(options: PlanOptions, aim: Aim) -> None:
 
     require_one_run_file(options.files)
     refuse_unused(options.fields, searching=aim.layout is None, tokens=aim.tokens)
-    spec, cluster = spec_asked(options), cluster_asked(options)
+    spec, cluster = requested_spec(options), requested_cluster(options)
     plan = make_plan(
         *(spec, cluster, aim),
         stated=options.stated,
         searching=aim.layout is None or options.explain,
-        placer=placer_asked(options, spec),
+        placer=requested_placer(options, spec),
     )
     write_files(plan, spec, options)
     if options.as_json:

@@ -1,4 +1,4 @@
-"""The options of ``phalanx plan``, which of them go together, and what they name: the run, the cluster, the network, the question of a budget.
+"""Options of ``phalanx plan`` and their combinations; the run, cluster, network and budget question that they name.
 
 The heavy parts (arrays, catalogs) are imported when they are needed, so that ``--help`` answers at once.
 """
@@ -97,25 +97,29 @@ class PlanOptions:
 
     @property
     def stated(self) -> set[str] | None:
-        """The fields that are stated of a known model; ``None`` of a run file, which states them all."""
+        """Fields that the user set beside a known model; ``None`` for a run file, which states all fields."""
         return None if self.model is None else {text.partition("=")[0].strip() for text in self.fields}
 
 
 class GivenOnce(click.Command):
-    """A command that refuses an option which is given twice, rather than to take the last, unless it may be repeated."""
+    """A command that refuses a repeated option, unless the option is declared to be repeatable."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        given = [one for one in order if isinstance(one, click.Option) and not (one.multiple or one.is_flag)]
-        for option in given:
-            # A shell that completes what was typed parses resiliently.
-            if given.count(option) > 1 and not ctx.resilient_parsing:
+        once_only = [
+            option
+            for option in order
+            if isinstance(option, click.Option) and not (option.multiple or option.is_flag)
+        ]
+        for option in once_only:
+            # Shell completion parses resiliently.
+            if once_only.count(option) > 1 and not ctx.resilient_parsing:
                 raise click.UsageError(f"{option.opts[0]} is given more than once: give it once", ctx)
         return super().parse_args(ctx, args)
 
 
 def refuse_repeated(overrides: tuple[str, ...]) -> None:
-    """Raises UsageError for a field that is set twice."""
+    """Raise UsageError for a field that is set twice."""
     names = [text.partition("=")[0].strip() for text in overrides]
     for name in names:
         if names.count(name) > 1:
@@ -123,16 +127,16 @@ def refuse_repeated(overrides: tuple[str, ...]) -> None:
 
 
 def refuse_outputs(options: PlanOptions) -> None:
-    """Raises UsageError for a file to write that has no folder, is written twice, or is read, before anything is searched."""
+    """Raise UsageError, before the search, for an output file that has no folder, is written twice, or is also read."""
     written: dict[Path, str] = {}
     outputs = {"report": options.report, "trace": options.trace, "out": options.out}
     for name, path in outputs.items():
         if path is not None and (first := written.setdefault(path.resolve(), name)) != name:
             raise click.UsageError(f"--{first} and --{name} both write {path}: give each a file of its own")
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            cause = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise click.UsageError(
-                f"--{name} {path}: {what}: give the path of a file in a folder that exists"
+                f"--{name} {path}: {cause}: give the path of a file in a folder that exists"
             )
     for name in ("report", "trace"):
         path = outputs[name]
@@ -140,8 +144,8 @@ def refuse_outputs(options: PlanOptions) -> None:
             raise click.UsageError(f"--{name} would write over the run file {path}: give another name")
 
 
-def placer_asked(options: PlanOptions, spec: RunSpec) -> Placer | None:
-    """Return what places layouts on the network of the options; ``None`` without one."""
+def requested_placer(options: PlanOptions, spec: RunSpec) -> Placer | None:
+    """Return the placer of layouts on the network of the options; ``None`` without a network."""
     network, shares = options.network, options.shares
     if network is None:
         if shares:
@@ -160,7 +164,7 @@ def placer_asked(options: PlanOptions, spec: RunSpec) -> Placer | None:
 
 
 def require_one_run_file(files: tuple[Path, ...]) -> None:
-    """Raises UsageError for several run files, and beside one for options that are about a model's name."""
+    """Raise UsageError for several run files, and for options of a model's name beside a run file."""
     if len(files) > 1:
         raise click.UsageError(
             f"one run file is planned at a time, not {len(files)}; --fit takes run directories"
@@ -172,7 +176,7 @@ def require_one_run_file(files: tuple[Path, ...]) -> None:
 
 
 def require_service(options: PlanOptions) -> str:
-    """The traffic to plan for. Raises UsageError for options that do not plan a service."""
+    """Return the traffic to plan for. Raises UsageError for options that do not plan a service."""
     refuse_beside("--serve", _WITH_SERVE, "it plans workers, not the layout of a training run")
     if options.traffic is None:
         raise click.UsageError("--serve needs --traffic, as in --traffic in=2000,out=500,rate=40")
@@ -216,15 +220,15 @@ _WITH_BUDGET = (
 
 
 def refuse_without(option: str, fields: Iterable[str]) -> None:
-    """Raises UsageError for one of ``fields`` on the command line where ``option``, which it goes with, is not."""
+    """Raise UsageError if one of ``fields`` is on the command line without ``option``."""
     written = given_options()
     for field in fields:
         if field in written:
             raise click.UsageError(f"{written[field]} goes with {option}")
 
 
-def question_asked(options: PlanOptions, aim: Aim) -> Question:
-    """The question that a budget asks. Raises an error for options and fields that are the answer's."""
+def budget_question(options: PlanOptions, aim: Aim) -> Question:
+    """Return the question of a budget. Raises an error for options and fields that the answer decides."""
     from phalanx_plan.scaling.answer import Question
     from phalanx_plan.scaling.optimum import read_budget
     from phalanx_plan.scaling.shapes import MODEL_KINDS
@@ -244,20 +248,20 @@ def question_asked(options: PlanOptions, aim: Aim) -> Question:
         inference_tokens=read_tokens(inference, "--inference-tokens") if inference else 0.0,
     )
     written = given_options()
-    cluster = cluster_asked(options) if "cluster_name" in written else question.cluster
+    cluster = requested_cluster(options) if "cluster_name" in written else question.cluster
     batch = options.batch if "batch" in written else None
     return replace(question, cluster=cluster, seq_len=options.seq_len, batch=batch)
 
 
 class _Mistake(click.ClickException):
-    """Something wrong with a request."""
+    """An error in a request."""
 
     exit_code = click.UsageError.exit_code
 
 
 @contextmanager
 def mistakes() -> Iterator[None]:
-    """Shows what is wrong with a request in one message, exit code 2."""
+    """Show the error of a request in one message, with exit code 2."""
     try:
         with explained(ValueError, OSError):
             yield
@@ -267,8 +271,8 @@ def mistakes() -> Iterator[None]:
         raise _Mistake(error.message) from error
 
 
-def spec_asked(options: PlanOptions) -> RunSpec:
-    """The run of the first file or of the known model, with what overrides it. Raises UsageError unless it is one of the two."""
+def requested_spec(options: PlanOptions) -> RunSpec:
+    """Return the run of the first file or of the known model, with its overrides. Raises UsageError unless exactly one is set."""
     model, overrides = options.model, options.fields
     if bool(options.files) == (model is not None):
         raise click.UsageError("give a run file, or --model NAME (phalanx models lists them)")
@@ -289,8 +293,8 @@ def spec_asked(options: PlanOptions) -> RunSpec:
 _CLUSTER_FIGURES = "cluster."
 
 
-def cluster_asked(options: PlanOptions) -> Cluster:
-    """The cluster by its name or file, with the figures that overrides give it."""
+def requested_cluster(options: PlanOptions) -> Cluster:
+    """Return the cluster by its name or file, with the overridden figures."""
     from phalanx.hardware.catalog import cluster
     from phalanx.hardware.cluster import read_figure, with_value
 

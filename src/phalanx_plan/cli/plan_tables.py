@@ -1,7 +1,7 @@
-"""The terminal's form of ``phalanx plan``.
+"""Terminal output of ``phalanx plan``.
 
-Layouts ranked, what beat the others, one layout term by term, and the run as a whole; what to train for a budget, and a law fitted to runs; and
-the software that can be planned for, with the published runs that are known of it.
+Ranked layouts, their runners-up, one layout term by term, and the run as a whole; models for a budget, and a law fitted to runs; and
+the software that the planner knows, with its published runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx_plan.report.elements import (
     DOLLARS,
     ENERGY,
     POWER,
-    Unit,
+    DisplayUnit,
     counted,
     mfu_text,
     unit_for,
@@ -43,11 +43,11 @@ from phalanx_plan.whole_run.estimate import Percentiles, RunEstimate
 from phalanx_plan.workload.software import SOFTWARE, STACKS
 
 _FAMILIES = 12
-"""Number of families that lost which are shown."""
+"""Number of runner-up families that are shown."""
 
 
 def print_plan(plan: Plan, *, explain: bool) -> None:
-    """Everything that fits a terminal."""
+    """Print the plan as tables and notes."""
     console = text_console()
     _print_head(console, plan)
     if plan.aim.layout is None:
@@ -86,10 +86,10 @@ def _print_head(console: Console, plan: Plan) -> None:
 
 
 def _print_ideas(console: Console, plan: Plan) -> None:
-    """The best plans that differ in how they divide the model, each with what it gives up."""
+    """Print the best plans that divide the model differently, each with its drawbacks."""
     for number, idea in enumerate(plan.ideas, 1):
-        days = plan.tokens / idea.found.tokens_per_s / 86_400
-        usd = idea.found.price_per_hour * idea.found.ranks * days * 24
+        days = plan.tokens / idea.estimate.tokens_per_s / 86_400
+        usd = idea.estimate.price_per_hour * idea.estimate.ranks * days * 24
         console.print(
             Text.assemble(
                 (f"plan {number}", "bold"),
@@ -98,15 +98,16 @@ def _print_ideas(console: Console, plan: Plan) -> None:
         )
         gives_up = "; ".join(idea.gives_up) or "nothing against the others"
         console.print(f"  gives up: {gives_up}")
-        console.print(f"  --layout {idea.found.layout}", soft_wrap=True)  # to be copied
+        console.print(f"  --layout {idea.estimate.layout}", soft_wrap=True)  # users copy it
     console.print()
 
 
 def _ranking(plan: Plan) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, width=min(100, text_console().width))
-    days_of = [plan.tokens / found.tokens_per_s / 86_400 for found in plan.best]
+    days_of = [plan.tokens / estimate.tokens_per_s / 86_400 for estimate in plan.best]
     usd_of = [
-        found.price_per_hour * found.ranks * days * 24 for found, days in zip(plan.best, days_of, strict=True)
+        estimate.price_per_hour * estimate.ranks * days * 24
+        for estimate, days in zip(plan.best, days_of, strict=True)
     ]
     time, money = unit_for(days_of, DAYS), unit_for(usd_of, DOLLARS)
     network = () if plan.placements is None else ("network ms",)
@@ -119,22 +120,22 @@ def _ranking(plan: Plan) -> Table:
             ratio=1 if left else None,
             overflow="ellipsis",
         )
-    for found, days, usd in zip(plan.best, days_of, usd_of, strict=True):
+    for estimate, days, usd in zip(plan.best, days_of, usd_of, strict=True):
         table.add_row(
-            short(found.layout),
-            f"{found.step_s:.4g}",
-            *([] if plan.placements is None else [_added(plan.placements[found.layout])]),
-            mfu_text(found) + (" !" if plan.better_than_published(found) else ""),
-            f"{found.memory_bytes / 1e9:.1f}",
-            f"{found.capacity_bytes / 1e9:.0f}",
-            f"{found.ranks:,}",
+            short(estimate.layout),
+            f"{estimate.step_s:.4g}",
+            *([] if plan.placements is None else [_added(plan.placements[estimate.layout])]),
+            mfu_text(estimate) + (" !" if plan.better_than_published(estimate) else ""),
+            f"{estimate.memory_bytes / 1e9:.1f}",
+            f"{estimate.capacity_bytes / 1e9:.0f}",
+            f"{estimate.ranks:,}",
             time(days, digits=3),
             money(usd, digits=3),
         )
     table.caption = f"{time.name} and {money.name} without failures; the whole run, with them, below"
     if plan.placements is not None:
         table.caption += "; network ms: what slow uplinks add to a step, which is in it"
-    if any(plan.better_than_published(found) for found in plan.best):
+    if any(plan.better_than_published(estimate) for estimate in plan.best):
         table.caption += "; !: above the best published utilization of this accelerator in this format"
     table.caption_justify = "left"
     return table
@@ -145,7 +146,7 @@ def _added(cost: NetworkCost) -> str:
 
 
 def _print_placement(console: Console, plan: Plan) -> None:
-    """How the chosen layout lies on the network that was given."""
+    """Print the placement of the chosen layout on the network."""
     if plan.placements is None:
         return
     cost = plan.placements[plan.chosen.layout]
@@ -161,39 +162,43 @@ def _print_placement(console: Console, plan: Plan) -> None:
 
 
 def _print_losers(console: Console, plan: Plan) -> None:
-    found = plan.found
-    if found is None:
+    result = plan.search_result
+    if result is None:
         return
     table = Table.grid(padding=(0, 2))
-    nearest = sorted(found.runners_up, key=lambda one: lost(plan, one))
-    for one in nearest[:_FAMILIES]:
-        share = lost(plan, one)
+    nearest = sorted(result.runners_up, key=lambda runner_up: lost(plan, runner_up))
+    for runner_up in nearest[:_FAMILIES]:
+        share = lost(plan, runner_up)
         table.add_row(
-            f"  {one.family}", f"{share:+.1%}" if math.isfinite(share) else "does not fit", one.reason
+            f"  {runner_up.family}",
+            f"{share:+.1%}" if math.isfinite(share) else "does not fit",
+            runner_up.reason,
         )
-    what = {"time": "step", "cost": "accelerator-hours", "gpus": "accelerators"}[plan.aim.optimize]
+    measure = {"time": "step", "cost": "accelerator-hours", "gpus": "accelerators"}[plan.aim.optimize]
     console.print(
         Text.assemble(
             ("\nWhat the best of every other family loses", "bold"),
-            f" ({what}; where most of the step's time goes)",
+            f" ({measure}; where most of the step's time goes)",
         )
     )
     console.print(table)
-    excluded = ", ".join(f"{number:,} by {reason}" for reason, number in found.excluded.items() if number)
+    excluded = ", ".join(f"{number:,} by {reason}" for reason, number in result.excluded.items() if number)
     console.print(
-        f"{found.looked_at:,} layouts looked at, {found.valid:,} legal and fitting; excluded: {excluded}\n"
+        f"{result.looked_at:,} layouts looked at, {result.valid:,} legal and fitting; excluded: {excluded}\n"
     )
 
 
-def lost(plan: Plan, one: RunnerUp) -> float:
-    """Returns how much worse than the winner a runner-up is, in what was optimized."""
+def lost(plan: Plan, runner_up: RunnerUp) -> float:
+    """Return how much worse than the winner a runner-up is, in the optimized quantity."""
     winner = plan.best[0]
-    ranks = one.layout.ranks / winner.ranks
-    return {"time": one.slower, "cost": (1 + one.slower) * ranks - 1, "gpus": ranks - 1}[plan.aim.optimize]
+    ranks = runner_up.layout.ranks / winner.ranks
+    return {"time": runner_up.slower, "cost": (1 + runner_up.slower) * ranks - 1, "gpus": ranks - 1}[
+        plan.aim.optimize
+    ]
 
 
 def _print_explained(console: Console, plan: Plan) -> None:
-    """The layout's breakdown; beside it the best other one, where there was a search."""
+    """Print the layout's breakdown; after a search, beside the best other layout."""
     other = _rival(plan)
     console.print(f"\n{plan.chosen.layout}", style="bold")
     if other is not None:
@@ -204,48 +209,53 @@ def _print_explained(console: Console, plan: Plan) -> None:
 
 
 def _rival(plan: Plan) -> Estimate | None:
-    found = plan.found
-    return next((one for one in found.best if one.layout != plan.chosen.layout), None) if found else None
+    result = plan.search_result
+    return (
+        next((estimate for estimate in result.best if estimate.layout != plan.chosen.layout), None)
+        if result
+        else None
+    )
 
 
-def _breakdown(what: str, mine: Estimate, other: Estimate | None) -> Table:
-    rows = dict(terms(what, mine, other))
-    total = (sum(one for one, _ in rows.values()), sum(two or 0.0 for _, two in rows.values()))
-    unit, scale = ("GB", 1e-9) if what == "memory" else ("s", 1.0)
+def _breakdown(quantity: str, chosen: Estimate, other: Estimate | None) -> Table:
+    rows = dict(terms(quantity, chosen, other))
+    total = (sum(this for this, _ in rows.values()), sum(that or 0.0 for _, that in rows.values()))
+    unit, scale = ("GB", 1e-9) if quantity == "memory" else ("s", 1.0)
     table = Table(
-        title=f"{what}, {unit}" + (" of the worst rank" if what == "memory" else ""), title_justify="left"
+        title=f"{quantity}, {unit}" + (" of the worst rank" if quantity == "memory" else ""),
+        title_justify="left",
     )
     for column in ("", "this", "share", *(("other", "difference") if other else ())):
         table.add_column(column, justify="right" if column else "left")
-    for name, (one, two) in [*rows.items(), ("total", (total[0], total[1] if other else None))]:
-        row = [name.replace("_", " "), f"{one * scale:.4g}", f"{one / total[0]:.1%}"]
-        if two is not None:
-            row += [f"{two * scale:.4g}", f"{(one - two) * scale:+.3g}"]
+    for name, (this, that) in [*rows.items(), ("total", (total[0], total[1] if other else None))]:
+        row = [name.replace("_", " "), f"{this * scale:.4g}", f"{this / total[0]:.1%}"]
+        if that is not None:
+            row += [f"{that * scale:.4g}", f"{(this - that) * scale:+.3g}"]
         table.add_row(*row, style="bold" if name == "total" else None)
     return table
 
 
 def terms(
-    what: str, mine: Estimate, other: Estimate | None
+    quantity: str, chosen: Estimate, other: Estimate | None
 ) -> Iterator[tuple[str, tuple[float, float | None]]]:
-    """Each term that either layout has: (this, other)."""
-    first: Mapping[str, float] = getattr(mine, what)
-    second: Mapping[str, float] = getattr(other, what) if other else {}
+    """Yield each term that either layout has: (name, (chosen, other))."""
+    first: Mapping[str, float] = getattr(chosen, quantity)
+    second: Mapping[str, float] = getattr(other, quantity) if other else {}
     for name in dict.fromkeys((*first, *second)):
         pair = first.get(name, 0.0), second.get(name, 0.0)
         if any(pair):
             yield name, (pair[0], pair[1] if other else None)
 
 
-def _verdict(mine: Estimate, other: Estimate | None) -> str:
-    room = (mine.capacity_bytes - mine.memory_bytes) / 1e9
-    text = f"fits with {room:.1f} GB to spare" if mine.fits else f"does not fit: {-room:.1f} GB too much"
-    text += f"; {mine.tokens_per_s:,.0f} tokens/s, MFU {mfu_text(mine)}, {mine.flops_per_s / 1e12:,.4g} TFLOP/s each"
-    text += f"; exact schedule against closed form {mine.step_s / mine.closed_form_s - 1:+.2%}"
+def _verdict(chosen: Estimate, other: Estimate | None) -> str:
+    room = (chosen.capacity_bytes - chosen.memory_bytes) / 1e9
+    text = f"fits with {room:.1f} GB to spare" if chosen.fits else f"does not fit: {-room:.1f} GB too much"
+    text += f"; {chosen.tokens_per_s:,.0f} tokens/s, MFU {mfu_text(chosen)}, {chosen.flops_per_s / 1e12:,.4g} TFLOP/s each"
+    text += f"; exact schedule against closed form {chosen.step_s / chosen.closed_form_s - 1:+.2%}"
     if other is None:
         return text
-    most = max(terms("time", mine, other), key=lambda term: abs(term[1][0] - (term[1][1] or 0.0)))
-    change = mine.step_s / other.step_s - 1
+    most = max(terms("time", chosen, other), key=lambda term: abs(term[1][0] - (term[1][1] or 0.0)))
+    change = chosen.step_s / other.step_s - 1
     winner = "this is the quicker" if change < 0 else "the other is the quicker"
     return f"{text}\n{winner} by {abs(change):.1%} of its step, most of it {most[0].replace('_', ' ')}"
 
@@ -297,12 +307,12 @@ def _run_rows(run: RunEstimate) -> Iterator[tuple[str, str]]:
     )
 
 
-def _range(found: Percentiles, units: Sequence[Unit]) -> str:
-    return f"P5 {written(found.p5, units)}, P95 {written(found.p95, units)}"
+def _range(percentiles: Percentiles, units: Sequence[DisplayUnit]) -> str:
+    return f"P5 {written(percentiles.p5, units)}, P95 {written(percentiles.p95, units)}"
 
 
 def _failures(run: RunEstimate) -> str:
-    """The rate at which something fails, and the number of failures in all; fewer than one is a chance."""
+    """Describe the failure rate and the expected number of failures; fewer than one is a probability."""
     if math.isinf(run.mtti_s):
         return "none are expected"
     in_all = f"{run.failures:,.0f}" if run.failures >= 1 else f"{run.failures:.2g}"
@@ -313,33 +323,35 @@ def _failures(run: RunEstimate) -> str:
 
 
 def print_answer(answer: BudgetAnswer) -> None:
-    """Everything that fits a terminal."""
+    """Print the recommended models of a budget as sentences and tables."""
     console = text_console()
-    for place, one in enumerate(answer.found):
-        console.print(Text.assemble(("train" if place == 0 else "or", "bold"), f" {sentence(answer, one)}"))
+    for index, recommendation in enumerate(answer.recommendations):
+        console.print(
+            Text.assemble(("train" if index == 0 else "or", "bold"), f" {sentence(answer, recommendation)}")
+        )
     for text in (*answer.left_out, *comparison(answer)):
         console.print(text)
-    for one in answer.found:
-        for title, columns, rows in tables(one):
+    for recommendation in answer.recommendations:
+        for title, columns, rows in tables(recommendation):
             table = Table(title=title, title_justify="left", box=None)
-            for place, column in enumerate(columns):
-                table.add_column(column, justify="right" if place else "left")
+            for index, column in enumerate(columns):
+                table.add_column(column, justify="right" if index else "left")
             for row in rows:
                 table.add_row(*row)
             console.print(table)
     console.print("What would change the answer", style="bold")
     for text in changes(answer):
         console.print(f"  {text}")
-    for one in answer.found:
-        if one.plan is not None:
-            console.print(str(one.plan.evidence), style="dim")
-            for caveat in one.plan.caveats:
-                caution = (f"caution, {one.shape.name}:", "bold yellow")
+    for recommendation in answer.recommendations:
+        if recommendation.plan is not None:
+            console.print(str(recommendation.plan.evidence), style="dim")
+            for caveat in recommendation.plan.caveats:
+                caution = (f"caution, {recommendation.shape.name}:", "bold yellow")
                 console.print(Text.assemble(caution, f" {caveat.text}"))
 
 
-def print_fit(law: FittedLaw, asked: Mapping[str, tuple[float, float]]) -> None:
-    """A law fitted to runs, run by run, and what it predicts."""
+def print_fit(law: FittedLaw, targets: Mapping[str, tuple[float, float]]) -> None:
+    """Print a fitted law run by run, and its predictions."""
     console = text_console(soft_wrap=True)
     table = Table(box=None)
     for column in ("run", "parameters", "tokens", "loss", "fitted", "off"):
@@ -355,11 +367,11 @@ def print_fit(law: FittedLaw, asked: Mapping[str, tuple[float, float]]) -> None:
         f"(P5-P95: floor {floors[0]:.2f} to {floors[1]:.2f}, exponents {alphas[0]:.2f} to {alphas[1]:.2f} and {betas[0]:.2f} to "
         f"{betas[1]:.2f}); typical error {law.typical_error:.2%}"
     )
-    for what, (parameters, tokens) in asked.items():
+    for title, (parameters, tokens) in targets.items():
         low, high = law.band(parameters, tokens)
         console.print(
             Text.assemble(
-                (what, "bold"),
+                (title, "bold"),
                 f": {count(parameters)} parameters on {count(tokens)} tokens: predicted loss {law.loss(parameters, tokens):.3f} "
                 f"(P5-P95 {low:.3f} to {high:.3f}), {law.beyond(parameters, tokens):.3g} times the compute of the largest run fitted",
             )
@@ -370,12 +382,15 @@ def print_fit(law: FittedLaw, asked: Mapping[str, tuple[float, float]]) -> None:
 
 
 def print_stacks(*, as_json: bool) -> None:
-    """Prints every name that ``--stack`` takes, as a table or as a list of what is known of dense models and of mixtures."""
+    """Print every name that ``--stack`` takes, with the published runs of dense models and of mixtures, as a table or JSON."""
     names = tuple(dict.fromkeys((OWN, *SOFTWARE, *STACKS)))
     if as_json:
-        known = {name: [asdict(one) for one in learned().software if one.software == name] for name in names}
-        unseen = [asdict(one) for one in learned().kinds if one.kind == "never"]
-        click.echo(json.dumps({"stacks": known, "without_runs": unseen}))
+        records = {
+            name: [asdict(record) for record in learned().software if record.software == name]
+            for name in names
+        }
+        unseen = [asdict(record) for record in learned().kinds if record.kind == "never"]
+        click.echo(json.dumps({"stacks": records, "without_runs": unseen}))
         return
     table = Table()
     for column in ("stack", "models", "accelerators, published runs of models", "left-out error", "P5-P95"):
@@ -387,14 +402,14 @@ def print_stacks(*, as_json: bool) -> None:
 
 
 def _rows(name: str) -> Iterator[tuple[str, str, str, str]]:
-    """Kind of models, runs, error and band, of dense models and of mixtures; one row of a stack without runs."""
-    known = [record for record in learned().software if record.software == name]
-    for record in known:
+    """Yield kind of models, runs, error and band, for dense models and mixtures; one row for a stack without runs."""
+    records = [record for record in learned().software if record.software == name]
+    for record in records:
         runs = ", ".join(f"{key} {on.runs} of {on.models}" for key, on in record.accelerators.items())
         low, high = record.ratios[0] - 1, record.ratios[-1] - 1
         kind = "mixtures" if record.mixture else "dense"
         yield kind, runs, f"{record.left_out_error:.0%}", f"{low:+.0%} to {high:+.0%}"
-    if not known:
+    if not records:
         unseen = learned().kind("never", mixture=False)
         low, high = unseen.ratios[0] - 1, unseen.ratios[-1] - 1
         yield (

@@ -1,4 +1,4 @@
-"""``phalanx plan --serve``: the workers that serve a model's traffic, what they cost, and why the others do not."""
+"""``phalanx plan --serve``: workers that serve a model's traffic, their cost, and the limits of the rejected ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.cli.output import text_console
 from phalanx.hardware.cluster import Cluster
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import RunSpec
-from phalanx_plan.serving.fleet import Answer, describe, nearest, plan_service
+from phalanx_plan.serving.fleet import ServingFleet, describe, nearest, plan_service
 from phalanx_plan.serving.step_cost import rank_token_bytes, requests_held, token_bytes, weight_bytes
 from phalanx_plan.serving.workers import DemandError, Service, read_objectives, read_traffic
 
@@ -22,7 +22,7 @@ from phalanx_plan.serving.workers import DemandError, Service, read_objectives, 
 def answer_service(
     spec: RunSpec, cluster: Cluster, traffic: str, slo: str, weight_format: str, *, top: int, as_json: bool
 ) -> None:
-    """Plans and prints; raises ``DemandError`` if no fleet keeps the objectives, with the nearest that is possible."""
+    """Plan and print a service. Raises ``DemandError``, with the nearest possible fleet, if none meets the objectives."""
     demand, objectives = read_traffic(traffic), read_objectives(slo)
     service, name = Service(resolve(spec.model), cluster, demand, objectives, weight_format), spec.name
     good, bad = plan_service(service)
@@ -34,8 +34,10 @@ def answer_service(
     _print(service, name, good, bad[:4], top)
 
 
-def _json(service: Service, name: str, good: list[Answer], bad: list[Answer]) -> dict[str, object]:
-    asked = {
+def _json(
+    service: Service, name: str, good: list[ServingFleet], bad: list[ServingFleet]
+) -> dict[str, object]:
+    demand = {
         key: value
         for part in (service.traffic, service.objectives)
         for key, value in dataclasses.asdict(part).items()
@@ -45,23 +47,23 @@ def _json(service: Service, name: str, good: list[Answer], bad: list[Answer]) ->
         "model": name,
         "cluster": service.cluster.key,
         "format": service.format,
-        "asked": asked,
+        "asked": demand,
         "token_bytes": token_bytes(service.model),
         "evidence": _EVIDENCE,
-        "answers": [_answer_json(each) for each in good],
-        "refused": [_answer_json(each) for each in bad],
+        "answers": [_answer_json(fleet) for fleet in good],
+        "refused": [_answer_json(fleet) for fleet in bad],
     }
 
 
-def _answer_json(answer: Answer) -> dict[str, object]:
-    found = dataclasses.asdict(answer)
-    found["ttft_s"] = dict(zip(("median", "percentile"), answer.ttft_s, strict=True))
-    found["tpot_s"] = dict(zip(("median", "percentile"), answer.tpot_s, strict=True))
-    return _finite(found)
+def _answer_json(answer: ServingFleet) -> dict[str, object]:
+    facts = dataclasses.asdict(answer)
+    facts["ttft_s"] = dict(zip(("median", "percentile"), answer.ttft_s, strict=True))
+    facts["tpot_s"] = dict(zip(("median", "percentile"), answer.tpot_s, strict=True))
+    return _finite(facts)
 
 
 def _finite(values: dict[str, object]) -> dict[str, object]:
-    """The same with ``None`` for what grows without bound, which JSON has no number for."""
+    """Return the values with ``None`` for infinite ones, for which JSON has no number."""
     return {
         key: _finite(value)
         if isinstance(value, dict)
@@ -78,9 +80,9 @@ _EVIDENCE = (
 )
 
 
-def _print(service: Service, name: str, good: list[Answer], bad: list[Answer], top: int) -> None:
+def _print(service: Service, name: str, good: list[ServingFleet], bad: list[ServingFleet], top: int) -> None:
     console, best, traffic = text_console(), good[0], service.traffic
-    held = traffic.prompt + traffic.text
+    context_tokens = traffic.prompt + traffic.text
     console.print(_EVIDENCE, style="dim")
     console.print(
         Text.assemble(
@@ -90,11 +92,11 @@ def _print(service: Service, name: str, good: list[Answer], bad: list[Answer], t
         )
     )
     weights = weight_bytes(service.model, best.decode, service.format) / 1e9
-    room = requests_held(service.model, service.cluster, best.decode, service.format, 8192, held)
-    more = 10e9 / (rank_token_bytes(service.model, best.decode) * held) * best.decode.data
+    room = requests_held(service.model, service.cluster, best.decode, service.format, 8192, context_tokens)
+    more = 10e9 / (rank_token_bytes(service.model, best.decode) * context_tokens) * best.decode.data
     console.print(
         f"a rank of decode holds {weights:,.1f} GB of weights; a token's pages take {token_bytes(service.model):,} bytes; a worker has "
-        f"room for {room:,} requests of {held:,.0f} tokens, "
+        f"room for {room:,} requests of {context_tokens:,.0f} tokens, "
         f"and with 10 GB more on each rank for {more:,.0f} more"
     )
     table = Table()
@@ -102,21 +104,21 @@ def _print(service: Service, name: str, good: list[Answer], bad: list[Answer], t
         table.add_column(column, justify="left" if column == "workers" else "right", overflow="fold")
     for column in ("TPOT p50", f"p{100 * service.objectives.percentile:g}", "$/M", "J/token"):
         table.add_column(column, justify="right")
-    for each in good[:top]:
-        table.add_row(*_row(each))
+    for fleet in good[:top]:
+        table.add_row(*_row(fleet))
     console.print(table)
     parts = ", ".join(f"{part} {seconds * 1e3:.3g} ms" for part, seconds in best.parts_s.items())
     console.print(f"the best one's step of decode, nothing overlapped: {parts}")
-    other = next((each for each in good if each.roles != best.roles), None)
+    other = next((fleet for fleet in good if fleet.roles != best.roles), None)
     if other is not None:
         console.print(
             f"the best with roles {other.roles}: {describe(other)}, {other.accelerators:,} gpus, {other.rate:,.4g} requests/s"
         )
-    for each in bad:
-        console.print(f"not {describe(each)}: {each.killed}", style="dim")
+    for fleet in bad:
+        console.print(f"not {describe(fleet)}: {fleet.killed}", style="dim")
 
 
-def _row(answer: Answer) -> tuple[str, ...]:
+def _row(answer: ServingFleet) -> tuple[str, ...]:
     workers = f"{answer.decode_workers} x {answer.decode}"
     if answer.roles == "apart":
         workers = f"{answer.prefill_workers} x {answer.prefill} > {workers}"

@@ -96,15 +96,15 @@ def _range(seeds: str) -> range:
     return range(int(first), int(end))
 
 
-def _progress(what: str) -> OnProgress:
-    """Returns a callback that says on stderr how far it is, every few seconds; a short simulation says nothing."""
+def _progress(unit: str) -> OnProgress:
+    """Return a callback that prints the progress on stderr every few seconds; a short simulation prints nothing."""
     last_s = time.monotonic()
 
-    def show(done: float, total: float) -> None:
+    def show(finished: float, total: float) -> None:
         nonlocal last_s
         if time.monotonic() - last_s > _PAUSE_S:
             last_s = time.monotonic()
-            click.echo(f"simulated {done:,.3g} of {total:,g} {what}", err=True)
+            click.echo(f"simulated {finished:,.3g} of {total:,g} {unit}", err=True)
 
     return show
 
@@ -229,9 +229,11 @@ def start_command(options: SimulateStartOptions) -> None:
 
     costs = MEASURED
     if options.file_calls_per_s is not None:
-        given = replace(costs.file_calls_per_s, value=options.file_calls_per_s, source="--file-calls-per-s")
-        costs = replace(costs, file_calls_per_s=given)
-    found = [
+        file_calls = replace(
+            costs.file_calls_per_s, value=options.file_calls_per_s, source="--file-calls-per-s"
+        )
+        costs = replace(costs, file_calls_per_s=file_calls)
+    starts = [
         start(
             count,
             options.workers,
@@ -243,31 +245,35 @@ def start_command(options: SimulateStartOptions) -> None:
         )
         for count in options.nodes or _NODES
     ]
-    click.echo(json.dumps([_as_json(one) for one in found]) if options.as_json else "\n".join(_table(found)))
+    click.echo(
+        json.dumps([_as_json(start_time) for start_time in starts])
+        if options.as_json
+        else "\n".join(_table(starts))
+    )
 
 
-def _as_json(one: Start) -> dict[str, object]:
+def _as_json(start_time: Start) -> dict[str, object]:
     phases = [
         {
             "phase": phase.name,
             "s": phase.duration_s,
             "source": phase.source,
-            "hidden": phase.name == one.hidden,
+            "hidden": phase.name == start_time.hidden,
         }
-        for phase in one.phases
+        for phase in start_time.phases
     ]
-    return {"nodes": one.nodes, "total_s": one.total_s, "phases": phases}
+    return {"nodes": start_time.nodes, "total_s": start_time.total_s, "phases": phases}
 
 
-def _table(found: list[Start]) -> list[str]:
-    lines = [f"{'seconds, nodes:':<18}" + "".join(f"{one.nodes:>12,}" for one in found)]
-    for place, phase in enumerate(found[0].phases):
+def _table(starts: list[Start]) -> list[str]:
+    lines = [f"{'seconds, nodes:':<18}" + "".join(f"{start_time.nodes:>12,}" for start_time in starts)]
+    for index, phase in enumerate(starts[0].phases):
         cells = (
-            f"({one.phases[place].duration_s:,.1f})"
-            if phase.name == one.hidden
-            else f"{one.phases[place].duration_s:,.1f}"
-            for one in found
+            f"({start_time.phases[index].duration_s:,.1f})"
+            if phase.name == start_time.hidden
+            else f"{start_time.phases[index].duration_s:,.1f}"
+            for start_time in starts
         )
         lines.append(f"{phase.name:<18}" + "".join(f"{cell:>12}" for cell in cells))
-    lines.append(f"{'in all':<18}" + "".join(f"{one.total_s:>12,.1f}" for one in found))
+    lines.append(f"{'in all':<18}" + "".join(f"{start_time.total_s:>12,.1f}" for start_time in starts))
     return [*lines, "(in brackets: hidden by what goes on at the same time)"]

@@ -1,7 +1,7 @@
-"""``phalanx plan --budget`` and ``--fit``: the size and tokens that a budget is best spent on, and laws of a user's own small runs.
+"""``phalanx plan --budget`` and ``--fit``: the best model size and tokens for a budget, and laws fitted to a user's small runs.
 
-A law joins runs that differ in size and tokens alone: the same text, tokenizer, length of sequences, text that is held out, and kind of
-model. Whether each was trained well (learning rate, schedule to its end) shows in no field; a run that was not pulls the law.
+A law covers runs that differ in size and tokens alone: the same text, tokenizer, sequence length, held-out text and kind of
+model. No field shows whether a run was trained well (learning rate, complete schedule); a badly trained run biases the law.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from phalanx_plan.scaling.fit import SmallRun
 
 _TO_CHOOSE = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
-"""Fields that decide what is learned, which no budget knows."""
+"""Fields that decide what is learned, which a budget does not determine."""
 
 
 def refuse_beside(option: str, allowed: Sequence[str], instead: str) -> None:
-    """Raises ``UsageError`` for options that ``option`` decides itself or does not look at."""
+    """Raise ``UsageError`` for options that ``option`` decides itself or ignores."""
     wrong = [
         "a run file or directory" if field == "files" else name
         for field, name in given_options().items()
@@ -38,7 +38,7 @@ def refuse_beside(option: str, allowed: Sequence[str], instead: str) -> None:
 
 
 def refuse_model_fields(overrides: Sequence[str]) -> None:
-    """Raises ``UsageError`` for fields that the answer decides."""
+    """Raise ``UsageError`` for fields that the answer decides."""
     for text in overrides:
         field = text.partition("=")[0].strip()
         if field.startswith("model.") or field in (
@@ -54,30 +54,30 @@ def refuse_model_fields(overrides: Sequence[str]) -> None:
 
 
 def answer_budget(question: Question, *, out: Path | None, report: Path | None, as_json: bool) -> None:
-    """Finds what to train, prints it, and writes the files that were asked for, of the better kind of model."""
+    """Find the best model for a budget, print it, and write the output files of the better kind of model."""
     from phalanx_plan.cli.plan_tables import print_answer
     from phalanx_plan.scaling.answer import answer
     from phalanx_plan.scaling.words import answer_json
 
-    found = answer(question, say=lambda text: click.echo(f"{text} ...", err=True))
-    if (out is not None or report is not None) and found.best.plan is None:
+    recommended = answer(question, on_progress=lambda text: click.echo(f"{text} ...", err=True))
+    if (out is not None or report is not None) and recommended.best.plan is None:
         raise click.UsageError("--out and --report are of a run on a cluster: give --cluster NAME:COUNT")
-    _write(found, out, report)
+    _write(recommended, out, report)
     if as_json:
-        click.echo(json.dumps(answer_json(found), allow_nan=False))
+        click.echo(json.dumps(answer_json(recommended), allow_nan=False))
     else:
-        print_answer(found)
+        print_answer(recommended)
 
 
-def _write(found: BudgetAnswer, out: Path | None, report: Path | None) -> None:
-    best = found.best
+def _write(recommended: BudgetAnswer, out: Path | None, report: Path | None) -> None:
+    best = recommended.best
     if best.plan is None:
         return
     if report is not None:
         from phalanx_plan.report.page import report_page
         from phalanx_plan.scaling.words import report_section
 
-        page = report_page(best.plan, [("What to train", report_section(found))])
+        page = report_page(best.plan, [("What to train", report_section(recommended))])
         report.write_text(page, encoding="utf-8")
         click.echo(f"wrote {report}", err=True)
     if out is not None:
@@ -95,7 +95,7 @@ def _write(found: BudgetAnswer, out: Path | None, report: Path | None) -> None:
 def answer_fit(
     places: Sequence[Path], *, overrides: Sequence[str], tokens: str | None, budget: str | None, as_json: bool
 ) -> None:
-    """Fits a law to the run directories among ``places``, and predicts the run file among them, or what FLOP are best spent on."""
+    """Fit a law to the run directories among ``places``; predict the run file among them, or the best model for a FLOP budget."""
     from phalanx_plan.cli.plan_tables import print_fit
     from phalanx_plan.scaling.fit import fit
     from phalanx_plan.scaling.words import fit_json
@@ -106,15 +106,15 @@ def answer_fit(
     if (tokens or overrides) and not files:
         raise click.UsageError("--tokens and --set change the run file that --fit predicts: give one")
     law = fit(read_runs([place for place in places if place not in files]))
-    asked: dict[str, tuple[float, float]] = {}
+    targets: dict[str, tuple[float, float]] = {}
     if files:
-        asked[str(files[0])] = _asked_run(files[0], overrides, tokens)
+        targets[str(files[0])] = _asked_run(files[0], overrides, tokens)
     if budget is not None:
-        asked[f"the best for {budget}"] = law.law.optimum(_flops(budget))
+        targets[f"the best for {budget}"] = law.law.optimum(_flops(budget))
     if as_json:
-        click.echo(json.dumps(fit_json(law, asked), allow_nan=False))
+        click.echo(json.dumps(fit_json(law, targets), allow_nan=False))
     else:
-        print_fit(law, asked)
+        print_fit(law, targets)
 
 
 def _asked_run(path: Path, overrides: Sequence[str], tokens: str | None) -> tuple[float, float]:
@@ -140,7 +140,7 @@ def _flops(text: str) -> float:
 
 
 def read_runs(places: Sequence[Path]) -> tuple[SmallRun, ...]:
-    """The runs in these directories. Raises ``FitError`` for one that is not finished, not of the others' kind, or no run."""
+    """Return the runs in these directories. Raises ``FitError`` for an unfinished run, a run of another kind, or no run."""
     from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
     from phalanx_plan.scaling.fit import FitError
 
@@ -166,7 +166,7 @@ def read_runs(places: Sequence[Path]) -> tuple[SmallRun, ...]:
 
 
 def size_of(spec: RunSpec) -> int:
-    """The size that laws speak of: parameters that a token meets, embedding included."""
+    """Return the model size that laws use: active parameters of a token, embedding included."""
     from phalanx.model.facts.shape import count
     from phalanx.run.kinds.whole_model import resolve
 

@@ -1,1 +1,1 @@
-"""Plans for people: the HTML page with its charts, and the trace of a step."""
+"""Output for people: the HTML page with its charts, and the trace of a step."""

@@ -1,12 +1,11 @@
 """Analyses that the report of a plan draws: a step on a time line, rank by rank, and its sensitivity to the inputs.
 
-A step is made of a flush of the pipeline (with GPipe one for each slot that a rank computes) and of what comes around them: gathering
-weights, reducing gradients, the update, and the terms that stand for all ranks waiting for each other. The same spans are
-drawn in the report and written in the Trace Event Format of Chrome, which ui.perfetto.dev opens (Google, "Trace Event
+A step consists of a flush of the pipeline (with GPipe one for each slot of a rank) and the work around it: gathering
+weights, reducing gradients, the update, and the terms in which all ranks wait for each other. The report draws these spans, and they are
+written in the Trace Event Format of Chrome, which ui.perfetto.dev opens (Google, "Trace Event
 Format", 2016). On every rank the events follow each other without a gap and sum to the step.
 
-An estimate is only as good as its inputs, and they are not equally good. A figure that hardly matters need not be known well;
-one that decides is worth measuring.
+The sensitivity shows which inputs matter: a figure that decides the answer is worth measuring, one that hardly changes it is not.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from phalanx_plan.step_cost.pipeline import flush_s, timeline
 from phalanx_plan.step_cost.step_time import hop_s
 from phalanx_plan.whole_run.estimate import LEVELS, estimate_run
 from phalanx_plan.workload.candidates import candidates_of
-from phalanx_plan.workload.stacks import Job, Stack
+from phalanx_plan.workload.stacks import Stack, TrainingJob
 
 _MOST_ACTIONS = 60_000
-"""Most actions of a flush that is drawn whole; of longer ones the beginning is."""
+"""Most actions of a flush that is drawn completely; of longer flushes only the beginning is drawn."""
 _IN_FLUSH = frozenset(
     {
         "matmul",
@@ -49,7 +48,7 @@ _KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that a pipeline rank does, or waits for."""
+    """An activity or a wait of a pipeline rank."""
 
     rank: int
     name: str
@@ -72,28 +71,28 @@ class StepTimeline:
     """Events by rank and time; the first flush action by action, the others as one event each."""
 
 
-def step_timeline(job: Job, found: Estimate) -> StepTimeline:
-    """The spans of the step of an estimate."""
-    evaluation = prepare(job, candidates_of([found.layout], job.modes))
+def step_timeline(job: TrainingJob, chosen: Estimate) -> StepTimeline:
+    """Return the spans of the step of an estimate."""
+    evaluation = prepare(job, candidates_of([chosen.layout], job.modes))
     pipes = evaluation.pipes
     ranks, micro_batches = int(pipes.ranks[0]), int(pipes.micro_batches[0])
-    batch = found.layout.data * found.layout.micro_batch * micro_batches
+    batch = chosen.layout.data * chosen.layout.micro_batch * micro_batches
     flushes = job.workload.batch // batch
-    inside = sum(seconds for name, seconds in found.time.items() if name in _IN_FLUSH) / flushes
-    flush = list(_flush(evaluation, found, micro_batches, inside))
-    events = [event for rank in range(ranks) for event in _rank(rank, found, flush, flushes, inside)]
-    return StepTimeline(ranks, flushes, inside, found.step_s, tuple(events))
+    inside = sum(seconds for name, seconds in chosen.time.items() if name in _IN_FLUSH) / flushes
+    flush = list(_flush(evaluation, chosen, micro_batches, inside))
+    events = [event for rank in range(ranks) for event in _rank(rank, chosen, flush, flushes, inside)]
+    return StepTimeline(ranks, flushes, inside, chosen.step_s, tuple(events))
 
 
 def _flush(
-    evaluation: Evaluation, found: Estimate, micro_batches: int, inside: float
+    evaluation: Evaluation, chosen: Estimate, micro_batches: int, inside: float
 ) -> Iterator[TraceEvent]:
-    """Yields the actions of each rank in a flush; the rest of a long one is one event."""
+    """Yield the actions of each rank in a flush; the remainder of a long flush is one event."""
     job, pipes = evaluation.job, evaluation.pipes
     ranks, per_rank = int(pipes.ranks[0]), int(pipes.per_rank[0])
     times = stage_times(evaluation, np.array([0]))
     hop = float(np.broadcast_to(hop_s(job, evaluation.candidates), (1,))[0]) if ranks > 1 else 0.0
-    name = found.layout.schedule if ranks > 1 else "1f1b" if per_rank == 1 else "interleaved"
+    name = chosen.layout.schedule if ranks > 1 else "1f1b" if per_rank == 1 else "interleaved"
     drawn = _drawn(micro_batches, ranks, per_rank)
     last = inside
     if drawn < micro_batches:
@@ -110,18 +109,18 @@ def _flush(
 
 
 def _drawn(micro_batches: int, ranks: int, per_rank: int) -> int:
-    """Micro-batches that are drawn: all, or as many rounds of the pipeline as there is room for."""
+    """Return the number of drawn micro-batches: all, or as many rounds of the pipeline as there is room for."""
     room = max(4 * ranks, _MOST_ACTIONS // (3 * ranks * per_rank))
     return micro_batches if micro_batches <= room else room - (room - micro_batches) % ranks
 
 
 def _rank(
-    rank: int, found: Estimate, flush: list[TraceEvent], flushes: int, inside: float
+    rank: int, chosen: Estimate, flush: list[TraceEvent], flushes: int, inside: float
 ) -> Iterator[TraceEvent]:
-    """All of a rank's step, with what it waits for."""
+    """Yield all events of a rank's step, waits included."""
     now = 0.0
     outside: Mapping[str, float] = {
-        name: seconds for name, seconds in found.time.items() if name not in _IN_FLUSH and seconds > 0
+        name: seconds for name, seconds in chosen.time.items() if name not in _IN_FLUSH and seconds > 0
     }
     for name in _BEFORE:
         if name in outside:
@@ -142,7 +141,7 @@ def _rank(
 
 
 def _filled(rank: int, events: list[TraceEvent], start: float, length: float) -> Iterator[TraceEvent]:
-    """``events`` from ``start`` on, with "idle" wherever nothing is computed."""
+    """Yield ``events`` from ``start`` on, with "idle" events in the gaps."""
     least = 1e-9 * length
     now = 0.0
     for event in events:
@@ -155,9 +154,9 @@ def _filled(rank: int, events: list[TraceEvent], start: float, length: float) ->
         yield TraceEvent(rank, "idle", start + now, start + length)
 
 
-def perfetto(job: Job, found: Estimate) -> dict[str, object]:
-    """The step as a Chrome trace: times in microseconds, one thread for each pipeline rank."""
-    line = step_timeline(job, found)
+def perfetto(job: TrainingJob, chosen: Estimate) -> dict[str, object]:
+    """Return the step as a Chrome trace: times in microseconds, one thread for each pipeline rank."""
+    line = step_timeline(job, chosen)
     names = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
         for rank in range(line.ranks)
@@ -166,7 +165,7 @@ def perfetto(job: Job, found: Estimate) -> dict[str, object]:
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [process, *names, *(_chrome(event) for event in line.events)],
-        "otherData": {"step_s": line.step_s, "layout": {k: str(v) for k, v in asdict(found.layout).items()}},
+        "otherData": {"step_s": line.step_s, "layout": {k: str(v) for k, v in asdict(chosen.layout).items()}},
     }
 
 
@@ -183,7 +182,7 @@ def _chrome(event: TraceEvent) -> dict[str, object]:
     }
 
 
-# Sensitivity: the step and the days of a plan, with one figure at a time lowered and raised; the layout stays as it was chosen.
+# Sensitivity: the step and the days of a plan with one figure at a time lowered and raised, in the chosen layout.
 
 
 CHANGE = 0.2
@@ -191,17 +190,17 @@ CHANGE = 0.2
 
 
 def step_changes(plan: Plan) -> dict[str, tuple[float, float]]:
-    """Returns for each figure the step's change in per cent when it is a fifth lower and a fifth higher; the largest first."""
-    found = {}
+    """Return, for each figure, the step's change in per cent when it is lowered and raised by ``CHANGE``; the largest first."""
+    changes = {}
     uplinks_s = plan.chosen.time.get(UPLINKS, 0.0)
     for name, lower, higher in _jobs(plan.job):
         pair = [estimate(job, plan.chosen.layout).step_s + uplinks_s for job in (lower, higher)]
-        found[name] = tuple(100 * (seconds / plan.chosen.step_s - 1) for seconds in pair)
-    ordered = sorted(found.items(), key=lambda item: -max(map(abs, item[1])))
+        changes[name] = tuple(100 * (seconds / plan.chosen.step_s - 1) for seconds in pair)
+    ordered = sorted(changes.items(), key=lambda item: -max(map(abs, item[1])))
     return {name: (low, high) for name, (low, high) in ordered}
 
 
-def _jobs(job: Job) -> Iterator[tuple[str, Job, Job]]:
+def _jobs(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, TrainingJob]]:
     chip = job.cluster.accelerator
     figures = {
         "memory bandwidth": ("accelerator.memory_bytes_per_s", chip.memory_bytes_per_s.value),
@@ -214,7 +213,7 @@ def _jobs(job: Job) -> Iterator[tuple[str, Job, Job]]:
             low, high = (_with(job, figure, value * factor) for factor in (1 - CHANGE, 1 + CHANGE))
             yield name, low, high
     if (watts := chip.power_w.value) > 0:
-        # Large products settle at the power limit, below the data sheet's peak, which then hardly matters. No higher limit was ever measured.
+        # Large products run at the power limit, below the data sheet's peak, which then hardly matters. No higher limit was ever measured.
         yield "power limit", _with(job, "accelerator.power_w", watts * (1 - CHANGE)), job
     yield "peak FLOP/s", _with_flops(job, 1 - CHANGE), _with_flops(job, 1 + CHANGE)
     for name, scaled in (("scale tax", _with_tax), ("overlap of data axes", _with_data_overlap)):
@@ -230,31 +229,33 @@ def _with_data_overlap(stack: Stack, factor: float) -> Stack:
     return replace(stack, overlap=replace(stack.overlap, data=stack.overlap.data * factor))
 
 
-def _with(job: Job, figure: str, value: float) -> Job:
+def _with(job: TrainingJob, figure: str, value: float) -> TrainingJob:
     cluster = with_value(job.cluster, figure, value)
     return replace(job, cluster=cluster, profile=Profile(cluster.accelerator, job.profile.constants))
 
 
-def _with_flops(job: Job, factor: float) -> Job:
+def _with_flops(job: TrainingJob, factor: float) -> TrainingJob:
     for name, fact in job.cluster.accelerator.flops.items():
         job = _with(job, f"accelerator.flops.{name}", fact.value * factor)
     return job
 
 
 def days_changes(plan: Plan) -> dict[str, float]:
-    """Days of the run when one thing about it is otherwise."""
-    given = plan.assumptions
-    changed = {f"failure rates: {level}": replace(given, failure_level=level) for level in LEVELS}
-    # Where memory is saved to at given times, storage is all the same saved to at its own.
-    from_storage_s = None if given.checkpoint_interval_s is None else given.durable_interval_s
-    restart = replace(given, recovery="restart", checkpoint_interval_s=from_storage_s)
+    """Return the days of the run under each changed assumption."""
+    planned = plan.assumptions
+    changed = {f"failure rates: {level}": replace(planned, failure_level=level) for level in LEVELS}
+    # With fixed times for saves to memory, saves to storage keep their own interval.
+    from_storage_s = None if planned.checkpoint_interval_s is None else planned.durable_interval_s
+    restart = replace(planned, recovery="restart", checkpoint_interval_s=from_storage_s)
     changed |= {
         "recovery: restart from storage": restart,
-        "recovery: shrink by a replica": replace(given, recovery="shrink"),
+        "recovery: shrink by a replica": replace(planned, recovery="shrink"),
     }
-    found = {name: estimate_run(plan.inputs, one).days for name, one in changed.items()}
+    days_by_change = {
+        name: estimate_run(plan.inputs, assumptions).days for name, assumptions in changed.items()
+    }
     for name, ratio in (("P5", plan.band.p5), ("P95", plan.band.p95)):
         step_s = plan.chosen.step_s * ratio
         inputs = replace(plan.inputs, step_s=step_s)
-        found[f"step time at its {name}, {ratio - 1:+.0%}"] = estimate_run(inputs, given).days
-    return found
+        days_by_change[f"step time at its {name}, {ratio - 1:+.0%}"] = estimate_run(inputs, planned).days
+    return days_by_change

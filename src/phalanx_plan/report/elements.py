@@ -17,60 +17,65 @@ from phalanx_plan.step_cost.estimate import Estimate
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A unit, and how many of the base unit it is."""
+class DisplayUnit:
+    """A unit and its size in base units."""
 
     name: str
     size: float
 
     def __call__(self, value: float, digits: int = 4) -> str:
-        """``value``, in the base unit, as a number of this unit, without its name; large ones written out, as people write money."""
+        """Format ``value``, in the base unit, as a number of this unit without its name; large numbers are written out."""
         short = f"{value / self.size:.{digits}g}"
         return f"{float(short):,.15g}" if abs(value) >= self.size else short
 
 
-DAYS = (Unit("days", 1.0), Unit("hours", 1 / 24), Unit("minutes", 1 / 1440), Unit("s", 1 / 86_400))
-"""Units of days. The largest unit of which there is at least one is taken, here and below."""
-BETWEEN = (Unit("days", 86_400.0), Unit("minutes", 60.0), Unit("s", 1.0))
+DAYS = (
+    DisplayUnit("days", 1.0),
+    DisplayUnit("hours", 1 / 24),
+    DisplayUnit("minutes", 1 / 1440),
+    DisplayUnit("s", 1 / 86_400),
+)
+"""Units of days. Here and below, the largest unit is taken of which there is at least one."""
+BETWEEN = (DisplayUnit("days", 86_400.0), DisplayUnit("minutes", 60.0), DisplayUnit("s", 1.0))
 """Units of seconds between failures."""
-ENERGY = (Unit("GWh", 1e6), Unit("MWh", 1e3), Unit("kWh", 1.0), Unit("Wh", 1e-3))
+ENERGY = (DisplayUnit("GWh", 1e6), DisplayUnit("MWh", 1e3), DisplayUnit("kWh", 1.0), DisplayUnit("Wh", 1e-3))
 """Units of kWh."""
-POWER = (Unit("MW", 1e6), Unit("kW", 1e3), Unit("W", 1.0))
+POWER = (DisplayUnit("MW", 1e6), DisplayUnit("kW", 1e3), DisplayUnit("W", 1.0))
 """Units of W."""
-CO2 = (Unit("kt", 1e6), Unit("t", 1e3), Unit("kg", 1.0), Unit("g", 1e-3))
+CO2 = (DisplayUnit("kt", 1e6), DisplayUnit("t", 1e3), DisplayUnit("kg", 1.0), DisplayUnit("g", 1e-3))
 """Units of kg."""
-DOLLARS = (Unit("M$", 1e6), Unit("$", 1.0))
+DOLLARS = (DisplayUnit("M$", 1e6), DisplayUnit("$", 1.0))
 """Units of US dollars."""
 
 
 def counted(number: float) -> str:
-    """A count of parameters or tokens, as in ``8.03 B``."""
+    """Format a count of parameters or tokens, as in ``8.03 B``."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:,.4g} {unit}"
     return f"{number:,.4g}"
 
 
-def mfu_text(found: Estimate) -> str:
-    """The MFU as most publish it, attention counted in full; with a "c", only the causal scores where these are far fewer."""
-    # Beside long sequences, scores that nobody computes would be most of the work: the figure would pass 100 %.
-    if found.causal_share < _MOSTLY_ATTENTION:
-        return f"{found.mfu_causal:.1%} c"
-    return f"{found.mfu:.1%}"
+def mfu_text(estimate: Estimate) -> str:
+    """Format the MFU with attention counted in full, as most publish it; with a "c", causal scores only, if these are far fewer."""
+    # With long sequences, scores that are never computed would be most of the work, and the figure would pass 100 %.
+    if estimate.causal_share < _MOSTLY_ATTENTION:
+        return f"{estimate.mfu_causal:.1%} c"
+    return f"{estimate.mfu:.1%}"
 
 
 _MOSTLY_ATTENTION = 0.75
 """Share of causal FLOP below which attention, counted in full, is more than half of all."""
 
 
-def unit_for(values: Sequence[float], units: Sequence[Unit]) -> Unit:
-    """The unit, of ``units`` from large to small, in which the largest of ``values`` is at least one."""
+def unit_for(values: Sequence[float], units: Sequence[DisplayUnit]) -> DisplayUnit:
+    """Return the first of ``units``, from large to small, in which the largest of ``values`` is at least one."""
     most = max((abs(value) for value in values if math.isfinite(value)), default=math.inf)
     return next((unit for unit in units if most >= unit.size), units[-1])
 
 
-def written(value: float, units: Sequence[Unit]) -> str:
-    """``value`` with its unit: ``12.3 days``."""
+def written(value: float, units: Sequence[DisplayUnit]) -> str:
+    """Format ``value`` with its unit: ``12.3 days``."""
     unit = unit_for([value], units)
     return f"{unit(value)} {unit.name}"
 
@@ -79,7 +84,7 @@ _BEFORE_FIELD = re.compile(r",(?=[a-z_]+=)")
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> str:
-    """A table with a line of headings; ``kind`` is its class in the page's style sheet. Layouts break after a comma."""
+    """Return a table with a line of headings; ``kind`` is its class in the page's style sheet. Layouts break after a comma."""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
         "<tr>"
@@ -145,12 +150,12 @@ class Dot:
 
 
 def colors(kinds: Iterable[str]) -> dict[str, str]:
-    """A color for each kind, in order."""
+    """Return a color for each kind, in order."""
     return {kind: _COLORS[number % len(_COLORS)] for number, kind in enumerate(kinds)}
 
 
 def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> str:
-    """Horizontal stacked bars with a legend; ``limit`` is drawn as a line."""
+    """Draw horizontal stacked bars with a legend; ``limit`` is drawn as a line."""
     kinds = [
         kind
         for kind in dict.fromkeys(k for bar in bars for k in bar.parts)
@@ -180,7 +185,7 @@ def stacked_bars(bars: Sequence[Bar], unit: str, limit: float | None = None) -> 
 
 
 def legend(color: Mapping[str, str]) -> str:
-    """Returns the legend of the colors."""
+    """Return the legend of the colors."""
     items = (
         f'<span><i style="background:{value}"></i>{escape(kind)}</span>' for kind, value in color.items()
     )
@@ -188,7 +193,7 @@ def legend(color: Mapping[str, str]) -> str:
 
 
 def gantt(spans: Sequence[GanttSpan], rows: Sequence[str], length: float, unit: str) -> str:
-    """A time line with one row for each of ``rows``."""
+    """Draw a time line with one row for each of ``rows``."""
     kinds = list(dict.fromkeys(span.kind for span in spans))
     color = colors(kinds) | {kind: "#e8e8e8" for kind in kinds if kind == "idle"}
     scale, each = _scale(0, length), max(5, min(18, 460 // max(1, len(rows))))
@@ -208,15 +213,15 @@ def gantt(spans: Sequence[GanttSpan], rows: Sequence[str], length: float, unit: 
 
 
 def scatter(dots: Sequence[Dot], x_unit: str, y_unit: str) -> str:
-    """Points, the marked ones larger."""
+    """Draw points; marked points are larger."""
     height = 260
-    x_low, x_high = padded([one.x for one in dots], 0.06)
-    y_low, y_high = padded([one.y for one in dots], 0.06)
+    x_low, x_high = padded([point.x for point in dots], 0.06)
+    y_low, y_high = padded([point.y for point in dots], 0.06)
     x, y = _scale(x_low, x_high), _vertical(y_low, y_high, height)
     marks = []
-    for one in sorted(dots, key=lambda one: one.marked):
-        fill, radius = ("#e15759", 7) if one.marked else ("#4e79a7", 4)
-        marks.append(dot(x(one.x), y(one.y), radius, f'fill="{fill}" fill-opacity="0.8"', one.title))
+    for point in sorted(dots, key=lambda point: point.marked):
+        fill, radius = ("#e15759", 7) if point.marked else ("#4e79a7", 4)
+        marks.append(dot(x(point.x), y(point.y), radius, f'fill="{fill}" fill-opacity="0.8"', point.title))
     axes = [*_x_axis(x_low, x_high, height, x_unit), *_y_axis(y_low, y_high, height, y_unit)]
     return _chart(height, [*marks, *axes])
 
@@ -227,7 +232,7 @@ def curves(
     y_unit: str,
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """Lines over a logarithmic x axis; ``mark`` is an x with a caption."""
+    """Draw lines over a logarithmic x axis; ``mark`` is an x with a caption."""
     height, color = 260, colors(lines)
     points = [point for curve in lines.values() for point in curve]
     low, high = (math.log10(bound) for bound in (min(p[0] for p in points), max(p[0] for p in points)))
@@ -248,16 +253,16 @@ def curves(
 
 
 def tornado(changes: Mapping[str, tuple[float, float]], unit: str) -> str:
-    """For each name, how the result changes when something is lowered and when it is raised."""
+    """Draw, for each name, the change of the result when a figure is lowered and when it is raised."""
     most = max([abs(value) for pair in changes.values() for value in pair] + [1e-9])
     scale = _scale(-most, most)
     marks = []
     for row, (name, pair) in enumerate(changes.items()):
         y = 8 + 22 * row
         marks.append(label(_LEFT - 6, y + 13, name, "end"))
-        for value, color, what in zip(pair, ("#4e79a7", "#f28e2b"), ("lower", "higher"), strict=True):
+        for value, color, direction in zip(pair, ("#4e79a7", "#f28e2b"), ("lower", "higher"), strict=True):
             x = min(scale(0), scale(value))
-            title = f"{name} {what}: {value:+.2f} {unit}"
+            title = f"{name} {direction}: {value:+.2f} {unit}"
             marks.append(_filled(x, y, abs(scale(value) - scale(0)), 17, color, title))
     height = 8 + 22 * len(changes)
     return _chart(
@@ -266,7 +271,7 @@ def tornado(changes: Mapping[str, tuple[float, float]], unit: str) -> str:
 
 
 def _chart(height: float, marks: Iterable[str], color: Mapping[str, str] | None = None) -> str:
-    """The drawing of ``marks`` over an x axis at ``height``, and a legend where ``color`` is given."""
+    """Return a drawing of ``marks`` over an x axis at ``height``, with a legend if ``color`` is set."""
     return drawing(WIDTH, height + _BOTTOM, marks) + (legend(color) if color else "")
 
 

@@ -1,8 +1,8 @@
-"""The report of a plan: one HTML page that stands alone, with charts, tables, and every assumption with its source.
+"""The report of a plan: one self-contained HTML page with charts, tables, and every assumption with its source.
 
-The first page is for those who pay for the run.
-The answer in a sentence, its range in days and money, what it rests on, three different plans beside each other, what would change
-it, and whether to go on. Everything is said in words and figures of the plan; the pages after it show where they come from.
+The first page is for those who pay for the run. It has the answer in a sentence, its range in days and money, the evidence, three
+different plans side by side, the most sensitive figures, and a verdict. It uses words and figures of the plan; the pages after it show
+their origin.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from phalanx_plan.report.elements import (
     DOLLARS,
     ENERGY,
     Bar,
+    DisplayUnit,
     Dot,
     GanttSpan,
-    Unit,
     counted,
     curves,
     gantt,
@@ -54,7 +54,7 @@ _MOST_CHANGES = 3
 
 
 def first_page(plan: Plan) -> str:
-    """The page's HTML, without its heading."""
+    """Return the page's HTML, without its heading."""
     return "".join(
         (
             f'<p class="answer">{escape(answer(plan))}</p>',
@@ -68,7 +68,7 @@ def first_page(plan: Plan) -> str:
 
 
 def answer(plan: Plan) -> str:
-    """The answer in one sentence, its range included: a figure alone would be taken for more than it is."""
+    """Return the answer in one sentence with its range, so that a single figure does not look exact."""
     run, chosen = plan.run, plan.chosen
     name = plan.job.cluster.accelerator.name
     sort = f"{counted(plan.job.workload.counts.parameters)} parameters on {counted(plan.tokens)} tokens"
@@ -87,7 +87,7 @@ def answer(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> tuple[str, tuple[str, ...]]:
-    """ "no-go", "measure first" or "go", and the reasons."""
+    """Return "no-go", "measure first" or "go", and the reasons."""
     against = tuple(_against(plan))
     if against:
         return "no-go", against
@@ -142,37 +142,43 @@ def _ranges(plan: Plan) -> str:
     )
 
 
-def _three_of(found: Percentiles) -> tuple[float, float, float]:
-    return found.p5, found.p50, found.p95
+def _three_of(percentiles: Percentiles) -> tuple[float, float, float]:
+    return percentiles.p5, percentiles.p50, percentiles.p95
 
 
 def _three(plan: Plan) -> str:
-    """The different plans side by side, one a column; nothing where one layout was asked for."""
+    """Compare the different plans side by side, one in a column; only a note if one layout was requested."""
     if not plan.ideas:
         return f'<p class="note">One layout was asked for: {escape(str(plan.chosen.layout))}</p>'
-    found = [idea.found for idea in plan.ideas]
-    days = [plan.tokens / one.tokens_per_s / 86_400 for one in found]
-    usd = [one.price_per_hour * one.ranks * day * 24 for one, day in zip(found, days, strict=True)]
+    estimates = [idea.estimate for idea in plan.ideas]
+    days = [plan.tokens / estimate.tokens_per_s / 86_400 for estimate in estimates]
+    usd = [
+        estimate.price_per_hour * estimate.ranks * day * 24
+        for estimate, day in zip(estimates, days, strict=True)
+    ]
     time, money = unit_for(days, DAYS), unit_for(usd, DOLLARS)
     rows = [
         ("the idea", *(idea.title for idea in plan.ideas)),
         (f"{time.name}, no failures", *map(time, days)),
         (f"{money.name}, no failures", *map(money, usd)),
-        ("MFU", *map(mfu_text, found)),
+        ("MFU", *map(mfu_text, estimates)),
         (
             "GB of memory",
-            *(f"{one.memory_bytes / 1e9:.1f} of {one.capacity_bytes / 1e9:.0f}" for one in found),
+            *(
+                f"{estimate.memory_bytes / 1e9:.1f} of {estimate.capacity_bytes / 1e9:.0f}"
+                for estimate in estimates
+            ),
         ),
-        ("accelerators", *(f"{one.ranks:,}" for one in found)),
+        ("accelerators", *(f"{estimate.ranks:,}" for estimate in estimates)),
         ("gives up", *("; ".join(idea.gives_up) or "nothing against the others" for idea in plan.ideas)),
-        ("--layout", *(str(one.layout) for one in found)),
+        ("--layout", *(str(estimate.layout) for estimate in estimates)),
     ]
-    heads = ("", *(f"plan {number}" for number in range(1, len(found) + 1)))
+    heads = ("", *(f"plan {number}" for number in range(1, len(estimates) + 1)))
     return "<h3>Three ways to do it</h3>" + html_table(heads, rows, "left plans")
 
 
 def _changes(plan: Plan) -> str:
-    """What moves the days most: figures of the machine, and of the run."""
+    """List the figures of the machine and of the run that change the days most."""
     time = unit_for([plan.run.days], DAYS)
     moved = sorted(days_changes(plan).items(), key=lambda item: -abs(item[1] - plan.run.days))
     rows = [
@@ -218,15 +224,19 @@ td:first-child, th:first-child, .left td, .left th { text-align: left } th { bor
 
 
 def report_page(plan: Plan, before: Sequence[tuple[str, str]] = ()) -> str:
-    """The whole page; ``before`` are titles and HTML of sections that come first."""
+    """Return the complete page; ``before`` are titles and HTML of sections that come first."""
     sections = [
         *before,
         ("Answer", first_page(plan)),
-        *([("The best by the exact schedule", _best(plan))] if plan.found else []),
+        *([("The best by the exact schedule", _best(plan))] if plan.search_result else []),
         ("Memory of each pipeline rank", _memory(plan)),
         ("Where the step goes", stacked_bars(_time_bars(plan), "s")),
         ("A step, as the schedule has it", _timeline(plan)),
-        *([("Pareto front", _front(plan)), ("What the others lose", _losers(plan))] if plan.found else []),
+        *(
+            [("Pareto front", _front(plan)), ("What the others lose", _losers(plan))]
+            if plan.search_result
+            else []
+        ),
         ("What moves the answer", _sensitivity(plan)),
         ("Goodput against the checkpoint interval", _goodput(plan)),
         ("The whole run", _run(plan)),
@@ -243,19 +253,19 @@ def report_page(plan: Plan, before: Sequence[tuple[str, str]] = ()) -> str:
 def _best(plan: Plan) -> str:
     rows = [
         (
-            str(one.layout),
-            f"{one.step_s:.4g}",
-            mfu_text(one),
-            f"{one.memory_bytes / 1e9:.1f} of {one.capacity_bytes / 1e9:.0f}",
-            f"{one.ranks:,}",
+            str(estimate.layout),
+            f"{estimate.step_s:.4g}",
+            mfu_text(estimate),
+            f"{estimate.memory_bytes / 1e9:.1f} of {estimate.capacity_bytes / 1e9:.0f}",
+            f"{estimate.ranks:,}",
         )
-        for one in plan.best
+        for estimate in plan.best
     ]
     return html_table(("layout", "step s", "MFU", "GB", "accelerators"), rows, "figures")
 
 
-def _between(value: float, found: Percentiles, units: Sequence[Unit]) -> str:
-    return f"{written(value, units)} (P5 {written(found.p5, units)}, P95 {written(found.p95, units)})"
+def _between(value: float, percentiles: Percentiles, units: Sequence[DisplayUnit]) -> str:
+    return f"{written(value, units)} (P5 {written(percentiles.p5, units)}, P95 {written(percentiles.p95, units)})"
 
 
 def _memory(plan: Plan) -> str:
@@ -267,11 +277,11 @@ def _memory(plan: Plan) -> str:
 
 
 def rank_memory(plan: Plan) -> list[Bar]:
-    """GB by kind on every rank of a pipeline."""
+    """Return the GB by kind on every rank of a pipeline."""
     evaluation = prepare(plan.job, candidates_of([plan.chosen.layout], plan.job.modes))
     place = _every_rank(evaluation, plan.chosen)
     kinds = memory_at(
-        plan.job, evaluation.candidates, evaluation.held, evaluation.costs, evaluation.pipes, place
+        plan.job, evaluation.candidates, evaluation.holdings, evaluation.costs, evaluation.pipes, place
     )
     ranks = len(place.rank)
     wide = {kind: np.broadcast_to(size, ranks) / 1e9 for kind, size in kinds.items()}
@@ -281,9 +291,9 @@ def rank_memory(plan: Plan) -> list[Bar]:
     ]
 
 
-def _every_rank(evaluation: Evaluation, found: Estimate) -> PlaceCounts:
-    """Place of each pipeline rank, ranks along the only axis."""
-    workload, layout = evaluation.job.workload, found.layout
+def _every_rank(evaluation: Evaluation, chosen: Estimate) -> PlaceCounts:
+    """Count the layers on each pipeline rank; ranks are the only axis."""
+    workload, layout = evaluation.job.workload, chosen.layout
     ranks, per_rank = layout.pipeline, layout.stages_per_rank
     placed = Schedule(layout.schedule, ranks, per_rank)
     counts, layer = np.zeros((4, ranks), dtype=np.int64), 0
@@ -298,11 +308,14 @@ def _every_rank(evaluation: Evaluation, found: Estimate) -> PlaceCounts:
 
 
 def _time_bars(plan: Plan) -> list[Bar]:
-    others = [one for one in plan.best if one is not plan.chosen][:5]
-    found = [("chosen", plan.chosen), *((f"next {number}", one) for number, one in enumerate(others, 1))]
+    others = [estimate for estimate in plan.best if estimate is not plan.chosen][:5]
+    named = [
+        ("chosen", plan.chosen),
+        *((f"next {number}", estimate) for number, estimate in enumerate(others, 1)),
+    ]
     return [
-        Bar(name, {term.replace("_", " "): seconds for term, seconds in one.time.items() if seconds > 0})
-        for name, one in found
+        Bar(name, {term.replace("_", " "): seconds for term, seconds in estimate.time.items() if seconds > 0})
+        for name, estimate in named
     ]
 
 
@@ -332,31 +345,35 @@ def _span(event: TraceEvent, row: int) -> GanttSpan:
 
 
 def _front(plan: Plan) -> str:
-    assert plan.found is not None, "only called after a search"
+    assert plan.search_result is not None, "only called after a search"
     dots = [
         Dot(
             point.step_s,
             point.memory_bytes / 1e9,
             f"{point.layout}: {point.step_s:.4g} s, {point.memory_bytes / 1e9:.1f} GB, {point.ranks:,}",
         )
-        for point in plan.found.front
+        for point in plan.search_result.front
     ]
-    mine = Dot(plan.chosen.step_s, plan.chosen.memory_bytes / 1e9, "chosen (exact schedule)", marked=True)
-    return scatter([*dots, mine], "seconds a step", "GB") + (
+    chosen = Dot(plan.chosen.step_s, plan.chosen.memory_bytes / 1e9, "chosen (exact schedule)", marked=True)
+    return scatter([*dots, chosen], "seconds a step", "GB") + (
         '<p class="note">Layouts that no other beats in time, memory and accelerators at once, by the closed form.</p>'
     )
 
 
 def _losers(plan: Plan) -> str:
-    assert plan.found is not None, "only called after a search"
+    assert plan.search_result is not None, "only called after a search"
     rows = [
-        (one.family, "does not fit" if one.slower == float("inf") else f"{one.slower:+.1%}", one.reason)
-        for one in sorted(plan.found.runners_up, key=lambda one: one.slower)
+        (
+            loser.family,
+            "does not fit" if loser.slower == float("inf") else f"{loser.slower:+.1%}",
+            loser.reason,
+        )
+        for loser in sorted(plan.search_result.runners_up, key=lambda loser: loser.slower)
     ]
-    excluded = [(reason, f"{count:,}") for reason, count in plan.found.excluded.items() if count]
+    excluded = [(reason, f"{count:,}") for reason, count in plan.search_result.excluded.items() if count]
     return (
         html_table(("best layout with", "step", "most of it"), rows, "left")
-        + f"<p>{plan.found.looked_at:,} layouts looked at; {plan.found.valid:,} are legal and fit.</p>"
+        + f"<p>{plan.search_result.looked_at:,} layouts looked at; {plan.search_result.valid:,} are legal and fit.</p>"
         + html_table(("excluded because", "layouts"), excluded)
     )
 
@@ -383,8 +400,8 @@ def _goodput(plan: Plan) -> str:
 
 def _curve(plan: Plan, level: RateLevel, intervals: Sequence[float]) -> Iterator[tuple[float, float]]:
     for interval_s in intervals:
-        given = dataclasses.replace(plan.assumptions, checkpoint_interval_s=interval_s)
-        yield interval_s, goodput_plan(plan.inputs, given, level).goodput
+        assumptions = dataclasses.replace(plan.assumptions, checkpoint_interval_s=interval_s)
+        yield interval_s, goodput_plan(plan.inputs, assumptions, level).goodput
 
 
 def _run(plan: Plan) -> str:
@@ -434,21 +451,25 @@ def _assumptions(plan: Plan) -> str:
         )
         facts.append((f"products in {format_}", error, origin.source, origin.date))
     stack = [(name, _plain(value)) for name, value in job.stack.facts()]
-    given = [
+    assumed = [
         (field.name, _plain(getattr(plan.assumptions, field.name)))
         for field in dataclasses.fields(plan.assumptions)
         if field.name != "failure_classes"
     ]
     classes = [
-        (one.name, f"{one.low:.3g} - {one.typical:.3g} - {one.high:.3g}", one.source)
-        for one in plan.assumptions.failure_classes
+        (
+            failure_class.name,
+            f"{failure_class.low:.3g} - {failure_class.typical:.3g} - {failure_class.high:.3g}",
+            failure_class.source,
+        )
+        for failure_class in plan.assumptions.failure_classes
     ]
     return (
         html_table(("machine", "value", "source", "date"), facts, "left")
         + html_table(("run", "source"), plan.run.sources.items(), "left")
         + html_table(("failures per 1,000 device-days", "low - typical - high", "source"), classes, "left")
         + html_table(("stack", job.stack.name), stack, "left")
-        + html_table(("assumption", "value"), given, "left")
+        + html_table(("assumption", "value"), assumed, "left")
     )
 
 

@@ -1,1 +1,1 @@
-"""Scaling laws, published and fitted to small runs, and the size and tokens that they call optimal for a budget."""
+"""Scaling laws, published and fitted to small runs, and the compute-optimal size and tokens for a budget."""

@@ -1,8 +1,8 @@
-"""Solves a budget for the size and tokens to train, with their cost on the fleet and what the published laws disagree about.
+"""Solve a budget for the size and tokens to train, with their cost on the fleet and the range of the published laws.
 
-A budget of FLOP needs no fleet. Dollars, days and accelerator-hours are what the planner finds for a model on a cluster, by a search of
-its layouts with failures, spares and prices: a few sizes are planned, the cost of a token between them is interpolated, and the size
-is solved for whose optimal tokens use the budget up; that size is planned in turn, until it stays what it is.
+A budget of FLOP needs no fleet. For dollars, days and accelerator-hours, the planner searches the layouts of a model on a cluster,
+with failures, spares and prices. A few sizes are planned, and the cost of a token is interpolated between them. The size is chosen
+whose optimal tokens use up the budget. That size is planned in turn, until it no longer changes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from phalanx_plan.scaling.laws import (
     routed_law,
 )
 from phalanx_plan.scaling.optimum import (
-    Budget,
     BudgetError,
     CostPerToken,
     Optimum,
     OverTrained,
+    TrainingBudget,
     flops_per_token,
     optimum,
     over_trained,
@@ -40,33 +40,33 @@ from phalanx_plan.scaling.optimum import (
     straight,
     tokens_for,
 )
-from phalanx_plan.scaling.shapes import EXPANSION, MODEL_KINDS, ModelKind, Shape, run_of_shape, shape_of
+from phalanx_plan.scaling.shapes import EXPANSION, MODEL_KINDS, ModelKind, ModelShape, run_of_shape, shape_of
 from phalanx_plan.search.plan import Plan, make_plan
-from phalanx_plan.search.query import Aim, RequestError
+from phalanx_plan.search.query import Aim, PlanRequestError
 
 SMALLER = (2.0, 4.0, 10.0)
-"""Factors by which the over-trained models that are compared are smaller."""
+"""Factors by which the compared over-trained models are smaller."""
 _ASSUMED_MFU = 0.35
-"""Utilization that the first size to plan is guessed with; no answer depends on it."""
+"""Utilization for the guess of the first size to plan; no answer depends on it."""
 _APART = 3.0
 _MOST_PLANS = 5
 _SETTLED = 0.05
-"""Relative change of the size below which it is not planned again: shapes are of whole layers, and losses so near are the same."""
+"""Relative change of the size below which it is not planned again: shapes have whole layers, and losses so near are the same."""
 _NORMAL_95 = 1.645
 _LEAST_SIZE, _MOST_SIZE = 3e6, 2e13
-"""Active parameters beyond which a budget is a slip of a unit: a thousandth, and twenty times, of what is trained today."""
+"""Active parameters beyond which a budget is a wrong unit: a thousandth, and twenty times, of today's models."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A budget, where it is spent, and what else is known."""
+    """A budget, its cluster, and the user's constraints."""
 
-    budget: Budget
+    budget: TrainingBudget
     cluster: Cluster | None
     aim: Aim
     seq_len: int = 8192
     batch: int | None = None
-    """Sequences of a step; by the size and tokens if ``None``."""
+    """Sequences of a step; ``None`` derives them from the size and tokens."""
     overrides: tuple[str, ...] = ()
     kinds: tuple[ModelKind, ...] = MODEL_KINDS
     unique_tokens: float = math.inf
@@ -75,7 +75,7 @@ class Question:
 
 @dataclass(frozen=True)
 class LawRow:
-    """The size and tokens that one law calls optimal for the budget."""
+    """The size and tokens that one law predicts as optimal for the budget."""
 
     law: str
     kind: ModelKind
@@ -83,7 +83,7 @@ class LawRow:
     """Active parameters."""
     tokens: float
     loss: float | None
-    """On the law's own text; ``None`` where the law is of the allocation only."""
+    """Loss on the law's own text; ``None`` if the law is of the allocation only."""
     beyond: float
     """6ND over that of the largest run that the law was fitted to."""
     source: Source
@@ -91,17 +91,17 @@ class LawRow:
 
 @dataclass(frozen=True)
 class Recommended:
-    """The answer for one kind of model."""
+    """The recommended model of one kind."""
 
-    shape: Shape
+    shape: ModelShape
     tokens: float
     loss: float
     loss_band: tuple[float, float]
-    """P5 and P95 by the standard errors of the dense law; what experts are worth is taken as right."""
+    """P5 and P95 by the standard errors of the dense law; the gain of experts is assumed to be exact."""
     size_band: tuple[float, float] | None
-    """The same of the optimal parameters of a dense model."""
+    """P5 and P95 of the optimal parameters of a dense model."""
     new_text_loss: float
-    """The loss if all tokens were new: ``loss`` where the text does not run out."""
+    """The loss if all tokens were new: ``loss`` if the text does not run out."""
     joint_loss: float
     """The loss by the joint law of dense models and mixtures: a second opinion on which of the two is better."""
     spec: RunSpec
@@ -115,7 +115,7 @@ class Recommended:
     doubled: Optimum
     """The optimum for twice the budget."""
     planned: tuple[tuple[float, float], ...]
-    """Sizes that were planned, and what a token costs each, in the budget's unit."""
+    """Planned sizes, each with the cost of a token in the budget's unit."""
 
 
 @dataclass(frozen=True)
@@ -123,20 +123,20 @@ class BudgetAnswer:
     """The recommended models for a budget, the better kind first."""
 
     question: Question
-    found: tuple[Recommended, ...]
+    recommendations: tuple[Recommended, ...]
     left_out: tuple[str, ...] = ()
-    """Kinds of models that the cluster cannot hold at the budget's size, with what is in the way."""
+    """Kinds of models that the cluster cannot hold at the budget's size, with the cause."""
 
     @property
     def best(self) -> Recommended:
-        """The kind of model that learns most for the budget, by the laws that sized them."""
-        return self.found[0]
+        """The kind of model with the lowest loss for the budget, by the laws that sized them."""
+        return self.recommendations[0]
 
 
-def answer(question: Question, say: Callable[[str], None] = lambda _: None) -> BudgetAnswer:
-    """Finds what to train; ``say`` hears of each search of layouts before it begins.
+def answer(question: Question, on_progress: Callable[[str], None] = lambda _: None) -> BudgetAnswer:
+    """Find the best model of each kind for a budget; ``on_progress`` is called before each search of layouts.
 
-    Raises ``BudgetError`` for a budget that buys nothing or needs a cluster, ``RequestError`` where no layout fits.
+    Raises ``BudgetError`` for a budget that buys nothing or needs a cluster, ``PlanRequestError`` if no layout fits.
     """
     if question.cluster is None and question.budget.unit != "flop":
         raise BudgetError(
@@ -149,16 +149,20 @@ def answer(question: Question, say: Callable[[str], None] = lambda _: None) -> B
         raise BudgetError(
             f"--budget {question.budget}: an hour of {cluster.key} has a price of 0: give a budget of days"
         )
-    found: list[Recommended] = []
+    recommendations: list[Recommended] = []
     left_out: list[str] = []
     for kind in question.kinds:
         try:
-            found.append(_recommended(question, kind, say))
-        except RequestError as error:
-            if kind == question.kinds[-1] and not found:
+            recommendations.append(_recommended(question, kind, on_progress))
+        except PlanRequestError as error:
+            if kind == question.kinds[-1] and not recommendations:
                 raise
             left_out.append(f"no {kind} model: {error}")
-    return BudgetAnswer(question, tuple(sorted(found, key=lambda one: one.loss)), tuple(left_out))
+    return BudgetAnswer(
+        question,
+        tuple(sorted(recommendations, key=lambda recommendation: recommendation.loss)),
+        tuple(left_out),
+    )
 
 
 def _on_data(surface: LossSurface, question: Question) -> LossSurface:
@@ -176,9 +180,9 @@ def _solved(question: Question, surface: LossSurface, cost: CostPerToken, times:
     )
 
 
-def _recommended(question: Question, kind: ModelKind, say: Callable[[str], None]) -> Recommended:
+def _recommended(question: Question, kind: ModelKind, on_progress: Callable[[str], None]) -> Recommended:
     law = CHINCHILLA if kind == "dense" else routed_law(EXPANSION)
-    cost, planned, shape = _cost_of(question, kind, law, say)
+    cost, planned, shape = _cost_of(question, kind, law, on_progress)
     budget = question.budget.amount
     tokens = tokens_for(shape.active, budget, cost, question.inference_tokens)
     if tokens <= 0:
@@ -213,7 +217,7 @@ def _recommended(question: Question, kind: ModelKind, say: Callable[[str], None]
 
 
 def _size_band(question: Question, cost: CostPerToken) -> tuple[float, float]:
-    """P5 and P95 of the optimal dense size by the standard errors of the refit."""
+    """Return P5 and P95 of the optimal dense size by the standard errors of the refit."""
     assert CHINCHILLA.errors is not None, "the refit states them"
     return size_band(CHINCHILLA.law, CHINCHILLA.errors, lambda law: _solved(question, law, cost))
 
@@ -231,7 +235,7 @@ def _law_rows(question: Question, kind: ModelKind, cost: CostPerToken) -> list[L
 
 
 def _kaplan(question: Question, cost: CostPerToken) -> LawRow:
-    """Kaplan et al. give the size for a compute; the compute is what the budget buys at that size: found by repetition."""
+    """Return Kaplan et al.'s optimum. Their size depends on the compute, which depends on the size: solved by fixed-point iteration."""
     size = 1e9
     for _ in range(200):
         flops = 6 * size * question.budget.amount / cost(size)
@@ -241,8 +245,8 @@ def _kaplan(question: Question, cost: CostPerToken) -> LawRow:
     return LawRow(KAPLAN.key, "dense", size, tokens, None, beyond, KAPLAN.source)
 
 
-def _wanted(question: Question, law: LossSurface, cost: CostPerToken) -> float:
-    """The best size. Raises ``BudgetError`` for one that nobody would train."""
+def _best_size(question: Question, law: LossSurface, cost: CostPerToken) -> float:
+    """Return the best size. Raises ``BudgetError`` for a size outside the plausible range."""
     size = _solved(question, law, cost).parameters
     if not _LEAST_SIZE <= size <= _MOST_SIZE:
         raise BudgetError(
@@ -252,43 +256,43 @@ def _wanted(question: Question, law: LossSurface, cost: CostPerToken) -> float:
 
 
 def _cost_of(
-    question: Question, kind: ModelKind, law: LossSurface, say: Callable[[str], None]
-) -> tuple[CostPerToken, dict[Shape, Plan], Shape]:
-    """The cost of a token by size, the plans that say so, and the shape that the budget is best spent on."""
+    question: Question, kind: ModelKind, law: LossSurface, on_progress: Callable[[str], None]
+) -> tuple[CostPerToken, dict[ModelShape, Plan], ModelShape]:
+    """Return the cost of a token by size, the plans that it is from, and the best shape for the budget."""
     if question.budget.unit == "flop":
-        shape = shape_of(kind, _wanted(question, law, flops_per_token))
+        shape = shape_of(kind, _best_size(question, law, flops_per_token))
         planned = {}
         if question.cluster is not None:
             tokens = question.budget.amount / flops_per_token(shape.active)
-            planned[shape] = _search(question, shape, tokens, say)
+            planned[shape] = _search(question, shape, tokens, on_progress)
         return flops_per_token, planned, shape
-    guess = _wanted(question, law, _guessed(question))
-    plans: dict[Shape, Plan] = {}
-    failed: RequestError | None = None
+    guess = _best_size(question, law, _guessed(question))
+    plans: dict[ModelShape, Plan] = {}
+    failed: PlanRequestError | None = None
     for size in (guess / _APART, guess * _APART):
         try:
-            _add_plan(question, kind, size, plans, say)
-        except RequestError as error:  # a size that fits nowhere: the others decide
+            _add_plan(question, kind, size, plans, on_progress)
+        except PlanRequestError as error:  # a size that fits nowhere: the others decide
             failed = error
     if failed is not None and not plans:
         raise failed
-    at = guess
+    pivot = guess
     while True:
         costs = [_unit_cost(question, plan) for plan in plans.values()]
         sizes = [shape.active for shape in plans]
-        wanted = _wanted(question, law, straight(sizes, costs, at))
-        nearest = min(plans, key=lambda shape: abs(math.log(shape.active / wanted)))
-        settled = abs(math.log(nearest.active / wanted)) < _SETTLED
-        # Small models come in coarse steps: the shape that is wanted may be further off, and be planned already.
-        if settled or shape_of(kind, wanted) in plans or len(plans) >= _MOST_PLANS:
-            # The cost of the size that is answered with is its own plan's.
+        best_size = _best_size(question, law, straight(sizes, costs, pivot))
+        nearest = min(plans, key=lambda shape: abs(math.log(shape.active / best_size)))
+        settled = abs(math.log(nearest.active / best_size)) < _SETTLED
+        # Small models come in coarse steps: the nearest shape may be further off and already planned.
+        if settled or shape_of(kind, best_size) in plans or len(plans) >= _MOST_PLANS:
+            # The cost of the chosen size is that of its own plan.
             return straight(sizes, costs, nearest.active), plans, nearest
-        _add_plan(question, kind, wanted, plans, say)
-        at = wanted
+        _add_plan(question, kind, best_size, plans, on_progress)
+        pivot = best_size
 
 
 def _guessed(question: Question) -> CostPerToken:
-    """The cost of a token at an assumed utilization, to know which sizes to look at."""
+    """Return the cost of a token at an assumed utilization, to choose the first sizes to plan."""
     assert question.cluster is not None, "only FLOP need no cluster"
     chip, many = question.cluster.accelerator, question.cluster.accelerators
     peak = chip.flops.get("bf16") or next(iter(chip.flops.values()))
@@ -302,28 +306,32 @@ def _guessed(question: Question) -> CostPerToken:
 
 
 def _add_plan(
-    question: Question, kind: ModelKind, size: float, plans: dict[Shape, Plan], say: Callable[[str], None]
+    question: Question,
+    kind: ModelKind,
+    size: float,
+    plans: dict[ModelShape, Plan],
+    on_progress: Callable[[str], None],
 ) -> None:
     shape = shape_of(kind, size)
     tokens = question.budget.amount / _guessed(question)(shape.active)
-    plans[shape] = _search(question, shape, tokens, say)
+    plans[shape] = _search(question, shape, tokens, on_progress)
 
 
-def _search(question: Question, shape: Shape, tokens: float, say: Callable[[str], None]) -> Plan:
+def _search(question: Question, shape: ModelShape, tokens: float, on_progress: Callable[[str], None]) -> Plan:
     assert question.cluster is not None, "a search is on a cluster"
-    say(f"{shape.name} on {question.cluster.key}: searching layouts")
+    on_progress(f"{shape.name} on {question.cluster.key}: searching layouts")
     spec = run_of_shape(shape, tokens, question.seq_len, question.batch, question.overrides)
     aim = replace(question.aim, tokens=f"{max(tokens, 1.0):.0f}")
     return make_plan(spec, question.cluster, aim, stated=_stated(question))
 
 
 def _planned(
-    question: Question, shape: Shape, tokens: float, searched: Plan | None
+    question: Question, shape: ModelShape, tokens: float, searched: Plan | None
 ) -> tuple[RunSpec, Plan | None]:
-    """The run of the answer, and its plan in the layout that the search found, for just these tokens."""
+    """Return the run of the answer and its plan in the best layout of the search, for exactly these tokens."""
     if searched is None or question.cluster is None:
         return run_of_shape(shape, tokens, question.seq_len, question.batch, question.overrides), None
-    # The batch of the search is kept: its layout was found for it.
+    # Keep the batch of the search, since it determined the layout.
     batch = searched.job.workload.batch
     spec = run_of_shape(shape, tokens, question.seq_len, batch, question.overrides)
     aim = replace(question.aim, tokens=f"{tokens:.0f}", require=(), layout=str(searched.chosen.layout))
@@ -335,7 +343,7 @@ def _stated(question: Question) -> frozenset[str]:
 
 
 def _unit_cost(question: Question, plan: Plan) -> float:
-    """The cost of one token in the budget's unit."""
+    """Return the cost of one token in the budget's unit."""
     run, tokens = plan.run, plan.inputs.tokens
     days = run.days / tokens
     by_unit = {
@@ -347,7 +355,7 @@ def _unit_cost(question: Question, plan: Plan) -> float:
     cost = by_unit[question.budget.unit]
     free = question.budget.unit == "usd" and run.cost.accelerators_usd <= 0
     if free or not (math.isfinite(cost) and cost > 0):
-        raise RequestError(
+        raise PlanRequestError(
             f"--budget {question.budget}: {plan.name} on {plan.job.cluster.key} costs {cost:g} {question.budget.unit} a token "
             "(failures that no run survives, or a price of 0): give a budget of days or FLOP, or another cluster"
         )

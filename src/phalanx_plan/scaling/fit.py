@@ -1,13 +1,13 @@
-"""Fits a scaling law to small runs, and predicts a larger one with a band.
+"""Fit of a scaling law to small runs, and its prediction of a larger run with a band.
 
 Hoffmann et al.'s third approach (arXiv:2203.15556, section 3.3): the constants of L(N, D) = floor + a / N^alpha + b / D^beta that
-minimize the Huber loss (delta 0.001) between the logarithms of predicted and measured loss, the best of a grid of starts. The minimum
-is found by damped Gauss-Newton steps with Huber's weights on all starts at once; the sum of the losses is minimized, not their mean,
+minimize the Huber loss (delta 0.001) between the logarithms of predicted and measured loss, the best of a grid of starts. Damped
+Gauss-Newton steps with Huber's weights minimize all starts at once. They minimize the sum of the losses, not their mean,
 whose small scale stopped the original fit too early (arXiv:2404.10102).
 
-The band is a bootstrap: the fit's own residuals, widened by the number of constants, are dealt out anew to the fitted losses, each
-such set of losses is fitted again, and so is what it predicts. It holds what the runs do not fix. It does not hold that the law may
-be another one farther out.
+The band is a bootstrap. The fit's own residuals, widened by the number of constants, are resampled and added to the fitted losses. Each
+such set of losses is fitted again and predicts the larger run. The band covers the uncertainty of the constants. It does not cover
+another form of the law at larger sizes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _Floats = NDArray[np.float64]
 HUBER_DELTA = 1e-3
 CONSTANTS = 5
 LEAST_RUNS = 7
-"""Two more than there are constants: with fewer there would be nothing to judge the fit by."""
+"""Two more than the number of constants, so that the fit can be judged."""
 _LEAST_VALUES = 3
-"""Different sizes, and different numbers of tokens: two terms each have a height and a slope, above one floor."""
+"""Least number of different sizes, and of different numbers of tokens: two terms each have a height and a slope, above one floor."""
 _ROUNDS = 150
 _SAMPLES = 200
 _LOW, _HIGH = 0.02, 1.5
@@ -53,7 +53,7 @@ class SmallRun:
 
 @dataclass(frozen=True)
 class FittedLaw:
-    """A law fitted to runs, with the laws that other draws of their residuals give."""
+    """A law fitted to runs, with the laws of resampled residuals."""
 
     law: PowerLaw
     runs: tuple[SmallRun, ...]
@@ -68,11 +68,11 @@ class FittedLaw:
         return math.sqrt(sum(residual**2 for residual in self.residuals) / freedom)
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """The predicted loss."""
+        """Return the predicted loss."""
         return self.law.loss(parameters, tokens)
 
     def band(self, parameters: float, tokens: float) -> tuple[float, float]:
-        """P5 and P95 of the loss of one more run: the samples' predictions, each with a residual of its own."""
+        """Return P5 and P95 of the loss of one more run: the samples' predictions, each with its own residual."""
         random = np.random.default_rng(1)
         predicted = np.array([law.loss(parameters, tokens) for law in self.samples])
         widening = math.sqrt(len(self.runs) / (len(self.runs) - CONSTANTS))
@@ -81,21 +81,21 @@ class FittedLaw:
         return float(low), float(high)
 
     def constants_band(self, name: str) -> tuple[float, float]:
-        """P5 and P95 of one of the law's constants."""
+        """Return P5 and P95 of one of the law's constants."""
         low, high = np.quantile([getattr(law, name) for law in self.samples], (0.05, 0.95))
         return float(low), float(high)
 
     def beyond(self, parameters: float, tokens: float) -> float:
-        """6ND over that of the largest run that was fitted."""
+        """Return 6ND over that of the largest fitted run."""
         return parameters * tokens / max(run.parameters * run.tokens for run in self.runs)
 
 
 def fit(runs: Sequence[SmallRun], samples: int = _SAMPLES, seed: int = 0) -> FittedLaw:
-    """Fits the law. Pure: the same runs give the same law. Raises ``FitError`` that says which runs are missing."""
+    """Fit the law, deterministically. Raises ``FitError`` that names the missing runs."""
     _refuse_too_few(runs)
     sizes, tokens = (np.log([getattr(run, name) for run in runs]) for name in ("parameters", "tokens"))
     losses = np.log([run.loss for run in runs])
-    # About the middle run the constants hardly depend on each other.
+    # Centered on the middle run, the constants hardly depend on each other.
     middle = float(sizes.mean()), float(tokens.mean())
     at = np.stack((sizes - middle[0], tokens - middle[1]))
     fitted, value = _minimize(_starts(losses), at, losses[None, :])
@@ -104,11 +104,11 @@ def fit(runs: Sequence[SmallRun], samples: int = _SAMPLES, seed: int = 0) -> Fit
     random = np.random.default_rng(seed)
     widening = math.sqrt(len(runs) / (len(runs) - CONSTANTS))
     noise = random.choice(residuals * widening, (samples, len(runs)))
-    again, _ = _minimize(np.repeat(best[None, :], samples, axis=0), at, losses - residuals + noise)
+    refitted, _ = _minimize(np.repeat(best[None, :], samples, axis=0), at, losses - residuals + noise)
     return FittedLaw(
         law=_law(best, middle),
         runs=tuple(runs),
-        samples=tuple(_law(one, middle) for one in again),
+        samples=tuple(_law(theta, middle) for theta in refitted),
         residuals=tuple(residuals.tolist()),
     )
 
@@ -132,7 +132,7 @@ def _refuse_too_few(runs: Sequence[SmallRun]) -> None:
 
 
 def _starts(losses: _Floats) -> _Floats:
-    """Starts (S, 5): logarithms of both terms in the middle and of the floor, and the exponents."""
+    """Return starts (S, 5): logarithms of both terms in the middle and of the floor, and the exponents."""
     typical = float(np.median(losses))
     grid = [
         (typical + math.log(size), alpha, typical + math.log(data), beta, typical + math.log(floor))
@@ -146,7 +146,7 @@ def _starts(losses: _Floats) -> _Floats:
 
 
 def _terms(theta: _Floats, at: _Floats) -> _Floats:
-    """Logarithms (3, S, n) of the three terms of each of S laws at n runs."""
+    """Return the logarithms (3, S, n) of the three terms of each of S laws at n runs."""
     size = theta[:, 0:1] - theta[:, 1:2] * at[0]
     data = theta[:, 2:3] - theta[:, 3:4] * at[1]
     return np.stack((size, data, np.broadcast_to(theta[:, 4:5], size.shape)))
@@ -157,13 +157,13 @@ def _log_loss(theta: _Floats, at: _Floats) -> _Floats:
 
 
 def _huber(residuals: _Floats) -> _Floats:
-    """Sum (S,) of Huber losses in units of delta squared, so that the sums are of the order of one."""
+    """Return the sums (S,) of Huber losses in units of delta squared, so that they are of the order of one."""
     scaled = np.abs(residuals) / HUBER_DELTA
     return np.asarray(np.where(scaled <= 1, scaled**2 / 2, scaled - 0.5).sum(axis=1))
 
 
 def _minimize(theta: _Floats, at: _Floats, losses: _Floats) -> tuple[_Floats, _Floats]:
-    """Laws (S, 5) near ``theta`` that fit ``losses`` (S or 1, n) best, and their Huber losses (S,)."""
+    """Return the laws (S, 5) near ``theta`` that fit ``losses`` (S or 1, n) best, and their Huber losses (S,)."""
     damping = np.full(len(theta), 1e-2)
     residuals = losses - _log_loss(theta, at)
     value = _huber(residuals)
@@ -182,10 +182,10 @@ def _minimize(theta: _Floats, at: _Floats, losses: _Floats) -> tuple[_Floats, _F
         moved = theta + step
         moved[:, [1, 3]] = np.clip(moved[:, [1, 3]], _LOW, _HIGH)
         moved[:, [0, 2, 4]] = np.clip(moved[:, [0, 2, 4]], -12.0, 6.0)
-        then = losses - _log_loss(moved, at)
-        better = _huber(then) < value
+        moved_residuals = losses - _log_loss(moved, at)
+        better = _huber(moved_residuals) < value
         theta = np.where(better[:, None], moved, theta)
-        residuals = np.where(better[:, None], then, residuals)
+        residuals = np.where(better[:, None], moved_residuals, residuals)
         value = _huber(residuals)
         damping = np.clip(np.where(better, damping / 3, damping * 4), 1e-12, 1e12)
         if (damping >= 1e12).all():

@@ -1,11 +1,11 @@
-"""Published scaling laws: the loss of a model of so many parameters after so many tokens, as typed constants with their sources.
+"""Published scaling laws: the loss of a model by parameters and training tokens, as typed constants with their sources.
 
-A law predicts nats a token on the text, with the tokenizer, of its own paper. Losses of one law compare with each other; losses of
-two laws do not, while the sizes and tokens that they call optimal do. Constants marked "checked" were read in the paper's text or in
-two independent transcriptions of its table on 2026-11-23; "recalled" ones were not found and are from memory.
+A law predicts nats a token on the text of its own paper, with the paper's tokenizer. Losses of one law compare with each other; losses of
+two laws do not, while their optimal sizes and tokens do. Constants marked "checked" were read in the paper's text or in
+two independent transcriptions of its table on 2026-11-23; "recalled" ones are from memory, without a source.
 
 Two things are called N. Dense laws here count all parameters, embedding included (Kaplan et al.: without it). Laws of mixtures
-count the parameters that a token meets (active ones).
+count the active parameters of a token.
 
 ``RepeatedData`` is a loss surface on ``unique_tokens`` of text that is read again when it ends.
 Muennighoff et al. 2023 (arXiv:2305.16264), equations 5 and 6: the n-th reading of a token is worth less, and so is a parameter beyond
@@ -33,19 +33,19 @@ class PowerLaw:
     beta: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """The predicted loss; infinite without parameters or tokens."""
+        """Return the predicted loss; infinite without parameters or tokens."""
         if parameters <= 0 or tokens <= 0:
             return math.inf
         return float(self.floor + self.a * parameters**-self.alpha + self.b * tokens**-self.beta)
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Parameters and tokens of the least loss with 6ND = ``flops``, in closed form (Hoffmann et al., equation 4)."""
+        """Return the parameters and tokens of the least loss with 6ND = ``flops``, in closed form (Hoffmann et al., equation 4)."""
         ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / (self.alpha + self.beta))
         parameters = ratio * (flops / 6) ** (self.beta / (self.alpha + self.beta))
         return parameters, flops / 6 / parameters
 
     def optimal_size(self, tokens: float) -> float:
-        """The size whose optimal training takes ``tokens``: both terms' slopes along 6ND are equal there."""
+        """Return the size whose optimal training takes ``tokens``: both terms' slopes along 6ND are equal there."""
         return float(
             (self.alpha * self.a / (self.beta * self.b)) ** (1 / self.alpha)
             * tokens ** (self.beta / self.alpha)
@@ -56,9 +56,8 @@ class PowerLaw:
 class StandardErrors:
     """Published standard errors of a power law, and the run around which its terms turn.
 
-    ``a`` and ``alpha`` are not independent: both come from the same term, which the runs fix in their middle. Published errors of
-    ``a`` alone say little, and the correlation is not published; here ``alpha`` turns the term about the middle run. That choice is
-    this project's.
+    ``a`` and ``alpha`` are not independent: both come from the same term, which the runs determine at their middle. Published errors of
+    ``a`` alone mean little, and the correlation is not published. As this project's choice, ``alpha`` turns the term about the middle run.
     """
 
     floor: float
@@ -68,13 +67,13 @@ class StandardErrors:
     middle_tokens: float
 
     def of_loss(self, law: PowerLaw, parameters: float, tokens: float) -> float:
-        """Standard error of the loss, to first order, the errors of the three terms taken as independent."""
+        """Return the standard error of the loss, to first order, with independent errors of the three terms."""
         size = law.a * parameters**-law.alpha * math.log(parameters / self.middle_parameters)
         data = law.b * tokens**-law.beta * math.log(tokens / self.middle_tokens)
         return math.hypot(self.floor, self.alpha * size, self.beta * data)
 
     def turned(self, law: PowerLaw, alpha_errors: float, beta_errors: float) -> PowerLaw:
-        """The law with exponents so many standard errors off."""
+        """Return the law with its exponents changed by so many standard errors."""
         alpha, beta = law.alpha + alpha_errors * self.alpha, law.beta + beta_errors * self.beta
         return replace(
             law,
@@ -89,7 +88,7 @@ class LossSurface(Protocol):
     """A law that gives a loss for every size and number of tokens."""
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Nats a token."""
+        """Return nats a token."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Source:
     constants: str
     """The table or equation, and whether the constants were checked or are recalled."""
     largest_flops: float
-    """6ND of about the largest run that the law was fitted to."""
+    """Approximate 6ND of the largest run that the law was fitted to."""
 
 
 @dataclass(frozen=True)
@@ -111,10 +110,10 @@ class DenseLaw:
     law: PowerLaw
     source: Source
     errors: StandardErrors | None = None
-    """``None`` where the paper states none that can be used."""
+    """``None`` if the paper states no usable errors."""
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Nats a token."""
+        """Return nats a token."""
         return self.law.loss(parameters, tokens)
 
 
@@ -165,7 +164,7 @@ class Allocation:
     source: Source
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Parameters without the embedding, and the tokens that use ``flops`` up at 6ND."""
+        """Return the parameters without the embedding, and the tokens that use up ``flops`` at 6ND."""
         parameters = 1.3e9 * (flops / PF_DAY_FLOPS) ** 0.73
         return parameters, flops / 6 / parameters
 
@@ -181,21 +180,21 @@ KAPLAN = Allocation(
 
 
 def transformed_experts(experts: float, start: float, most: float) -> float:
-    """Clark et al.'s saturating number of experts (arXiv:2202.01169, equation 4): ``start`` of a dense model, at most ``most``."""
+    """Return Clark et al.'s saturating number of experts (arXiv:2202.01169, equation 4): ``start`` for a dense model, at most ``most``."""
     return 1 / (1 / (experts - 1 + 1 / (1 / start - 1 / most)) + 1 / most)
 
 
 @dataclass(frozen=True)
 class JointLaw:
-    """Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6: dense models and mixtures in one law, of active parameters.
+    """Ludziejewski et al. 2025 (arXiv:2502.05172), equation 6: dense models and mixtures in one law, by active parameters.
 
-    ``experts`` are times the feed-forward parameters of what a token meets: 32 where each token meets 8 of 256. 1 is a dense model.
+    ``experts`` is the ratio of all feed-forward parameters to a token's: 32 if each token uses 8 of 256 experts. 1 is a dense model.
     """
 
     experts: float
 
     def power_law(self) -> PowerLaw:
-        """For one number of experts the law is a power law (their table 4)."""
+        """Return the power law for this number of experts (their table 4)."""
         log_experts = math.log(transformed_experts(self.experts, 2.0732, 290.4521))
         return PowerLaw(
             floor=1.3637,
@@ -206,7 +205,7 @@ class JointLaw:
         )
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Nats a token of ``parameters`` active ones."""
+        """Return nats a token by active parameters."""
         return self.power_law().loss(parameters, tokens)
 
 
@@ -214,21 +213,21 @@ class JointLaw:
 class FineGrainedLaw:
     """Krajewski et al. 2024 (arXiv:2402.07871): mixtures of 64 times the feed-forward parameters, cut into ``granularity`` parts.
 
-    The paper's N is all parameters without the embedding; a token of its models meets one in 43 of them (12 of 516 squares of the
-    width in each layer, its section on parameters: recalled). Asked here by active parameters.
+    The paper's N is all parameters without the embedding; a token of its models uses one in 43 of them (12 of 516 squares of the
+    width in each layer, its section on parameters: recalled). The arguments here are active parameters.
     """
 
     granularity: float = 8.0
     total_over_active: float = 516 / 12
 
     def power_law(self) -> PowerLaw:
-        """The law at this granularity, of active parameters."""
+        """Return the law at this granularity, by active parameters."""
         alpha = 0.115
         a = 18.1 + 2.1 * self.granularity**-0.58
         return PowerLaw(floor=0.47, a=a * self.total_over_active**-alpha, alpha=alpha, b=30.8, beta=0.147)
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Nats a token of ``parameters`` active ones."""
+        """Return nats a token by active parameters."""
         return self.power_law().loss(parameters, tokens)
 
 
@@ -236,7 +235,7 @@ class FineGrainedLaw:
 class RoutedLaw:
     """Clark et al. 2022 (arXiv:2202.01169), equation 1 and table 3 (S-BASE), joined to a dense law's term of tokens.
 
-    The paper's runs all saw 130 B tokens, so that it knows no optimum. A mixture is as good as a dense model of its *effective* size;
+    All runs of the paper used 130 B tokens, so that it has no optimum. A mixture is as good as a dense model of its *effective* size;
     that size is put into ``dense``. Joining the two is this project's choice.
     """
 
@@ -244,7 +243,7 @@ class RoutedLaw:
     dense: PowerLaw = CHINCHILLA.law
 
     def effective_parameters(self, parameters: float) -> float:
-        """The dense model that is as good, by equation 11; never less than ``parameters``: beyond 10^12 the law sees no gain."""
+        """Return the size of the equally good dense model, by equation 11; never less than ``parameters``, since the law has no gain beyond 10^12."""
         start, most = 1.847, 314.478
         of_dense = math.log10(transformed_experts(1, start, most))
         of_mixture = math.log10(transformed_experts(self.experts, start, most))
@@ -254,7 +253,7 @@ class RoutedLaw:
         return float(10 ** max(effective, size))
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Nats a token of ``parameters`` active ones."""
+        """Return nats a token by active parameters."""
         return self.dense.loss(self.effective_parameters(parameters), tokens)
 
 
@@ -267,12 +266,12 @@ class MixtureLaw:
     source: Source
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Nats a token of ``parameters`` active ones."""
+        """Return nats a token by active parameters."""
         return self.surface.loss(parameters, tokens)
 
 
 def joint_law(experts: float) -> MixtureLaw:
-    """The joint law of dense models (``experts`` 1) and mixtures; fitted up to 32 experts, one for each token."""
+    """Return the joint law of dense models (``experts`` 1) and mixtures; fitted up to 32 experts, one for each token."""
     source = Source(
         "Ludziejewski et al. 2025 (arXiv:2502.05172)",
         "tables 3 and 4: checked; of experts as large as a dense layer, at most 32, at most 2.7 B active parameters",
@@ -282,7 +281,7 @@ def joint_law(experts: float) -> MixtureLaw:
 
 
 def routed_law(experts: float) -> MixtureLaw:
-    """The default of mixtures: what experts are worth by Clark et al., in the dense law that was fitted to the largest runs."""
+    """Return the default law of mixtures: the gain of experts by Clark et al., in the dense law that was fitted to the largest runs."""
     source = Source(
         "Clark et al. 2022 (arXiv:2202.01169), effective size in the dense law",
         "table 3, S-BASE: checked in a transcription; all its runs saw 130 B tokens; largest run recalled",
@@ -292,10 +291,10 @@ def routed_law(experts: float) -> MixtureLaw:
 
 
 def mixture_laws(experts: float) -> tuple[MixtureLaw, ...]:
-    """The laws of mixtures with ``experts`` times the feed-forward parameters that a token meets; the first is the default.
+    """Return the laws of mixtures with ``experts`` times a token's feed-forward parameters; the first is the default.
 
-    None was fitted to runs of more than about 10^21 FLOP. Far beyond, the exponents of the joint and the fine-grained law, which the
-    smallest runs decide, call for far larger models on far fewer tokens than anybody trains: they are for comparison.
+    None was fitted to runs of more than about 10^21 FLOP. The smallest runs decide the exponents of the joint and the fine-grained law. Far
+    beyond, they give far larger models on far fewer tokens than current practice: they are for comparison.
     """
     fine_grained = Source(
         "Krajewski et al. 2024 (arXiv:2402.07871)",
@@ -311,26 +310,26 @@ def mixture_laws(experts: float) -> tuple[MixtureLaw, ...]:
 REPEATS = 15.387756
 """R*_D: after so many repetitions a further one is worth 1/e of a first reading."""
 EXCESS = 5.309743
-"""R*_N: the same of parameters, in multiples of those that the unique text fills."""
+"""R*_N: the same for parameters, in multiples of those that the unique text fills."""
 
 
-def effective(unique: float, whole: float, decay: float) -> float:
-    """The worth of ``whole``, of which ``unique`` is new: all of it up to ``unique``, at most ``(1 + decay) * unique``."""
-    if whole <= unique:
-        return whole
-    return unique * (1 + decay * -math.expm1(-(whole / unique - 1) / decay))
+def effective(unique: float, amount: float, decay: float) -> float:
+    """Return the worth of ``amount``, of which ``unique`` is new: all of it up to ``unique``, at most ``(1 + decay) * unique``."""
+    if amount <= unique:
+        return amount
+    return unique * (1 + decay * -math.expm1(-(amount / unique - 1) / decay))
 
 
 @dataclass(frozen=True)
 class RepeatedData:
-    """A law on limited text. With as many tokens as there are, and the size that suits them, it is the law itself."""
+    """A law on limited text. For the available tokens, and the size that suits them, it is the law itself."""
 
     surface: LossSurface
     unique_tokens: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """Nats a token after ``tokens`` tokens, of which at most ``unique_tokens`` are new."""
-        # The size that the unique text fills is that of the law which the constants were fitted with.
+        """Return nats a token after ``tokens`` tokens, of which at most ``unique_tokens`` are new."""
+        # The size that the unique text fills is that of the law that the constants were fitted with.
         filled = MUENNIGHOFF.law.optimal_size(self.unique_tokens)
         worth = effective(filled, parameters, EXCESS)
         return self.surface.loss(worth, effective(self.unique_tokens, tokens, REPEATS))

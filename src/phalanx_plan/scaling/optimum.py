@@ -1,10 +1,10 @@
 """Budgets (``40M$``, ``1e25 FLOP``, ``30d``, ``1M gpu-hours``), and the compute-optimal size and tokens for one.
 
-The cost of a token of each size is given as a function.
-Hoffmann et al. (arXiv:2203.15556) minimize the loss along 6ND = C. Here the price of a token is whatever it really is: model FLOP, or
-the dollars, days or accelerator-hours that the planner finds for a model of that size on a fleet. Tokens that are served later can
-be part of the budget (Sardana et al., arXiv:2401.00448): each costs a third of a training token (2N FLOP against 6N), as if it were
-served on the trainer's machines as busily: generation one token at a time is dearer.
+A function gives the cost of a token by size.
+Hoffmann et al. (arXiv:2203.15556) minimize the loss along 6ND = C. Here a token costs its real price: model FLOP, or
+the dollars, days or accelerator-hours of a plan for a model of that size on a fleet. Tokens that are served later can
+be part of the budget (Sardana et al., arXiv:2401.00448). Each costs a third of a training token (2N FLOP against 6N), at the same
+utilization as training; real generation, one token at a time, costs more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CostPerToken = Callable[[float], float]
 """Cost of training on one token, by the (active) parameters; in the budget's unit."""
 
 SMALLEST, LARGEST = 1e5, 1e14
-"""Parameters between which an optimum is looked for."""
+"""Bounds of the parameters in the search for an optimum."""
 _GRID = 160
 _GOLDEN = (math.sqrt(5) - 1) / 2
 INFERENCE_SHARE = 1 / 3
@@ -42,7 +42,7 @@ class Optimum:
 
 
 def tokens_for(parameters: float, budget: float, cost: CostPerToken, inference_tokens: float = 0.0) -> float:
-    """The tokens that a model can be trained on once ``inference_tokens`` are paid for; not positive if they take it all."""
+    """Return the tokens that a model can be trained on after ``inference_tokens`` are paid for; not positive if nothing remains."""
     each = cost(parameters)
     return budget / each - inference_tokens * INFERENCE_SHARE
 
@@ -55,7 +55,7 @@ def optimum(
     inference_tokens: float = 0.0,
     between: tuple[float, float] = (SMALLEST, LARGEST),
 ) -> Optimum:
-    """The size of least loss that ``budget`` pays for, with its tokens.
+    """Return the size of least loss that ``budget`` pays for, with its tokens.
 
     A grid in the logarithm of the size, then golden sections between the neighbors of its best point: the surface need not be a power
     law (repeated data). Raises ``BudgetError`` if no size can be trained on a token.
@@ -77,7 +77,7 @@ def optimum(
 
 
 def _golden(value: Callable[[float], float], low: float, high: float) -> float:
-    """Place of the least value of a function with one minimum between ``low`` and ``high``."""
+    """Return the minimizer of a function with one minimum between ``low`` and ``high``."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = value(left), value(right)
     while high - low > 1e-7:
@@ -93,21 +93,21 @@ def _golden(value: Callable[[float], float], low: float, high: float) -> float:
 
 
 def flops_per_token(parameters: float) -> float:
-    """6N: the FLOP of training on a token by the convention of all laws here."""
+    """Return 6N: the FLOP of training on a token by the convention of all laws here."""
     return 6 * parameters
 
 
 def straight(sizes: Sequence[float], costs: Sequence[float], through: float) -> CostPerToken:
-    """The cost of a token of any size, from that of some: a power of the size through the known one nearest ``through``.
+    """Interpolate the cost of a token by size: a power of the size through the known point nearest ``through``.
 
-    The power is the least-squares slope of all that are known. Costs of single shapes scatter (a layout that divides well, one that
-    does not), so that a line from each to the next would have its optimum at a corner. One size alone makes cost proportional to size.
+    The power is the least-squares slope of all known points. Costs of single shapes scatter, since some layouts divide well and others do
+    not. Lines from point to point would put the optimum at a corner. One size alone makes the cost proportional to the size.
     """
     logs = [(math.log(size), math.log(cost)) for size, cost in zip(sizes, costs, strict=True)]
     middle, mean = (sum(column) / len(logs) for column in zip(*logs, strict=True))
     spread = sum((size - middle) ** 2 for size, _ in logs)
     slope = sum((size - middle) * (cost - mean) for size, cost in logs) / spread if spread else 1.0
-    at, price = min(logs, key=lambda known: abs(known[0] - math.log(through)))
+    at, price = min(logs, key=lambda point: abs(point[0] - math.log(through)))
     return lambda parameters: math.exp(price + slope * (math.log(parameters) - at))
 
 
@@ -122,7 +122,7 @@ class OverTrained:
     penalty: float
     """Loss over the optimum's, in nats a token."""
     same_loss_cost: float
-    """Cost, serving included, of the optimum's loss at this size, over the budget; infinite if no number of tokens gives it."""
+    """Cost, serving included, of the optimum's loss at this size, over the budget; infinite if no number of tokens reaches it."""
 
 
 def over_trained(
@@ -133,7 +133,7 @@ def over_trained(
     smaller: float,
     inference_tokens: float = 0.0,
 ) -> OverTrained:
-    """Compares a model that is ``smaller`` times smaller, so that each token served costs so much less."""
+    """Compare a model that is ``smaller`` times smaller, with a cost of serving that is lower by this factor."""
     parameters = best.parameters / smaller
     tokens = tokens_for(parameters, budget, cost, inference_tokens)
     loss = surface.loss(parameters, tokens)
@@ -144,7 +144,7 @@ def over_trained(
 
 
 def _tokens_to(surface: LossSurface, parameters: float, loss: float) -> float:
-    """Tokens after which a model of this size has this loss, by bisection of their logarithm; infinite if it never has."""
+    """Return the tokens after which a model of this size has this loss, by bisection of their logarithm; infinite if it never does."""
     low, high = math.log(1e3), math.log(1e30)
     if surface.loss(parameters, math.exp(high)) > loss:
         return math.inf
@@ -157,10 +157,10 @@ def _tokens_to(surface: LossSurface, parameters: float, loss: float) -> float:
 def size_band(
     law: PowerLaw, errors: StandardErrors, solve: Callable[[PowerLaw], Optimum]
 ) -> tuple[float, float]:
-    """P5 and P95 of the optimal size that ``solve`` finds: with each exponent one standard error off, combined as independent."""
+    """Return P5 and P95 of the optimal size from ``solve``, with each exponent one standard error off, combined as independent."""
     middle = math.log(solve(law).parameters)
     moved = (errors.turned(law, *step) for step in ((1, 0), (0, 1)))
-    spread = math.hypot(*(math.log(solve(one).parameters) - middle for one in moved))
+    spread = math.hypot(*(math.log(solve(moved_law).parameters) - middle for moved_law in moved))
     return math.exp(middle - 1.645 * spread), math.exp(middle + 1.645 * spread)
 
 
@@ -190,12 +190,12 @@ _NAMES: dict[str, tuple[BudgetUnit, float]] = {
 }
 _HOW = "write a number above 0 with its unit, as in 40M$, 1e25FLOP, 30d or 1M gpu-hours (k, M, B, T before the unit are thousands)"
 _MOST = {"usd": 1e15, "flop": 1e35, "days": 36_525.0, "gpu-hours": 1e13}
-"""Budgets beyond these are slips of a unit: a hundred years, more dollars than there are."""
+"""Limits above which a budget is a wrong unit: a hundred years, more dollars than exist."""
 
 
 @dataclass(frozen=True)
-class Budget:
-    """An amount of what may be spent."""
+class TrainingBudget:
+    """The amount that a training run may cost, with its unit."""
 
     amount: float
     unit: BudgetUnit
@@ -210,28 +210,28 @@ class Budget:
         return f"{self.amount / size:,.4g} {letter}{'$' if self.unit == 'usd' else ' gpu-hours'}"
 
 
-def read_budget(text: str) -> Budget:
-    """Reads a budget. Raises ``BudgetError`` that names what could be written."""
-    found = re.fullmatch(r"\s*\$?\s*([\d._,]+(?:[eE][+-]?\d+)?)\s*([kMBGTPEZ]?)\s*([A-Za-z$-]*)\s*", text)
-    if found is None:
+def read_budget(text: str) -> TrainingBudget:
+    """Parse a budget. Raises ``BudgetError`` that describes the valid forms."""
+    match = re.fullmatch(r"\s*\$?\s*([\d._,]+(?:[eE][+-]?\d+)?)\s*([kMBGTPEZ]?)\s*([A-Za-z$-]*)\s*", text)
+    if match is None:
         raise BudgetError(f"--budget {text}: {_HOW}")
-    number, size, unit = found.groups()
+    number, size, unit = match.groups()
     if text.strip().startswith("$"):
         unit = unit or "$"
     if not unit:
         raise BudgetError(f"--budget {text}: of what? {_HOW}")
-    # "GPU-hours" begins with no G of "PU-hours".
+    # The first letter of "GPU-hours" is no prefix G.
     readings = ((prefix, name.lower()) for prefix, name in ((size, unit), ("", size + unit)))
-    known = next((reading for reading in readings if reading[1] in _NAMES), None)
-    if known is None:
+    reading = next((reading for reading in readings if reading[1] in _NAMES), None)
+    if reading is None:
         raise BudgetError(f"--budget {text}: {unit!r} is not a unit: {_HOW}")
-    kind, factor = _NAMES[known[1]]
+    kind, factor = _NAMES[reading[1]]
     try:
-        amount = float(number.replace("_", "").replace(",", "")) * _SIZES[known[0]] * factor
+        amount = float(number.replace("_", "").replace(",", "")) * _SIZES[reading[0]] * factor
     except ValueError:
         amount = 0.0
     if not (math.isfinite(amount) and amount > 0):
         raise BudgetError(f"--budget {text}: {_HOW}")
     if amount > _MOST[kind]:
         raise BudgetError(f"--budget {text}: plausible is up to {_MOST[kind]:.3g} {kind}")
-    return Budget(amount, kind)
+    return TrainingBudget(amount, kind)

@@ -1,7 +1,7 @@
 """Shapes of models of a given size, in the proportions of published ones, as run files that can be planned and trained.
 
-Dense models are Llama 3's (arXiv:2407.21783, table 3): heads of 128, eight key/value heads, a feed-forward layer 3.5 times as wide as
-the model, and a width about 120 times the number of layers (102 to 130 there). Mixtures are DeepSeek-V3's (arXiv:2412.19437, section
+Dense models follow Llama 3 (arXiv:2407.21783, table 3): heads of 128, eight key/value heads, a feed-forward layer 3.5 times as wide as
+the model, and a width about 120 times the number of layers (102 to 130 there). Mixtures follow DeepSeek-V3 (arXiv:2412.19437, section
 4.2): latent attention, 8 of 256 experts and a shared one for each token, each expert two sevenths as wide as the model, the first
 layers dense. Widths are multiples of 512 (128 in small models, 1,024 in large ones), so that tensor ranks divide them.
 """
@@ -24,11 +24,11 @@ MODEL_KINDS: tuple[ModelKind, ...] = ("dense", "mixture")
 
 EXPERTS, PER_TOKEN = 256, 8
 EXPANSION = (EXPERTS + 1) / (PER_TOKEN + 1)
-"""Feed-forward parameters of a mixture over those that a token meets, shared experts counted: "experts" in the laws of mixtures."""
+"""Feed-forward parameters of a mixture over a token's, shared experts counted: "experts" in the laws of mixtures."""
 
 _ASPECT = {"dense": 120.0, "mixture": 117.5}
 _OFF_ASPECT = 0.1
-"""Weight of an unusual aspect ratio against a size that is off by as large a factor."""
+"""Weight of an unusual aspect ratio relative to an equally large error of the size."""
 _WIDTHS = (
     *range(128, 1024, 128),
     *range(1024, 4096, 512),
@@ -38,35 +38,35 @@ _LARGEST_STEP_TOKENS = 2**24
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A model and its counts."""
 
     kind: ModelKind
     model: ModelSpec
     parameters: int
     active: int
-    """Parameters that a token meets; the size that laws speak of."""
+    """Active parameters of a token, the size that laws use."""
 
     @property
     def name(self) -> str:
         """A short name with the size."""
-        whole = _short(self.parameters)
-        return f"dense-{whole}" if self.kind == "dense" else f"moe-{whole}-a{_short(self.active)}"
+        total = _short(self.parameters)
+        return f"dense-{total}" if self.kind == "dense" else f"moe-{total}-a{_short(self.active)}"
 
 
-def shape_of(kind: ModelKind, active: float) -> Shape:
-    """The shape whose active parameters come nearest ``active``, an unusual aspect ratio counted against it."""
+def shape_of(kind: ModelKind, active: float) -> ModelShape:
+    """Return the shape whose active parameters are nearest ``active``, with a penalty for an unusual aspect ratio."""
 
-    def distance(shape: Shape) -> float:
+    def distance(shape: ModelShape) -> float:
         off = abs(math.log(shape.active / active))
         return off + _OFF_ASPECT * abs(math.log(shape.model.dim / shape.model.layers / _ASPECT[kind]))
 
     return min(_candidates(kind, active), key=distance)
 
 
-def _candidates(kind: ModelKind, active: float) -> Iterator[Shape]:
-    """A shape for each of the few widths around the usual one, with as many layers as come nearest the size."""
-    # A layer has about 12.5 squares of the width, and so has a mixture's of what a token meets.
+def _candidates(kind: ModelKind, active: float) -> Iterator[ModelShape]:
+    """Yield a shape for each of the few widths around the usual one, with the number of layers nearest the size."""
+    # A layer has about 12.5 squares of the width in active parameters, in dense models and mixtures.
     usual = (active * _ASPECT[kind] / 12.5) ** (1 / 3)
     nearest = sorted(_WIDTHS, key=lambda width: abs(math.log(width / usual)))[:5]
     for width in nearest:
@@ -76,10 +76,10 @@ def _candidates(kind: ModelKind, active: float) -> Iterator[Shape]:
         yield _counted(kind, width, min(4096, max(2, layers)), active)
 
 
-def _counted(kind: ModelKind, width: int, layers: int, active: float) -> Shape:
+def _counted(kind: ModelKind, width: int, layers: int, active: float) -> ModelShape:
     model = resolve((_dense if kind == "dense" else _mixture)(width, layers, active))
     counts = count(model, 8192)
-    return Shape(kind, model, counts.parameters, counts.active_parameters)
+    return ModelShape(kind, model, counts.parameters, counts.active_parameters)
 
 
 def _vocabulary(active: float) -> int:
@@ -135,15 +135,17 @@ def _rounded(value: float, to: int) -> int:
 
 
 def step_tokens(active: float, tokens: float) -> float:
-    """Tokens of an optimizer step: 0.292 C^0.3271 (DeepSeek LLM, arXiv:2401.02954, recalled), at most 16.8 M as the largest runs had."""
+    """Return the tokens of an optimizer step: 0.292 C^0.3271 (DeepSeek LLM, arXiv:2401.02954, recalled), at most 16.8 M as in the largest runs."""
     return float(min(_LARGEST_STEP_TOKENS, 0.292 * (6 * active * tokens) ** 0.3271))
 
 
 def run_of_shape(
-    shape: Shape, tokens: float, seq_len: int, batch: int | None, overrides: Sequence[str]
+    shape: ModelShape, tokens: float, seq_len: int, batch: int | None, overrides: Sequence[str]
 ) -> RunSpec:
-    """The run that trains ``shape`` on ``tokens``, with other fields as ``overrides`` say; without ``batch``, a power of two of
-    sequences near ``step_tokens``. Raises ``RunFileError`` for overrides that cannot be."""
+    """Return the run that trains ``shape`` on ``tokens``, with other fields from ``overrides``.
+
+    Without ``batch``, a step has a power of two of sequences near ``step_tokens``. Raises ``RunFileError`` for invalid overrides.
+    """
     sequences = batch or 2 ** max(0, round(math.log2(step_tokens(shape.active, tokens) / seq_len)))
     train = TrainSpec(batch_size=sequences, slots=sequences, seq_len=seq_len)
     spec = RunSpec(name=shape.name, model=shape.model, train=train)

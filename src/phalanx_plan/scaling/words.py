@@ -1,4 +1,4 @@
-"""The answer of a budget in words and as JSON: a sentence for each kind of model, the laws' disagreement, and what would change it.
+"""The answer of a budget as text and as JSON: a sentence for each kind of model, the laws' range, and the sensitivity of the answer.
 
 The terminal and the report use the same words. The keys of JSON, also of a fitted law, are stable.
 """
@@ -16,41 +16,41 @@ from phalanx_plan.scaling.answer import BudgetAnswer, Recommended
 from phalanx_plan.scaling.fit import FittedLaw
 
 _HARDLY = 0.01
-"""Loss that half of a budget is hardly worth: less than the laws' own standard error."""
+"""Loss gain below which half of a budget is hardly worth spending: less than the laws' own standard error."""
 _FAR = 3.0
-"""Factor beyond its largest run from which a law is said to be extrapolated."""
+"""Factor beyond its largest run from which a law is reported as extrapolated."""
 
 LAW_COLUMNS = ("law", "parameters", "tokens", "per parameter", "loss", "of its largest run")
 SMALLER_COLUMNS = ("size", "parameters", "tokens", "loss", "penalty", "serving", "cost of the same loss")
 
 
-def sentence(answer: BudgetAnswer, one: Recommended) -> str:
-    """The answer for one kind of model."""
-    shape = one.shape
+def sentence(answer: BudgetAnswer, recommendation: Recommended) -> str:
+    """Describe the recommended model of one kind."""
+    shape = recommendation.shape
     size = f"{count(shape.parameters)} parameters"
     if shape.kind == "mixture":
         size = f"a mixture of {size}, {count(shape.active)} active,"
     else:
         size = f"a dense model of {size}"
-    band = f" (P5-P95 {one.loss_band[0]:.3f} to {one.loss_band[1]:.3f})"
+    band = f" (P5-P95 {recommendation.loss_band[0]:.3f} to {recommendation.loss_band[1]:.3f})"
     served = answer.question.inference_tokens
     spent = f"{answer.question.budget}" + (f", {count(served)} tokens served included" if served else "")
-    text = f"{size} on {count(one.tokens)} tokens for {spent}: predicted loss {one.loss:.3f}{band}"
-    if one.plan is None:
+    text = f"{size} on {count(recommendation.tokens)} tokens for {spent}: predicted loss {recommendation.loss:.3f}{band}"
+    if recommendation.plan is None:
         return f"{text}; give --cluster for days, dollars and energy"
-    run = one.plan.run
+    run = recommendation.plan.run
     return (
-        f"{text}; {written(run.days, DAYS)} on {one.plan.job.cluster.key} "
+        f"{text}; {written(run.days, DAYS)} on {recommendation.plan.job.cluster.key} "
         f"(P5-P95 {written(run.finish_days.p5, DAYS)} to {written(run.finish_days.p95, DAYS)}), "
         f"{written(run.cost.total_usd, DOLLARS)}, {written(run.energy.total_kwh, ENERGY)}, goodput {run.goodput:.1%}, "
-        f"in {one.plan.chosen.layout}"
+        f"in {recommendation.plan.chosen.layout}"
     )
 
 
 def comparison(answer: BudgetAnswer) -> Iterator[str]:
-    """The two kinds of models beside each other, by the laws that sized them and by the joint law."""
-    if len(answer.found) > 1:
-        first, second = answer.found
+    """Compare the two kinds of models, by the laws that sized them and by the joint law."""
+    if len(answer.recommendations) > 1:
+        first, second = answer.recommendations
         agrees = "agrees" if first.joint_loss < second.joint_loss else "disagrees"
         yield (
             f"The {first.shape.kind} model is predicted to be better by {second.loss - first.loss:.3f}; the joint law of both kinds "
@@ -59,24 +59,24 @@ def comparison(answer: BudgetAnswer) -> Iterator[str]:
         )
     unique = answer.question.unique_tokens
     if math.isfinite(unique):
-        for one in answer.found:
-            if one.tokens <= unique:
-                yield f"{one.shape.name}: the {count(unique)} unique tokens do not run out."
+        for recommendation in answer.recommendations:
+            if recommendation.tokens <= unique:
+                yield f"{recommendation.shape.name}: the {count(unique)} unique tokens do not run out."
                 continue
             yield (
-                f"{one.shape.name} reads the {count(unique)} unique tokens {one.tokens / unique:.3g} times, which costs "
-                f"{one.loss - one.new_text_loss:.3f} of loss against as much new text (Muennighoff et al. 2023)."
+                f"{recommendation.shape.name} reads the {count(unique)} unique tokens {recommendation.tokens / unique:.3g} times, which costs "
+                f"{recommendation.loss - recommendation.new_text_loss:.3f} of loss against as much new text (Muennighoff et al. 2023)."
             )
-            if one.halved.loss - one.loss < _HARDLY:
+            if recommendation.halved.loss - recommendation.loss < _HARDLY:
                 yield (
-                    f"{one.shape.name}: the text is used up: half the budget reaches {one.halved.loss:.3f} with {count(one.halved.parameters)} "
-                    f"parameters on {count(one.halved.tokens)} tokens. Spend less, or spend it on new text."
+                    f"{recommendation.shape.name}: the text is used up: half the budget reaches {recommendation.halved.loss:.3f} with {count(recommendation.halved.parameters)} "
+                    f"parameters on {count(recommendation.halved.tokens)} tokens. Spend less, or spend it on new text."
                 )
 
 
-def law_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
-    """The optima of all laws, by ``LAW_COLUMNS``."""
-    for row in one.laws:
+def law_rows(recommendation: Recommended) -> Iterator[tuple[str, ...]]:
+    """Yield the optima of all laws, by ``LAW_COLUMNS``."""
+    for row in recommendation.laws:
         yield (
             f"{row.law}: {row.source.citation.split(' (')[0]}",
             count(row.parameters),
@@ -87,9 +87,9 @@ def law_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
         )
 
 
-def smaller_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
-    """Over-trained models for the same budget, by ``SMALLER_COLUMNS``."""
-    for row in one.smaller:
+def smaller_rows(recommendation: Recommended) -> Iterator[tuple[str, ...]]:
+    """Yield over-trained models for the same budget, by ``SMALLER_COLUMNS``."""
+    for row in recommendation.smaller:
         yield (
             f"{row.smaller:g} x smaller",
             count(row.parameters),
@@ -101,36 +101,39 @@ def smaller_rows(one: Recommended) -> Iterator[tuple[str, ...]]:
         )
 
 
-def tables(one: Recommended) -> Iterator[tuple[str, tuple[str, ...], Iterator[tuple[str, ...]]]]:
-    """Title, columns and rows of the tables of one kind of model."""
-    yield f"{one.shape.kind}: what each law calls optimal", LAW_COLUMNS, law_rows(one)
-    title = f"{one.shape.kind}: smaller models, cheaper to serve, for the same budget"
-    yield title, SMALLER_COLUMNS, smaller_rows(one)
+def tables(recommendation: Recommended) -> Iterator[tuple[str, tuple[str, ...], Iterator[tuple[str, ...]]]]:
+    """Yield title, columns and rows of the tables of one kind of model."""
+    yield f"{recommendation.shape.kind}: what each law calls optimal", LAW_COLUMNS, law_rows(recommendation)
+    title = f"{recommendation.shape.kind}: smaller models, cheaper to serve, for the same budget"
+    yield title, SMALLER_COLUMNS, smaller_rows(recommendation)
 
 
 def changes(answer: BudgetAnswer) -> Iterator[str]:
-    """Sentences on what the answer hangs on."""
-    for one in answer.found:
-        name, sizes = one.shape.name, [row.parameters for row in one.laws if row.loss is not None]
+    """Yield sentences on the figures that the answer depends on."""
+    for recommendation in answer.recommendations:
+        name, sizes = (
+            recommendation.shape.name,
+            [row.parameters for row in recommendation.laws if row.loss is not None],
+        )
         yield f"{name}: the laws' optimal sizes are {count(min(sizes))} to {count(max(sizes))} active parameters"
-        if one.size_band is not None:
-            low, high = one.size_band
+        if recommendation.size_band is not None:
+            low, high = recommendation.size_band
             yield f"{name}: by the law's own standard errors, {count(low)} to {count(high)} (P5-P95)"
-        main = one.laws[0]
+        main = recommendation.laws[0]
         if main.beyond > _FAR:
             yield (
                 f"{name}: this is {times(main.beyond)} the compute that the law was fitted to; small runs of your own "
                 "(phalanx plan --fit) say more"
             )
-        for times_budget, other in (("half", one.halved), ("twice", one.doubled)):
+        for times_budget, other in (("half", recommendation.halved), ("twice", recommendation.doubled)):
             yield (
                 f"{name}: {times_budget} the budget is for {count(other.parameters)} parameters on {count(other.tokens)} tokens, "
                 f"loss {other.loss:.3f}"
             )
-        if one.plan is not None:
-            run = one.plan.run
+        if recommendation.plan is not None:
+            run = recommendation.plan.run
             yield (
-                f"{name}: steps {one.plan.band.p5 - 1:+.0%} to {one.plan.band.p95 - 1:+.0%} of the planned (P5-P95) make the same tokens "
+                f"{name}: steps {recommendation.plan.band.p5 - 1:+.0%} to {recommendation.plan.band.p95 - 1:+.0%} of the planned (P5-P95) make the same tokens "
                 f"cost {written(run.usd.p5, DOLLARS)} to {written(run.usd.p95, DOLLARS)}"
             )
     if not answer.question.inference_tokens:
@@ -138,27 +141,27 @@ def changes(answer: BudgetAnswer) -> Iterator[str]:
 
 
 def report_section(answer: BudgetAnswer) -> str:
-    """The answer as a section of a report."""
+    """Return the answer as a section of a report."""
     paragraphs = [
-        f"{'Train' if place == 0 else 'Or'} {sentence(answer, one)}."
-        for place, one in enumerate(answer.found)
+        f"{'Train' if index == 0 else 'Or'} {sentence(answer, recommendation)}."
+        for index, recommendation in enumerate(answer.recommendations)
     ]
     paragraphs += [*answer.left_out, *comparison(answer)]
     text = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
-    for one in answer.found:
-        for title, columns, rows in tables(one):
+    for recommendation in answer.recommendations:
+        for title, columns, rows in tables(recommendation):
             text += f"<p>{escape(title)}</p>{html_table(columns, rows)}"
     listed = "".join(f"<li>{escape(change)}</li>" for change in changes(answer))
     return f"{text}<p>What would change the answer</p><ul>{listed}</ul>"
 
 
 def times(factor: float) -> str:
-    """A factor in words: ``1,200 times``."""
+    """Format a factor: ``1,200 times``."""
     return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.2g} times"
 
 
 def count(number: float) -> str:
-    """A count with three digits and its letter."""
+    """Format a count with three digits and its letter."""
     for letter, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {letter}"
@@ -169,7 +172,7 @@ def count(number: float) -> str:
 
 
 def answer_json(answer: BudgetAnswer) -> dict[str, object]:
-    """Plain values of the whole answer, the better kind of model first. Infinities are ``None``."""
+    """Return plain values of the complete answer, the better kind of model first. Infinities are ``None``."""
     question = answer.question
     return {
         "budget": asdict(question.budget),
@@ -177,12 +180,12 @@ def answer_json(answer: BudgetAnswer) -> dict[str, object]:
         "unique_tokens": _finite(question.unique_tokens),
         "inference_tokens": question.inference_tokens,
         "left_out": answer.left_out,
-        "found": [_recommended(one) for one in answer.found],
+        "found": [_recommended(recommendation) for recommendation in answer.recommendations],
     }
 
 
-def fit_json(law: FittedLaw, asked: Mapping[str, tuple[float, float]]) -> dict[str, object]:
-    """Plain values of a law fitted to runs, and of what it predicts of the sizes and tokens in ``asked``."""
+def fit_json(law: FittedLaw, targets: Mapping[str, tuple[float, float]]) -> dict[str, object]:
+    """Return plain values of a law fitted to runs, and of its predictions for the sizes and tokens in ``targets``."""
     return {
         "law": asdict(law.law),
         "p5_p95": {name: law.constants_band(name) for name in ("floor", "alpha", "beta")},
@@ -193,37 +196,41 @@ def fit_json(law: FittedLaw, asked: Mapping[str, tuple[float, float]]) -> dict[s
         ],
         "predicted": [
             {
-                "what": what,
+                "what": title,
                 "parameters": parameters,
                 "tokens": tokens,
                 "loss": law.loss(parameters, tokens),
                 "loss_p5_p95": law.band(parameters, tokens),
                 "beyond": law.beyond(parameters, tokens),
             }
-            for what, (parameters, tokens) in asked.items()
+            for title, (parameters, tokens) in targets.items()
         ],
     }
 
 
-def _recommended(one: Recommended) -> dict[str, object]:
+def _recommended(recommendation: Recommended) -> dict[str, object]:
     return {
-        "kind": one.shape.kind,
-        "name": one.shape.name,
-        "parameters": one.shape.parameters,
-        "active_parameters": one.shape.active,
-        "model": asdict(one.shape.model),
-        "tokens": one.tokens,
-        "loss": one.loss,
-        "loss_p5_p95": one.loss_band,
-        "parameters_p5_p95": one.size_band,
-        "new_text_loss": one.new_text_loss,
-        "joint_law_loss": one.joint_loss,
-        "laws": [asdict(row) for row in one.laws],
-        "smaller": [{name: _finite(value) for name, value in asdict(row).items()} for row in one.smaller],
-        "half_the_budget": asdict(one.halved),
-        "twice_the_budget": asdict(one.doubled),
-        "planned": [{"active_parameters": size, "cost_per_token": cost} for size, cost in one.planned],
-        "plan": plan_json(one.plan) if one.plan else None,
+        "kind": recommendation.shape.kind,
+        "name": recommendation.shape.name,
+        "parameters": recommendation.shape.parameters,
+        "active_parameters": recommendation.shape.active,
+        "model": asdict(recommendation.shape.model),
+        "tokens": recommendation.tokens,
+        "loss": recommendation.loss,
+        "loss_p5_p95": recommendation.loss_band,
+        "parameters_p5_p95": recommendation.size_band,
+        "new_text_loss": recommendation.new_text_loss,
+        "joint_law_loss": recommendation.joint_loss,
+        "laws": [asdict(row) for row in recommendation.laws],
+        "smaller": [
+            {name: _finite(value) for name, value in asdict(row).items()} for row in recommendation.smaller
+        ],
+        "half_the_budget": asdict(recommendation.halved),
+        "twice_the_budget": asdict(recommendation.doubled),
+        "planned": [
+            {"active_parameters": size, "cost_per_token": cost} for size, cost in recommendation.planned
+        ],
+        "plan": plan_json(recommendation.plan) if recommendation.plan else None,
     }
 
 

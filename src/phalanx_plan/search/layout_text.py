@@ -1,7 +1,7 @@
 """Layouts in the words of users: ``--layout tp=8,pp=16,dp=128``, a run file for a layout, and the fleet or memory that would fit.
 
-What such a line leaves out is as the run file describes it, and ``file`` alone is just what the run file says. The names of the
-fields stand in ``phalanx_plan.workload.candidates``.
+Fields that such a text leaves out come from the run file, and ``file`` alone is the run file's layout. The names of the
+fields are in ``phalanx_plan.workload.candidates``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from phalanx.hardware.cluster import Cluster, with_value
 from phalanx.run.layout import layout_of, replica_ranks, stages_per_rank
 from phalanx.run.spec import MemorySpec, ParallelSpec, PrecisionSpec, RunSpec
 from phalanx_plan.search.options import Options
-from phalanx_plan.search.query import OWN, RequestError, job_of, precision_of, problems_of, steps_for
+from phalanx_plan.search.query import OWN, PlanRequestError, job_of, precision_of, problems_of, steps_for
 from phalanx_plan.search.search import search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
 from phalanx_plan.workload.candidates import LAYOUT_FIELDS, PRECISIONS, SCHEDULES, PlannedLayout, layout_field
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 
-def written_layout(spec: RunSpec, job: Job, ranks: int) -> PlannedLayout:
-    """The layout that the run file itself describes, on ``ranks`` ranks."""
+def written_layout(spec: RunSpec, job: TrainingJob, ranks: int) -> PlannedLayout:
+    """Return the layout of the run file on ``ranks`` ranks."""
     parallel, memory, train = spec.parallel, spec.memory, spec.train
     layout = layout_of(parallel, ranks)
     slots = job.workload.slots or layout.data_ranks
@@ -38,7 +38,7 @@ def written_layout(spec: RunSpec, job: Job, ranks: int) -> PlannedLayout:
         zero=_zero(spec, job),
         micro_batch=train.micro_batch_size or max(1, train.batch_size // slots),
         schedule=parallel.pipeline_schedule if layout.pipeline > 1 else "1f1b",
-        # The compiler's choice within a budget is not planned, which a plan notes (``phalanx_plan.run_fields``).
+        # The compiler's choice within a budget is not planned; a plan has a note (``phalanx_plan.run_fields``).
         recompute="none" if memory.recompute == "budget" else memory.recompute,
         precision=precision_of(spec, job.cluster),
         offload_activations=memory.offload_activations != "none",
@@ -47,91 +47,90 @@ def written_layout(spec: RunSpec, job: Job, ranks: int) -> PlannedLayout:
 
 
 def estimate_written(spec: RunSpec, cluster: Cluster, ranks: int) -> Estimate:
-    """Returns the estimate of a run in the layout of its file, on ``ranks`` ranks."""
+    """Return the estimate of a run in the layout of its file, on ``ranks`` ranks."""
     job = job_of(spec, cluster)
     return estimate(job, written_layout(spec, job, ranks))
 
 
 _ZERO = {"none": 2, "zero2": 2, "zero3": 3}
-"""ZeRO stage of each ``parallel.sharding``. Without sharding one rank holds a copy, so that it does not matter what would be
-sharded."""
+"""ZeRO stage of each ``parallel.sharding``. Without sharding one rank holds a copy, so that the stage does not matter."""
 
 
-def _zero(spec: RunSpec, job: Job) -> int:
-    wanted = _ZERO[spec.parallel.sharding]
-    return wanted if wanted in job.stack.zero_stages else max(job.stack.zero_stages)
+def _zero(spec: RunSpec, job: TrainingJob) -> int:
+    stage = _ZERO[spec.parallel.sharding]
+    return stage if stage in job.stack.zero_stages else max(job.stack.zero_stages)
 
 
-def replaced_sharding(text: str, spec: RunSpec, job: Job) -> str:
-    """The note that the layout of ``text`` has another ZeRO stage than the run file, since the stack lacks it; "" if it has not."""
-    wanted, stages = _ZERO[spec.parallel.sharding], job.stack.zero_stages
-    given = text.strip() != "file" and "zero" in _fields(text, job)
-    if given or spec.parallel.sharding == "none" or wanted in stages:
+def replaced_sharding(text: str, spec: RunSpec, job: TrainingJob) -> str:
+    """Return a note if the layout of ``text`` has another ZeRO stage than the run file, since the stack lacks it; else ""."""
+    stage, stages = _ZERO[spec.parallel.sharding], job.stack.zero_stages
+    is_explicit = text.strip() != "file" and "zero" in _fields(text, job)
+    if is_explicit or spec.parallel.sharding == "none" or stage in stages:
         return ""
-    return f"parallel.sharding: the stack {job.stack.name!r} has no ZeRO-{wanted}; the layout is planned with ZeRO-{max(stages)}"
+    return f"parallel.sharding: the stack {job.stack.name!r} has no ZeRO-{stage}; the layout is planned with ZeRO-{max(stages)}"
 
 
-def read_layout(text: str, spec: RunSpec, job: Job) -> PlannedLayout:
-    """The layout that ``text`` describes, such as ``tp=8,pp=16,dp=128``; what it leaves out is as in the run file.
+def read_layout(text: str, spec: RunSpec, job: TrainingJob) -> PlannedLayout:
+    """Parse a layout such as ``tp=8,pp=16,dp=128``; missing fields come from the run file.
 
-    ``file`` alone means just what the run file says. Raises ``RequestError``.
+    ``file`` alone is the layout of the run file. Raises ``PlanRequestError``.
     """
-    given = {} if text.strip() == "file" else _fields(text, job)
+    settings = {} if text.strip() == "file" else _fields(text, job)
     parallel = spec.parallel
     degrees = {
-        name: given.pop(name, getattr(parallel, name))
+        name: settings.pop(name, getattr(parallel, name))
         for name in ("tensor", "context", "pipeline", "expert", "expert_tensor")
     }
     parallel = replace(parallel, **degrees)
     inner = degrees["tensor"] * degrees["context"] * degrees["pipeline"]
-    data = _data_ranks(text, given, inner) or max(1, (parallel.ranks or job.cluster.accelerators) // inner)
+    data = _data_ranks(text, settings, inner) or max(1, (parallel.ranks or job.cluster.accelerators) // inner)
     if parallel.shard_ranks and data % parallel.shard_ranks:
         parallel = replace(parallel, shard_ranks=0)
     layout = written_layout(replace(spec, parallel=parallel), job, inner * data)
-    layout = replace(layout, **({"replicate": data // given.get("shard", layout.shard)} | given))
+    layout = replace(layout, **({"replicate": data // settings.get("shard", layout.shard)} | settings))
     if layout.data != data:
-        raise RequestError(f"--layout {text}: fsdp={layout.shard} does not divide dp={data}")
+        raise PlanRequestError(f"--layout {text}: fsdp={layout.shard} does not divide dp={data}")
     _check_room(text, layout.ranks, job, replica_ranks(parallel))
     return layout
 
 
-def _data_ranks(text: str, given: dict[str, Any], inner: int) -> int:
-    """The data-parallel ranks that ``dp`` or ``gpus`` asks for, taken out of ``given``; 0 if neither is there."""
-    data, ranks = int(given.pop("data", 0)), int(given.pop("ranks", 0))
+def _data_ranks(text: str, settings: dict[str, Any], inner: int) -> int:
+    """Remove ``dp`` and ``gpus`` from ``settings`` and return the data-parallel ranks that they set; 0 if neither is set."""
+    data, ranks = int(settings.pop("data", 0)), int(settings.pop("ranks", 0))
     if ranks % inner:
-        raise RequestError(f"--layout {text}: gpus={ranks} is no multiple of tp x cp x pp = {inner}")
+        raise PlanRequestError(f"--layout {text}: gpus={ranks} is no multiple of tp x cp x pp = {inner}")
     if ranks and data and ranks != inner * data:
-        raise RequestError(
+        raise PlanRequestError(
             f"--layout {text}: gpus={ranks}, but tp x cp x pp x dp = {inner * data}: leave one of them out"
         )
     return data or ranks // inner
 
 
-def _fields(text: str, job: Job) -> dict[str, Any]:
-    """The fields of a layout that ``text`` gives, by their full names."""
-    found: dict[str, Any] = {}
+def _fields(text: str, job: TrainingJob) -> dict[str, Any]:
+    """Return the fields of a layout that ``text`` sets, by their full names."""
+    settings: dict[str, Any] = {}
     for part in text.split(","):
         word, sign, value = (piece.strip() for piece in part.partition("="))
-        known = layout_field(word)
-        if not sign or known is None:
+        target = layout_field(word)
+        if not sign or target is None:
             names = ", ".join(field.shown for field in LAYOUT_FIELDS if not field.not_in_layout)
-            raise RequestError(
+            raise PlanRequestError(
                 f"--layout: cannot read {part.strip()!r}: write FIELD=VALUE, FIELD one of {names}"
             )
-        if known.not_in_layout:
-            raise RequestError(f"--layout: {part.strip()}: {known.not_in_layout}")
-        if known.name in found:
-            raise RequestError(
-                f"--layout: {known.shown} is given twice, last as {part.strip()!r}: give it once"
+        if target.not_in_layout:
+            raise PlanRequestError(f"--layout: {part.strip()}: {target.not_in_layout}")
+        if target.name in settings:
+            raise PlanRequestError(
+                f"--layout: {target.shown} is given twice, last as {part.strip()!r}: give it once"
             )
-        found[known.name] = _value(known.name, value, job)
-    return found
+        settings[target.name] = _value(target.name, value, job)
+    return settings
 
 
 _FROM_ZERO = ("zero", "offload_activations", "offload_optimizer", "sequence_parallel")
 
 
-def _value(name: str, value: str, job: Job) -> int | str | bool:
+def _value(name: str, value: str, job: TrainingJob) -> int | str | bool:
     words = {
         "schedule": SCHEDULES,
         "recompute": tuple(mode.name for mode in job.modes),
@@ -139,29 +138,29 @@ def _value(name: str, value: str, job: Job) -> int | str | bool:
     }
     if name in words:
         if value not in words[name]:
-            raise RequestError(f"--layout: {name}={value}: take one of {', '.join(words[name])}")
+            raise PlanRequestError(f"--layout: {name}={value}: take one of {', '.join(words[name])}")
         return value
     stages = job.stack.zero_stages
-    whole = value.isascii() and value.isdigit()
-    if name == "zero" and whole and int(value) not in stages:
-        raise RequestError(
+    is_number = value.isascii() and value.isdigit()
+    if name == "zero" and is_number and int(value) not in stages:
+        raise PlanRequestError(
             f"--layout: zero={value}: the stack {job.stack.name!r} has {', '.join(map(str, stages))}"
         )
     if name in _FROM_ZERO[1:] and value not in ("0", "1"):
-        raise RequestError(f"--layout: {name}={value}: write 1 for yes or 0 for no")
-    if not whole or (int(value) < 1 and name not in _FROM_ZERO):
-        raise RequestError(f"--layout: {name}={value!r} must be a whole number, at least 1")
+        raise PlanRequestError(f"--layout: {name}={value}: write 1 for yes or 0 for no")
+    if not is_number or (int(value) < 1 and name not in _FROM_ZERO):
+        raise PlanRequestError(f"--layout: {name}={value!r} must be a whole number, at least 1")
     return bool(int(value)) if name in _FROM_ZERO[1:] else int(value)
 
 
-def _check_room(text: str, ranks: int, job: Job, replica: int) -> None:
+def _check_room(text: str, ranks: int, job: TrainingJob, replica: int) -> None:
     if ranks > job.cluster.accelerators:
-        raise RequestError(
+        raise PlanRequestError(
             f"--layout {text}: {ranks:,} ranks, but the cluster {job.cluster.key} has {job.cluster.accelerators:,} "
             "accelerators: name a larger one with --cluster NAME:ACCELERATORS, or take smaller degrees"
         )
     if ranks % replica:
-        raise RequestError(
+        raise PlanRequestError(
             f"--layout {text}: {ranks} ranks are no multiple of the {replica} that hold one replica"
         )
 
@@ -172,14 +171,18 @@ def _check_room(text: str, ranks: int, job: Job, replica: int) -> None:
 _MOST_DOUBLINGS = 7
 
 
-def run_of_layout(spec: RunSpec, job: Job, layout: PlannedLayout, tokens: float | None = None) -> RunSpec:
-    """The run of ``spec`` in ``layout``, ready to be trained.
+def run_of_layout(
+    spec: RunSpec, job: TrainingJob, layout: PlannedLayout, tokens: float | None = None
+) -> RunSpec:
+    """Return the run of ``spec`` in ``layout``, ready to be trained.
 
-    Raises ``RequestError`` where the trainer cannot do what the plan says.
+    Raises ``PlanRequestError`` if the trainer does not support the layout.
     """
     if job.stack.name != OWN:
-        raise RequestError(f"a run file is for this project's trainer: plan without --stack {job.stack.name}")
-    found = replace(
+        raise PlanRequestError(
+            f"a run file is for this project's trainer: plan without --stack {job.stack.name}"
+        )
+    run = replace(
         spec,
         parallel=parallel_of(spec, layout),
         memory=_memory(spec.memory, layout),
@@ -191,21 +194,21 @@ def run_of_layout(spec: RunSpec, job: Job, layout: PlannedLayout, tokens: float 
         ),
         precision=_precision(spec, layout),
     )
-    problems = problems_of(found, layout.ranks)
+    problems = problems_of(run, layout.ranks)
     if problems:
-        raise RequestError(f"the trainer cannot run this layout:\n{problems}")
-    return found
+        raise PlanRequestError(f"the trainer cannot run this layout:\n{problems}")
+    return run
 
 
 def parallel_of(spec: RunSpec, layout: PlannedLayout) -> ParallelSpec:
-    """The ``[parallel]`` section that describes a layout."""
+    """Return the ``[parallel]`` section that describes a layout."""
     many = layout.pipeline > 1
     sharding: Any = "zero3" if layout.zero == 3 else "zero2" if layout.shard > 1 else "none"
     return replace(
         spec.parallel,
         ranks=layout.ranks,
         sharding=sharding,
-        # One rank of a copy may still share its state, over the context axis; 0 would mean all ranks.
+        # One rank of a copy may still share its state over the context axis; 0 would mean all ranks.
         shard_ranks=0 if layout.replicate == 1 or sharding == "none" else layout.shard,
         tensor=layout.tensor,
         context=layout.context,
@@ -238,8 +241,8 @@ def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
     return spec.precision
 
 
-def least_change(job: Job, layout: PlannedLayout, *, offload: bool) -> str:
-    """The change that would make a layout fit, on the same ranks and with the shortest step. ``offload``: its state may be moved to host memory."""
+def least_change(job: TrainingJob, layout: PlannedLayout, *, offload: bool) -> str:
+    """Describe the change that makes a layout fit on the same ranks with the shortest step. ``offload`` permits moving its state to host memory."""
     options = [
         replace(
             layout,
@@ -255,7 +258,7 @@ def least_change(job: Job, layout: PlannedLayout, *, offload: bool) -> str:
     ]
     fitting = []
     for layout_option in options:
-        with suppress(ValueError):  # the software, or the batch, does not allow it
+        with suppress(ValueError):  # the software or the batch does not permit it
             fitting.append(estimate(job, layout_option))
     fitting = [option for option in fitting if option.fits]
     if not fitting:
@@ -267,26 +270,26 @@ def least_change(job: Job, layout: PlannedLayout, *, offload: bool) -> str:
     return f"with {','.join(words)} this layout fits: {best.step_s:.4g} s a step"
 
 
-def what_would_fit(job: Job, options: Options) -> str:
-    """Returns how many accelerators or how much memory would do where nothing fits; empty if neither helps."""
+def what_would_fit(job: TrainingJob, options: Options) -> str:
+    """Describe how many accelerators or how much memory would suffice if nothing fits; empty if neither helps."""
     advice = []
     count = max(options.gpus or (job.cluster.accelerators,))
     for doubling in range(1, _MOST_DOUBLINGS + 1):
         if _fits(job, replace(options, gpus=(count << doubling,))):
             advice.append(f"{count << doubling:,} accelerators of the same kind would do")
             break
-    have = job.cluster.accelerator.memory_bytes.value
+    capacity_bytes = job.cluster.accelerator.memory_bytes.value
     for factor in (1.25, 1.5, 2, 3, 4, 8):
-        larger = with_value(job.cluster, "accelerator.memory_bytes", have * factor)
+        larger = with_value(job.cluster, "accelerator.memory_bytes", capacity_bytes * factor)
         if _fits(replace(job, cluster=larger), options):
             advice.append(
-                f"so would {have * factor / 1e9:,.0f} GB of memory in each, {factor:g} times as much"
+                f"so would {capacity_bytes * factor / 1e9:,.0f} GB of memory in each, {factor:g} times as much"
             )
             break
     return "; ".join(advice)
 
 
-def _fits(job: Job, options: Options) -> bool:
+def _fits(job: TrainingJob, options: Options) -> bool:
     try:
         search(job, replace(options, finalists=1, top=1))
     except ValueError:

@@ -1,7 +1,7 @@
 """Choice among layouts: limits, objective and conditions of a search, memory that a plan leaves free, and the Pareto front.
 
 A layout that fits by less than the error of the prediction may run out of memory on the first step, after the machines were paid for.
-Where another layout with more room costs next to nothing it is taken instead, and where none does the plan says so.
+If a layout with more room costs almost nothing more, it is chosen instead; if none does, the plan has a caveat.
 
 No layout of the front is beaten by another in time, memory and accelerators at once.
 """
@@ -26,7 +26,7 @@ from phalanx_plan.workload.candidates import (
     PlannedLayout,
     layout_field,
 )
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 # Options.
 
@@ -52,12 +52,12 @@ class Requirement:
     value: int
 
     def holds(self, candidates: Candidates) -> Bools:
-        """Returns the mask of the candidates that meet it, in the axes that its field has."""
+        """Return the mask of the candidates that meet it, along the axes of its field."""
         return self.compare(getattr(candidates, self.name), self.value)
 
 
-def requirement(text: str, job: Job) -> Requirement:
-    """Reads a condition. Raises ``ValueError`` that names what can be required."""
+def requirement(text: str, job: TrainingJob) -> Requirement:
+    """Parse a condition. Raises ``ValueError`` that lists the valid fields and values."""
     match = re.fullmatch(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*([\w+-]+)\s*", text)
     if match is None:
         several = (
@@ -69,23 +69,23 @@ def requirement(text: str, job: Job) -> Requirement:
             f"{text!r} is no condition: write a field, a comparison and a value, as in tp<=8{several}"
         )
     word, sign, value = match.groups()
-    known = layout_field(word)
-    if known is not None and known.not_in_require:
-        raise ValueError(f"{text!r}: {known.shown} cannot be required: {known.not_in_require}")
+    target = layout_field(word)
+    if target is not None and target.not_in_require:
+        raise ValueError(f"{text!r}: {target.shown} cannot be required: {target.not_in_require}")
     words = {"schedule": SCHEDULES, "recompute": tuple(mode.name for mode in job.modes)}
-    if known is not None and known.name in words:
-        if value not in words[known.name] or sign not in ("=", "==", "!="):
-            raise ValueError(f"{text!r}: {word} is one of {', '.join(words[known.name])}, with = or !=")
-        return Requirement(text, known.name, _OPERATORS[sign], words[known.name].index(value))
-    if known is None or not (value.isascii() and value.isdigit()):
+    if target is not None and target.name in words:
+        if value not in words[target.name] or sign not in ("=", "==", "!="):
+            raise ValueError(f"{text!r}: {word} is one of {', '.join(words[target.name])}, with = or !=")
+        return Requirement(text, target.name, _OPERATORS[sign], words[target.name].index(value))
+    if target is None or not (value.isascii() and value.isdigit()):
         names = ", ".join(field.shown for field in LAYOUT_FIELDS if not field.not_in_require)
         raise ValueError(f"{text!r}: a whole number can be required of {names}")
-    return Requirement(text, known.name, _OPERATORS[sign], int(value))
+    return Requirement(text, target.name, _OPERATORS[sign], int(value))
 
 
 @dataclass(frozen=True)
 class Options:
-    """Limits and objective of a search. Empty tuples mean all that is legal."""
+    """Limits and objective of a search. Empty tuples mean all legal values."""
 
     gpus: tuple[int, ...] = ()
     """Numbers of accelerators to plan for; empty means all of the cluster's."""
@@ -93,7 +93,7 @@ class Options:
     """Fraction of the accelerators that a layout must use; the rest are spares."""
     micro_batches: tuple[int, ...] = ()
     stages_per_rank: tuple[int, ...] = ()
-    """Stages on each rank that interleaved schedules are tried with."""
+    """Stages on each rank to try with interleaved schedules."""
     precision: str = "bf16"
     offload: bool = True
     require: tuple[str, ...] = ()
@@ -101,45 +101,50 @@ class Options:
     """Rank by seconds of a step ("time"), accelerator-hours of a step ("cost"), or accelerators ("gpus")."""
     top: int = 10
     finalists: int = 16
-    """Number of layouts that are timed by the exact schedule, of which the best ``top`` are returned."""
+    """Number of layouts timed by the exact schedule; the best ``top`` are returned."""
 
 
 def is_required(options: Options, name: str) -> bool:
-    """True if a condition is on the field ``name``."""
+    """True if there is a condition on the field ``name``."""
     words = {re.split(r"[<>=!]", text)[0].strip() for text in options.require}
-    return any(known is not None and known.name == name for known in map(layout_field, words))
+    return any(field is not None and field.name == name for field in map(layout_field, words))
 
 
 _MOST_SHOWN = 24
 
 
-def nothing_left(need: Requirement, before: list[Requirement], candidates: Candidates, job: Job) -> str:
-    """The message that no layout meets a condition, with the values that its field has in those that met the conditions before."""
+def nothing_left(
+    need: Requirement, before: list[Requirement], candidates: Candidates, job: TrainingJob
+) -> str:
+    """Return the message that no layout meets a condition, with the values of its field among the layouts that met those before."""
     values = np.unique(getattr(candidates, need.name)).tolist()
     words = {"schedule": SCHEDULES, "recompute": tuple(mode.name for mode in job.modes)}.get(need.name)
     shown = [str(words[value]) if words else f"{value:,}" for value in values]
     if len(shown) > _MOST_SHOWN:
         shown = [*shown[: _MOST_SHOWN // 2], "...", *shown[-_MOST_SHOWN // 2 :]]
-    given = f", together with {', '.join(one.text for one in before)}," if before else ""
-    return f"the condition {need.text}{given} leaves no layout: relax it; what is left has {', '.join(shown)}"
+    together = f", together with {', '.join(condition.text for condition in before)}," if before else ""
+    return (
+        f"the condition {need.text}{together} leaves no layout: relax it; what is left has {', '.join(shown)}"
+    )
 
 
-# Free memory, beside the error of the predicted memory.
+# Free memory, and the error of the predicted memory.
 
 
 LEAST_ROOM = 0.04
-"""Share of an accelerator's memory that a plan should leave free: more than the median error of predicted memory over the published runs
-whose source says what it measured, which is 2.8 % (``docs/evidence/planner-accuracy.md``)."""
+"""Share of an accelerator's memory that a plan should leave free. It exceeds the median error of predicted memory, 2.8 % over the published
+runs whose source defines the measurement (``docs/evidence/planner-accuracy.md``).
+"""
 NO_ROOM = 0.006
-"""Share below which nobody should go on as planned: the median error of the software whose memory is predicted best (torchtitan)."""
+"""Free share below which a plan is not safe to run: the median error of the software whose memory is predicted best (torchtitan)."""
 _FOR_ROOM = 0.03
-"""The most that room may cost, as a share of the step and of what the search minimizes: the planner's choices are 2.1 % slower than
-the best measured ones on average, and 4.2 % where it knows nothing of the software (``docs/evidence/planner-accuracy.md``), so what is as close cannot be
-told apart."""
+"""Highest cost of room, as a share of the step and of the objective. The planner's choices are 2.1 % slower than the best measured ones on
+average, and 4.2 % for unknown software (``docs/evidence/planner-accuracy.md``), so it cannot distinguish layouts that are closer.
+"""
 
 
 class Predicted(Protocol):
-    """A layout's prediction, as far as a choice needs it: an ``Estimate`` is one."""
+    """Predicted time and memory of a layout; ``Estimate`` implements it."""
 
     @property
     def step_s(self) -> float:
@@ -157,21 +162,21 @@ class Predicted(Protocol):
         ...
 
 
-def free_share(found: Predicted) -> float:
-    """Share of the accelerator's memory that the fullest rank leaves free; below zero where the layout does not fit."""
-    return 1 - found.memory_bytes / found.capacity_bytes
+def free_share(prediction: Predicted) -> float:
+    """Share of the accelerator's memory that is free on the fullest rank; below zero if the layout does not fit."""
+    return 1 - prediction.memory_bytes / prediction.capacity_bytes
 
 
 Layout = TypeVar("Layout", bound=Predicted)
 
 
 def with_room_first(ranked: Sequence[Layout], key: Callable[[Layout], float]) -> tuple[Layout, ...]:
-    """The plans of ``ranked``, ascending by ``key``; but one with room goes first if step and key are at most 3 % above the best's."""
+    """Return ``ranked``, ascending by ``key``, but with the first plan with room in front if its step and key are at most 3 % above the best's."""
     best, most = ranked[0], 1 + _FOR_ROOM
-    for place, found in enumerate(ranked):
-        near = key(found) <= most * key(best) and found.step_s <= most * best.step_s
-        if near and free_share(found) >= LEAST_ROOM:
-            return (found, *ranked[:place], *ranked[place + 1 :])
+    for index, candidate in enumerate(ranked):
+        near = key(candidate) <= most * key(best) and candidate.step_s <= most * best.step_s
+        if near and free_share(candidate) >= LEAST_ROOM:
+            return (candidate, *ranked[:index], *ranked[index + 1 :])
     return tuple(ranked)
 
 
@@ -193,16 +198,16 @@ class Point:
 
 
 class Front:
-    """The layouts that nothing beats in time, memory and accelerators at once, memory in steps."""
+    """The Pareto front of time, memory and accelerators, with memory in steps."""
 
     def __init__(self, capacity: float) -> None:
         self.step = capacity / _FRONT_STEPS
         self.best: dict[int, Floats] = {}
-        """For each number of accelerators, the least seconds in at most so many steps of memory, shape (steps + 1,)."""
-        self.found: dict[tuple[int, int], tuple[float, float, int]] = {}
+        """Number of accelerators -> least seconds within each number of memory steps, shape (steps + 1,)."""
+        self.members: dict[tuple[int, int], tuple[float, float, int]] = {}
 
     def add(self, first: int, alive: Ints, seconds: Floats, bytes_: Floats, ranks: Ints) -> None:
-        """Looks at a chunk whose first geometry is number ``first``: ``alive`` are those of which something fits.
+        """Add a chunk whose first geometry is number ``first``. ``alive`` are its geometries with a fitting layout.
 
         ``seconds``, shape (choices, alive), and ``ranks``, shape (alive,), are of these; ``bytes_``, shape (choices, geometries), of all.
         """
@@ -210,41 +215,45 @@ class Front:
         quickest, least = seconds.min(axis=0), self._steps(bytes_.min(axis=0)[alive])
         for count in sorted(set(ranks.tolist())):
             best = self.best.setdefault(count, np.full(_FRONT_STEPS + 1, np.inf))
-            # What is slower than the best that has no less memory cannot enter.
+            # A layout cannot enter if it is slower than the best with no more memory.
             (rows,) = np.nonzero((ranks == count) & (quickest < best[least]))
             if not len(rows):
                 continue
             time, size = seconds[:, rows], bytes_[:, alive[rows]]
             steps = self._steps(size)
-            # Of equal memory only the quickest can enter.
+            # Among layouts of equal memory only the quickest can enter.
             least_s = best.copy()
             np.minimum.at(least_s, steps.ravel(), time.ravel())
             choice, place = np.nonzero((time < best[steps]) & (time == least_s[steps]))
             time, size, steps = time[choice, place], size[choice, place], steps[choice, place]
             numbers = (first + alive[rows[place]]) * choices + choice
-            for one in np.lexsort((numbers, time)):
-                step = int(steps[one])
-                if time[one] < best[step]:
-                    best[step:] = np.minimum(best[step:], time[one])
-                    self.found[count, step] = (float(time[one]), float(size[one]), int(numbers[one]))
+            for candidate in np.lexsort((numbers, time)):
+                step = int(steps[candidate])
+                if time[candidate] < best[step]:
+                    best[step:] = np.minimum(best[step:], time[candidate])
+                    self.members[count, step] = (
+                        float(time[candidate]),
+                        float(size[candidate]),
+                        int(numbers[candidate]),
+                    )
 
     def _steps(self, bytes_: Floats) -> Ints:
         return np.asarray(np.minimum(bytes_ / self.step, _FRONT_STEPS), dtype=np.int64)
 
     def points(self, layout: Callable[[int], PlannedLayout]) -> tuple[Point, ...]:
-        """The front, quickest first; ``layout`` gives a layout by its number."""
+        """Return the front, quickest first; ``layout`` returns a layout by its number."""
         return unbeaten(
             [
                 Point(layout(number), time, size, count)
-                for (count, _), (time, size, number) in self.found.items()
+                for (count, _), (time, size, number) in self.members.items()
             ]
         )
 
 
 def unbeaten(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The points that no other beats in time, memory and ranks at once, quickest first."""
+    """Return the points that no other point beats in time, memory and ranks at once, quickest first."""
     kept: list[Point] = []
-    for point in sorted(points, key=lambda one: (one.step_s, one.memory_bytes, one.ranks)):
-        if not any(one.ranks <= point.ranks and one.memory_bytes <= point.memory_bytes for one in kept):
+    for point in sorted(points, key=lambda point: (point.step_s, point.memory_bytes, point.ranks)):
+        if not any(other.ranks <= point.ranks and other.memory_bytes <= point.memory_bytes for other in kept):
             kept.append(point)
     return tuple(kept)

@@ -1,6 +1,6 @@
-"""``make_plan``: from a run file and a cluster to the layout chosen, what the search found, and the run as a whole.
+"""``make_plan``: from a run file and a cluster to the chosen layout, the search result, and the run as a whole.
 
-The result is one value, ``Plan``, which tables, reports and JSON are made from.
+The result is one value, ``Plan``; tables, reports and JSON are made from it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from phalanx_plan.search.options import LEAST_ROOM, NO_ROOM, Options, free_share
 from phalanx_plan.search.query import (
     OWN,
     Aim,
-    RequestError,
+    PlanRequestError,
     evidence_of,
     is_calibrated,
     job_of,
     options_of,
     problems_of,
     read_tokens,
-    with_modes_asked,
+    with_requested_modes,
 )
 from phalanx_plan.search.search import NothingFitsError, SearchResult, search
 from phalanx_plan.step_cost.estimate import Estimate, estimate
@@ -62,13 +62,13 @@ from phalanx_plan.whole_run.cost import Activity
 from phalanx_plan.whole_run.data_reading import DataNeed, stored_sample_bytes
 from phalanx_plan.whole_run.estimate import RunEstimate, estimate_run
 from phalanx_plan.workload.candidates import PlannedLayout
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
-# Plausibility of a query and of its answer: what is refused, and what is said before anything else.
+# Plausibility of a query and of its answer: refused queries, and caveats before the answer.
 #
-# The formulas of the planner hold for any numbers, so that a slip of a unit or of a power of ten gives an answer like any other. A query
-# outside of what anybody has trained, by orders of magnitude, is refused with the plausible values; an answer that nobody would act upon
-# is marked in the first lines of the plan.
+# The formulas of the planner accept any numbers, so that a wrong unit or power of ten still gives an answer. A query that exceeds
+# all published training by orders of magnitude is refused with the plausible values. An answer that is not usable is marked in the first
+# lines of the plan.
 
 _LARGEST_BATCH_TOKENS = 128e6
 """Tokens of the largest published step: MiniMax-01 (arXiv 2501.08313, section 4), recalled."""
@@ -81,14 +81,14 @@ _USUAL_RUN_DAYS = 120.0
 
 
 def refuse_implausible(spec: RunSpec) -> None:
-    """Raises ``RequestError`` for a batch or a sequence that is orders of magnitude beyond any that was trained with."""
+    """Raise ``PlanRequestError`` for a batch or a sequence that exceeds all published training by orders of magnitude."""
     train = spec.train
     if train.seq_len > _LONGEST_SEQUENCE:
-        raise RequestError(
+        raise PlanRequestError(
             f"train.seq_len: {train.seq_len:,} tokens: plausible is up to {_LONGEST_SEQUENCE:,}, usual 2,048 to 131,072"
         )
     if train.batch_size * train.seq_len > _MOST_BATCH_TOKENS:
-        raise RequestError(
+        raise PlanRequestError(
             f"train.batch_size: {train.batch_size:,} sequences of {train.seq_len:,} tokens are "
             f"{train.batch_size * train.seq_len:,} tokens a step: plausible are 1,000 to {_LARGEST_BATCH_TOKENS:,.0f}, the largest "
             f"that is published, and at most {_MOST_BATCH_TOKENS:,.0f} are planned"
@@ -97,17 +97,17 @@ def refuse_implausible(spec: RunSpec) -> None:
 
 @dataclass(frozen=True)
 class Caveat:
-    """A sentence on why the answer may be worth nothing as it stands."""
+    """A reason why the answer may not be usable, as a sentence."""
 
     text: str
     decides: bool = False
-    """True if nobody should go on as planned; otherwise it is something to find out first."""
+    """True if the plan must not be run as it is; otherwise a point to check first."""
 
 
 def caveats(
-    job: Job, chosen: Estimate, run: RunEstimate, tokens: float, roomy: Estimate | None = None
+    job: TrainingJob, chosen: Estimate, run: RunEstimate, tokens: float, roomy: Estimate | None = None
 ) -> Iterator[Caveat]:
-    """Yields the caveats of an answer, the weightiest first; ``roomy`` is the best plan with room in memory."""
+    """Yield the caveats of an answer, the weightiest first; ``roomy`` is the best plan with room in memory."""
     yield from _without_device(job.stack.name, job.cluster)
     yield from _unmeasured_kind(job)
     yield from without_room(chosen, roomy)
@@ -139,8 +139,8 @@ def caveats(
                 yield Caveat(f"no pipelines are possible: {problem}")
 
 
-def _unmeasured_kind(job: Job) -> Iterator[Caveat]:
-    """Yields a caveat where nobody published a run of such software on such hardware, so that a band can only be borrowed."""
+def _unmeasured_kind(job: TrainingJob) -> Iterator[Caveat]:
+    """Yield a caveat if there is no published run of such software on such hardware, so that the band comes from other runs."""
     vendor, name = job.cluster.accelerator.vendor, job.stack.name
     if vendor == "any":
         if not is_calibrated(job.cluster):
@@ -167,9 +167,9 @@ def _no_device(stack: str, accelerators: str) -> Caveat:
 
 
 def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
-    """Yields a caveat if ``chosen`` leaves less memory than its prediction may be off by, with the best plan that leaves more.
+    """Yield a caveat if ``chosen`` leaves less memory than the error of its prediction, with the best plan that leaves more.
 
-    It decides where even the software whose memory is predicted best leaves more in doubt.
+    It decides if the free memory is below the error of even the best predicted software.
     """
     room = free_share(chosen)
     if 0 <= room < LEAST_ROOM:
@@ -197,46 +197,46 @@ def _without_device(stack: str, cluster: Cluster) -> Iterator[Caveat]:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout that was chosen, or asked for, and what was found on the way."""
+    """The chosen or requested layout, with the search result and the run as a whole."""
 
     name: str
     """The name of the run."""
-    job: Job
+    job: TrainingJob
     aim: Aim
     chosen: Estimate
-    """The best layout, or the one that was asked for."""
-    found: SearchResult | None
-    """``None`` if only one layout was looked at."""
+    """The best layout, or the requested one."""
+    search_result: SearchResult | None
+    """``None`` if only one layout was estimated."""
     tokens: float
     inputs: RunInputs
     assumptions: RunAssumptions
     run: RunEstimate
     evidence: Evidence
-    """What published runs say of such predictions."""
+    """Evidence from published runs for such predictions."""
     notes: tuple[str, ...] = ()
     """Notes on fields of the run file that are set and not modeled."""
     caveats: tuple[Caveat, ...] = ()
-    """Why the answer may be worth nothing as it stands (``phalanx_plan.search.plan``); said before anything else."""
+    """Reasons why the answer may not be usable, printed first."""
     ideas: tuple[Idea, ...] = ()
-    """The best plans that divide the model differently, the best first; none without a search."""
+    """The best plans that divide the model differently, best first; empty without a search."""
     placements: Mapping[PlannedLayout, NetworkCost] | None = None
-    """The layouts that were placed on a network, and what that costs each; ``None`` if no network was given."""
+    """Layouts that were placed on a network, with their cost; ``None`` without a network."""
 
     @property
     def band(self) -> Band:
-        """Measured over predicted time of a step: what was learned, or as the user said."""
+        """Band of measured over predicted time of a step: learned from runs, or set by the user."""
         return self.assumptions.step_time_band
 
-    def better_than_published(self, found: Estimate) -> BestRun | None:
-        """The best published run on this accelerator in the layout's format, if the layout is said to make better use of it."""
+    def better_than_published(self, prediction: Estimate) -> BestRun | None:
+        """Return the best published run on this accelerator and format, if the predicted utilization is higher; else ``None``."""
         accelerator = self.job.cluster.accelerator.key
-        best = learned().best_on(accelerator, found.layout.precision)
-        return best if best is not None and found.mfu_causal > best.mfu else None
+        best = learned().best_on(accelerator, prediction.layout.precision)
+        return best if best is not None and prediction.mfu_causal > best.mfu else None
 
     @property
     def best(self) -> tuple[Estimate, ...]:
         """The layouts to list, best first."""
-        return self.found.best if self.found else (self.chosen,)
+        return self.search_result.best if self.search_result else (self.chosen,)
 
 
 def make_plan(
@@ -248,43 +248,43 @@ def make_plan(
     searching: bool = True,
     placer: Placer | None = None,
 ) -> Plan:
-    """Searches, or estimates the layout that was asked for, or both; then the run as a whole.
+    """Search layouts, estimate the requested layout, or both; then estimate the run as a whole.
 
-    ``stated`` are the fields that the user gave of a run of a known model: slots, checkpoints and fleet that are not among them are
-    as the layout and the assumptions like them. ``None`` means all fields, those of a run file. With a ``placer``, layouts are ranked with
-    what their placement on its network adds to a step. Raises ``ValueError`` with what is in the way, and the remedy.
+    ``stated`` are the fields that the user set beside a known model. If slots, checkpoints and fleet are not among them,
+    the layout and the assumptions choose them. ``None`` means all fields, those of a run file. With a ``placer``, the ranking includes the
+    seconds that a placement on its network adds to a step. Raises ``ValueError`` with the cause and the remedy.
     """
     if aim.require and not searching:
-        raise RequestError(
+        raise PlanRequestError(
             f"{', '.join(aim.require)}: a condition is for a search, and one layout was asked for: leave the layout out "
             "to search, or the condition; --explain does both and compares"
         )
     from_file = stated is None
     refuse_implausible(spec)
     job = job_of(spec, cluster, stack=aim.stack, keep_slots=stated is None or "train.slots" in stated)
-    job = with_modes_asked(job, aim)
-    # Of a run of a known model, what --layout leaves out is as small as it can be, rather than a rank's whole share at once.
-    whole = stated is None or "train.micro_batch_size" in stated
-    one = spec if whole else replace(spec, train=replace(spec.train, micro_batch_size=1))
-    asked = None if aim.layout is None else _asked(one, job, aim.layout)
+    job = with_requested_modes(job, aim)
+    # For a known model, --layout without mbs means the smallest micro-batch, rather than a rank's whole share at once.
+    keeps_micro_batch = stated is None or "train.micro_batch_size" in stated
+    layout_spec = spec if keeps_micro_batch else replace(spec, train=replace(spec.train, micro_batch_size=1))
+    requested = None if aim.layout is None else _requested_estimate(layout_spec, job, aim.layout)
     placements: dict[PlannedLayout, NetworkCost] = {}
-    if asked is not None and placer is not None:
-        placements[asked.layout] = placer(job, asked.layout)
-        asked = with_uplinks(asked, placements[asked.layout])
-    found = None
+    if requested is not None and placer is not None:
+        placements[requested.layout] = placer(job, requested.layout)
+        requested = with_uplinks(requested, placements[requested.layout])
+    result = None
     if searching:
         top = aim.top if placer is None else max(aim.top, PLACED)
         options = options_of(spec, job, optimize=aim.optimize, require=aim.require, top=top)
-        found = _search(job, options)
+        result = _search(job, options)
         if placer is not None:
-            found, costs = ranked_on_network(job, found, aim.optimize, aim.top, placer)
+            result, costs = ranked_on_network(job, result, aim.optimize, aim.top, placer)
             placements.update(costs)
-    chosen = asked or (found.best[0] if found else None)
+    chosen = requested or (result.best[0] if result else None)
     if chosen is None:
-        raise RequestError("neither a layout nor a search was asked for")
+        raise PlanRequestError("neither a layout nor a search was asked for")
     tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
     inputs = replace(run_inputs(job, chosen, tokens), data=data_need(spec))
-    # A run file, or a field that was given beside a model, describes how the fleet saves and recovers.
+    # A run file, or such a field that the user set beside a model, describes how the fleet saves and recovers.
     describes = stated is None or any(path.startswith(("fleet", "checkpoint")) for path in stated)
     described = spec if describes else None
     steps = round(tokens / job.workload.tokens)
@@ -302,15 +302,15 @@ def make_plan(
     if own and job.workload.slots:
         micro_batches = job.workload.batch // chosen.layout.micro_batch
         notes += lost_node_notes(chosen.layout.mesh, cluster.per_node, job.workload.slots, micro_batches)
-    doubts = tuple(caveats(job, chosen, run, tokens, found.roomy if found else None))
-    known = None if placer is None else placements
-    ideas = ideas_of(job, found, aim.optimize, known) if found else ()
+    doubts = tuple(caveats(job, chosen, run, tokens, result.roomy if result else None))
+    used_placements = None if placer is None else placements
+    ideas = ideas_of(job, result, aim.optimize, used_placements) if result else ()
     plan = Plan(
         spec.name,
         job,
         aim,
         chosen,
-        found,
+        result,
         tokens,
         inputs,
         assumptions,
@@ -319,7 +319,7 @@ def make_plan(
         notes,
         doubts,
         ideas,
-        known,
+        used_placements,
     )
     if best := plan.better_than_published(chosen):
         better = Caveat(
@@ -330,7 +330,7 @@ def make_plan(
     return plan
 
 
-def _asked(spec: RunSpec, job: Job, text: str) -> Estimate:
+def _requested_estimate(spec: RunSpec, job: TrainingJob, text: str) -> Estimate:
     layout = read_layout(text, spec, job)
     if job.stack.name == OWN:
         slots = job.workload.slots or layout.data
@@ -338,16 +338,16 @@ def _asked(spec: RunSpec, job: Job, text: str) -> Estimate:
         changed = replace(spec, parallel=parallel_of(spec, layout), train=train)
         problems = problems_of(changed, layout.ranks)
         if problems:
-            raise RequestError(f"--layout {text} is not possible:\n{problems}")
+            raise PlanRequestError(f"--layout {text} is not possible:\n{problems}")
     return estimate(job, layout)
 
 
-def _search(job: Job, options: Options) -> SearchResult:
+def _search(job: TrainingJob, options: Options) -> SearchResult:
     try:
         return search(job, options)
     except NothingFitsError as error:
         helps = what_would_fit(job, options)
-        raise RequestError(f"{error}\n{helps}" if helps else str(error)) from error
+        raise PlanRequestError(f"{error}\n{helps}" if helps else str(error)) from error
 
 
 _ACTIVITY: Mapping[str, Activity] = {
@@ -362,33 +362,33 @@ _ACTIVITY: Mapping[str, Activity] = {
 """The accelerator's activity in each term of a step. Terms that are not listed are communication; a stack's scalar is left out."""
 
 
-def activities(found: Estimate) -> dict[Activity, float]:
-    """Shares of a step by what the accelerator does meanwhile; they sum to 1."""
+def activities(chosen: Estimate) -> dict[Activity, float]:
+    """Return the shares of a step by the accelerator's activity; they sum to 1."""
     shares: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
-    terms = {name: seconds for name, seconds in found.time.items() if name != "stack_scalar"}
-    whole = sum(terms.values())
+    terms = {name: seconds for name, seconds in chosen.time.items() if name != "stack_scalar"}
+    step_s = sum(terms.values())
     for name, seconds in terms.items():
-        shares[_ACTIVITY.get(name, "communication")] += seconds / whole
+        shares[_ACTIVITY.get(name, "communication")] += seconds / step_s
     return shares
 
 
-def run_inputs(job: Job, found: Estimate, tokens: float) -> RunInputs:
-    """The run of ``tokens`` tokens with the layout that was estimated."""
+def run_inputs(job: TrainingJob, chosen: Estimate, tokens: float) -> RunInputs:
+    """Return the run of ``tokens`` tokens in the layout ``chosen``."""
     saved = sum(state.bytes for state in job.stack.states.kept if state.kind != "gradients")
     return RunInputs(
         cluster=job.cluster,
-        step_s=found.step_s,
-        tokens_per_step=found.tokens,
-        tokens=max(tokens, float(found.tokens)),
+        step_s=chosen.step_s,
+        tokens_per_step=chosen.tokens,
+        tokens=max(tokens, float(chosen.tokens)),
         checkpoint_bytes=saved * job.workload.counts.parameters,
-        accelerators=found.ranks,
-        replicas=found.layout.data,
-        activities=activities(found),
+        accelerators=chosen.ranks,
+        replicas=chosen.layout.data,
+        activities=activities(chosen),
     )
 
 
 def data_need(spec: RunSpec) -> DataNeed:
-    """What a step of the run reads."""
+    """Data that a step of the run reads."""
     vocabulary = spec.model.vocab_size or spec.data.vocab_size
     return DataNeed(
         spec.train.batch_size,

@@ -1,7 +1,7 @@
-"""A planner query: what a user asks, turned into the job that is estimated and the options of the search.
+"""A planner query: from a user's request to the job to estimate and the options of the search.
 
-A run file (or a known model) and a cluster become a ``Job``, a number of tokens becomes steps. What is wrong with a query is
-said by the name of the field, with the remedy. The only file that is read is the accelerator's calibration, if it has one.
+A run file (or a known model) and a cluster become a ``TrainingJob``, a number of tokens becomes steps. Errors name the field
+and the remedy. The only file that is read is the accelerator's calibration, if it has one.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from phalanx_plan.workload.recipes import NEWEST_RELEASE, Circumstances, recipe_
 from phalanx_plan.workload.software import (
     SOFTWARE,
     STACKS,
-    Software,
+    TrainingSoftware,
     profile_of_software,
     stack_of_software,
     stack_on,
 )
-from phalanx_plan.workload.stacks import Job, Overlap, Stack, Workload, stack_of, workload_of
+from phalanx_plan.workload.stacks import Overlap, Stack, TrainingJob, TrainingWorkload, stack_of, workload_of
 
 OWN = "phalanx"
 """This project's own stack, the only one that run files are for."""
 
 _TRAINABLE = tuple(mode for mode in RECOMPUTE if mode.name in ("none", "selective", "full"))
-"""Recomputation modes that a run file can ask for and the planner models."""
+"""Recomputation modes that run files support and the planner models."""
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _LONGEST_RUN_STEPS = 10**9
 _TOKENS_PER_PARAMETER = 20
-"""Length of a run of a known model without a run file: compute-optimal for dense models (Hoffmann et al., arXiv 2203.15556)."""
+"""Tokens per parameter of a known model without a run file: compute-optimal for dense models (Hoffmann et al., arXiv 2203.15556)."""
 
 
-class RequestError(PlannerError):
-    """Something that was asked for and cannot be; the message names the field and the remedy."""
+class PlanRequestError(PlannerError):
+    """An invalid planner request; the message names the field and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -67,30 +67,29 @@ class Aim:
     layout: str | None = None
     tokens: str | None = None
     step_error: float | None = None
-    """Relative standard deviation of the true step time around the estimate; ``None`` for what published runs say of such a
-    prediction (``phalanx_plan.evidence``)."""
+    """Relative standard deviation of the true step time around the estimate; ``None`` for that of published runs (``phalanx_plan.evidence``)."""
     assume: tuple[str, ...] = ()
     """Assumptions about the run as ``NAME=VALUE``, with the names of ``RunAssumptions``."""
 
 
 def run_of_model(name: str, seq_len: int, batch: int, overrides: Sequence[str] = ()) -> RunSpec:
-    """A run of the known model ``name``, with other values of the fields in ``overrides``; the words of a name may stand in any order.
+    """Return a run of the known model ``name`` with the fields in ``overrides``; the words of a name may be in any order.
 
-    A field that ``overrides`` leave out is as a run file would have it, but for the slots, one for each sequence, and the steps, by the
-    model's size. Raises ``RequestError`` for an unknown name, ``RunFileError`` for what cannot be overridden so.
+    Other fields have the defaults of a run file, except for the slots, one for each sequence, and the steps, which follow from the
+    model's size. Raises ``PlanRequestError`` for an unknown name, ``RunFileError`` for an invalid override.
     """
     words = sorted(name.lower().split("-"))
-    found = next((key for key in PRESETS if sorted(key.split("-")) == words), None)
-    if found is None:
-        raise RequestError(
+    preset = next((key for key in PRESETS if sorted(key.split("-")) == words), None)
+    if preset is None:
+        raise PlanRequestError(
             f"there is no model {name!r}{_meant(name, PRESETS)}: there are {', '.join(PRESETS)}; or give a run file"
         )
     table = {
-        "name": found,
-        "model": {"preset": found},
+        "name": preset,
+        "model": {"preset": preset},
         "train": {"steps": _LONGEST_RUN_STEPS, "batch_size": batch, "seq_len": seq_len},
     }
-    place = Path(f"--model {found}")
+    place = Path(f"--model {preset}")
     sequences = dict(text.split("=", 1) for text in overrides if "=" in text).get("train.batch_size", batch)
     overrides = (f"train.slots={sequences}", *overrides)
     spec = read_table(deepcopy(table), PRESETS, overrides, place)
@@ -99,32 +98,32 @@ def run_of_model(name: str, seq_len: int, batch: int, overrides: Sequence[str] =
     return read_table(table, PRESETS, (f"train.steps={steps}", *overrides), place)
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
-    """The names that ``name`` may stand for, as a question, whatever its case, its owner and its dashes; empty without any."""
-    plain = {re.sub(r"[^a-z0-9]", "", one): one for one in known}
+def _meant(name: str, names: Iterable[str]) -> str:
+    """Suggest names similar to ``name``, as a question; case, owner and dashes are ignored. Empty if there is none."""
+    plain = {re.sub(r"[^a-z0-9]", "", candidate): candidate for candidate in names}
     sought = re.sub(r"[^a-z0-9]", "", name.lower().rpartition("/")[2])
     likely = [sought] if sought in plain else get_close_matches(sought, plain, n=3, cutoff=0.7)
-    near = [plain[one] for one in likely]
+    near = [plain[candidate] for candidate in likely]
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def refuse_unused(overrides: Sequence[str], *, searching: bool, tokens: str | None) -> None:
-    """Raises ``RequestError`` for an override of a field that a search replaces, or that ``--tokens`` does."""
+    """Raise ``PlanRequestError`` for an override of a field that a search or ``--tokens`` replaces."""
     for text in overrides:
         field = text.partition("=")[0].strip()
         if field == "train.steps" and tokens:
-            raise RequestError(
+            raise PlanRequestError(
                 f"--set {text}: --tokens {tokens} says how long the run is; give one of the two"
             )
         if searching and field in SEARCHED:
-            raise RequestError(
+            raise PlanRequestError(
                 f"--set {text}: a search tries every layout, whatever {field} is: leave it out, give a condition "
                 f"(--require '{SEARCHED[field]}=...'), or ask for one layout (--layout)"
             )
 
 
-def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> Job:
-    """Returns the job to estimate: the workload of ``spec``, by a stack, on ``cluster``."""
+def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: bool = True) -> TrainingJob:
+    """Return the job to estimate: the workload of ``spec``, by a stack, on ``cluster``."""
     compute = _compute_on(cluster, spec.precision)
     spec = replace(spec, precision=replace(spec.precision, compute=compute))
     profile = profile_of(cluster.accelerator)
@@ -133,20 +132,24 @@ def job_of(spec: RunSpec, cluster: Cluster, *, stack: str = OWN, keep_slots: boo
         return _with_factor(_published_job(spec, cluster, SOFTWARE[stack], workload))
     if stack != OWN:
         if stack not in STACKS:
-            known = tuple(dict.fromkeys((*STACKS, *SOFTWARE)))
-            raise RequestError(f"--stack {stack}{_meant(stack, known)}: take one of {', '.join(known)}")
+            stack_names = tuple(dict.fromkeys((*STACKS, *SOFTWARE)))
+            raise PlanRequestError(
+                f"--stack {stack}{_meant(stack, stack_names)}: take one of {', '.join(stack_names)}"
+            )
         return _with_factor(
-            Job(workload, stack_on(STACKS[stack], cluster.accelerator.vendor), cluster, profile)
+            TrainingJob(workload, stack_on(STACKS[stack], cluster.accelerator.vendor), cluster, profile)
         )
     modes = tuple(mode for mode in _TRAINABLE if not (spec.runtime.compile and mode.name == "selective"))
-    own = Job(workload, _own_stack(spec, cluster), cluster, profile, modes=modes)
+    own = TrainingJob(workload, _own_stack(spec, cluster), cluster, profile, modes=modes)
     if is_calibrated(cluster):
         return replace(own, stack=calibrated(own.stack, cluster))
     return _with_factor(own)
 
 
-def _published_job(spec: RunSpec, cluster: Cluster, software: Software, workload: Workload) -> Job:
-    """The job by software that has trained published runs, as its newest recipe sets it."""
+def _published_job(
+    spec: RunSpec, cluster: Cluster, software: TrainingSoftware, workload: TrainingWorkload
+) -> TrainingJob:
+    """Return the job for software with published runs, configured by its newest recipe."""
     precision = precision_of(spec, cluster)
     if precision == "fp8" and generation_of(cluster.accelerator.key) == "blackwell":
         precision = "mxfp8"  # the format of Blackwell's newest recipes
@@ -158,11 +161,13 @@ def _published_job(spec: RunSpec, cluster: Cluster, software: Software, workload
     )
     stack = replace(stack_of_software(software, run, recipe_of(run)), name=software.name)
     profile = profile_of_software(profile_of(cluster.accelerator), software, precision)
-    return Job(workload, stack, cluster, profile, modes=with_modes(RECOMPUTE, _own_modes(software, run)))
+    return TrainingJob(
+        workload, stack, cluster, profile, modes=with_modes(RECOMPUTE, _own_modes(software, run))
+    )
 
 
-def _own_modes(software: Software, run: Circumstances) -> Iterator[str]:
-    """The parts that a software, and its recipe for such a run, compute again, where no mode of the planner is just that."""
+def _own_modes(software: TrainingSoftware, run: Circumstances) -> Iterator[str]:
+    """Yield the parts that a software and its recipe recompute, in modes that the planner lacks."""
     if software.recompute:
         yield software.recompute
     recipe = recipe_of(run)
@@ -170,8 +175,8 @@ def _own_modes(software: Software, run: Circumstances) -> Iterator[str]:
         yield named[1].replace(",", "+")
 
 
-def with_modes_asked(job: Job, aim: Aim) -> Job:
-    """The job with the modes of recomputation that a layout or conditions name by parts; this project's trainer has none of them."""
+def with_requested_modes(job: TrainingJob, aim: Aim) -> TrainingJob:
+    """Add the recomputation modes that a layout or conditions name by parts; this project's trainer has none of them."""
     if job.stack.name == OWN:
         return job
     texts = (*(aim.layout or "").split(","), *aim.require)
@@ -181,19 +186,19 @@ def with_modes_asked(job: Job, aim: Aim) -> Job:
     for mode in modes[len(job.modes) :]:
         if not mode.parts & has:
             lacks = "no experts" if mode.parts - {"latent_up"} else "no latent attention"
-            raise RequestError(
+            raise PlanRequestError(
                 f"recompute={mode.name}: the model has {lacks}, and so no such part of a layer"
             )
     return replace(job, modes=modes)
 
 
-def _with_factor(job: Job) -> Job:
-    """The job with what published runs say of such predictions: measured over predicted time."""
+def _with_factor(job: TrainingJob) -> TrainingJob:
+    """Return the job with the factor of measured over predicted time from published runs."""
     return replace(job, stack=replace(job.stack, time_scalar=evidence_of(job).factor))
 
 
-def evidence_of(job: Job) -> Evidence:
-    """What published runs say of predictions of this stack on this accelerator."""
+def evidence_of(job: TrainingJob) -> Evidence:
+    """Return the evidence from published runs for this stack on this accelerator."""
     name, accelerator = job.stack.name, job.cluster.accelerator
     own = name == OWN and is_calibrated(job.cluster)
     mixture = job.workload.model.moe is not None
@@ -214,7 +219,7 @@ def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
     if spec.precision.compute == "fp32":
         stack = replace(stack, data=replace(stack.data, gather_bytes=4.0))
     if _is_cpu(cluster):
-        # gloo's collectives keep the caller waiting: nothing is hidden. The host is what computes: launching a kernel is part of it.
+        # gloo's collectives block the caller: nothing is hidden. The host computes, so a kernel launch is part of its work.
         kernels = replace(stack.kernels, launch_s=0.0)
         states = replace(stack.states, keeps_spent_sums=True)
         stack = replace(stack, states=states, overlap=Overlap(context=0.0, data=0.0), kernels=kernels)
@@ -222,9 +227,9 @@ def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
 
 
 def calibrated(stack: Stack, cluster: Cluster) -> Stack:
-    """``stack`` with the scalar that a calibration of this accelerator measured on real steps, if there is one.
+    """Return ``stack`` with the scalar that a calibration of this accelerator measured on real steps, if there is one.
 
-    Ranks that work at the same time share caches, memory and cores' units: for more than one there is a scalar of its own.
+    Ranks that work at the same time share caches, memory and cores' units. More than one rank has a separate scalar.
     """
     if not is_calibrated(cluster):
         return stack
@@ -237,7 +242,7 @@ def calibrated(stack: Stack, cluster: Cluster) -> Stack:
 
 
 def _compute_on(cluster: Cluster, precision: PrecisionSpec) -> Literal["fp32", "bf16"]:
-    """The format of computing on ``cluster``, whatever device the run file asks for."""
+    """Return the compute format on ``cluster``; the device in the run file is ignored."""
     return compute_format(precision, "cpu" if _is_cpu(cluster) else "cuda")
 
 
@@ -246,27 +251,33 @@ def _is_cpu(cluster: Cluster) -> bool:
 
 
 def precision_of(spec: RunSpec, cluster: Cluster) -> str:
-    """The number format that a run file asks for, one of ``PRECISIONS``; raises ``RequestError`` if ``cluster`` has not got it."""
+    """Return the run file's number format, one of ``PRECISIONS``; raises ``PlanRequestError`` if ``cluster`` lacks it."""
     name: str = _compute_on(cluster, spec.precision)
     if spec.precision.compute == "auto" and name == "bf16" and name not in cluster.accelerator.flops:
-        name = "fp16"  # the format whose products are as fast as bf16's would be
+        name = "fp16"  # its products are as fast as bf16's
     if spec.precision.matmul != "compute":
         name = "fp8"
     if name not in cluster.accelerator.flops:
-        known = ", ".join(cluster.accelerator.flops)
-        raise RequestError(
-            f"precision: {cluster.accelerator.name} does not multiply in {name!r}, only in {known}: set "
+        formats = ", ".join(cluster.accelerator.flops)
+        raise PlanRequestError(
+            f"precision: {cluster.accelerator.name} does not multiply in {name!r}, only in {formats}: set "
             "precision.compute or precision.matmul"
         )
     return name
 
 
 def options_of(
-    spec: RunSpec, job: Job, *, optimize: str, require: tuple[str, ...], top: int, gpus: tuple[int, ...] = ()
+    spec: RunSpec,
+    job: TrainingJob,
+    *,
+    optimize: str,
+    require: tuple[str, ...],
+    top: int,
+    gpus: tuple[int, ...] = (),
 ) -> Options:
-    """Returns the options of a search for this run. Raises ``RequestError`` if there is no objective ``optimize``."""
+    """Return the options of a search for this run. Raises ``PlanRequestError`` for an unknown objective ``optimize``."""
     if optimize not in get_args(Objective):
-        raise RequestError(f"--optimize {optimize}: take one of {', '.join(get_args(Objective))}")
+        raise PlanRequestError(f"--optimize {optimize}: take one of {', '.join(get_args(Objective))}")
     everything = job.cluster.accelerators
     fewer = {"time": 0, "cost": 3, "gpus": everything.bit_length()}[optimize]
     halved = tuple(n for step in range(fewer + 1) if (n := everything >> step) > 0)
@@ -274,7 +285,7 @@ def options_of(
     return Options(
         gpus=gpus or halved,
         precision=precision_of(spec, job.cluster),
-        # A CPU's own memory is the host's: there is nowhere to offload to.
+        # A CPU's own memory is the host's, so nothing can be offloaded.
         offload=adam and not _is_cpu(job.cluster),
         require=require,
         objective=optimize,
@@ -287,24 +298,24 @@ _MOST_TOKENS = 1e18
 
 
 def read_tokens(text: str, option: str = "--tokens") -> float:
-    """A number of tokens such as ``15T`` or ``300B``. Raises ``RequestError`` that names ``option``."""
+    """Parse a number of tokens such as ``15T`` or ``300B``. Raises ``PlanRequestError`` that names ``option``."""
     match = re.fullmatch(r"\s*([\d._]+(?:[eE]\d+)?)\s*([kMBGT]?)\s*", text)
     try:
         tokens = float(match[1].replace("_", "")) * _UNITS[match[2]] if match else 0.0
     except ValueError:
         tokens = 0.0
     if not 0 < tokens <= _MOST_TOKENS:
-        raise RequestError(
+        raise PlanRequestError(
             f"{option} {text}: write a number above 0, at most {_MOST_TOKENS:.0e}, with k, M, B or T, as in 15T"
         )
     return tokens
 
 
 def problems_of(spec: RunSpec, ranks: int) -> str:
-    """Returns the layout problems of the run on so many ranks, one on each line; empty if there are none."""
+    """Return the layout problems of the run on ``ranks`` ranks, one on each line; empty if there are none."""
     return "\n".join(f"  {problem}" for problem in layout_problems(spec, ranks))
 
 
 def steps_for(tokens: float, tokens_per_step: int) -> int:
-    """Steps that train on ``tokens``, as a run file may have them."""
+    """Return the number of steps that train on ``tokens``, within the limits of a run file."""
     return max(1, min(_LONGEST_RUN_STEPS, -int(-tokens // tokens_per_step)))

@@ -1,11 +1,11 @@
-"""Looks at every layout: memory first, then time, then the best few by the exact schedule.
+"""Exhaustive search of all layouts: memory first, then time, then the best few by the exact schedule.
 
-The space (``phalanx_plan.search.space``) is a product of axes, and so is every term of memory and time: each is computed over the few
-axes it depends on, a chunk of geometries at a time so that it stays in the processor's cache, and only sums span the whole.
-Arrays lie along the geometries, so that the innermost loops are long.
-Geometries of which no variant fits are dropped before anything is timed. Nothing is sampled and nothing is guessed: what the
-search returns is the best of all layouts by the closed form, re-timed exactly, with a count of what each rule excluded and, for
-every family that lost, its best member and why.
+The space (``phalanx_plan.search.space``) is a product of axes, and so is every term of memory and time. Each is computed over the few
+axes it depends on, a chunk of geometries at a time so that it stays in the processor's cache; only sums span all axes.
+Arrays are contiguous along the geometries, so that the innermost loops are long.
+Geometries without a fitting variant are dropped before anything is timed. Nothing is sampled or guessed. The
+search returns the best of all layouts by the closed form, timed again exactly, with a count of layouts excluded by each rule and, for
+every losing family, its best member and the reason.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from phalanx_plan.workload.candidates import (
     PlannedLayout,
     candidates_of,
 )
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 _CHUNK_CELLS = 1 << 18
-"""Layouts looked at together: an array of them fits a core's second cache."""
+"""Layouts of a chunk: an array of them fits a core's second-level cache."""
 _CLOSE = 0.05
 """Relative distance from the quickest, by the closed form, within which the best of a family is timed exactly."""
 _NEAR = 0.15
-"""Relative distance from the best, by the closed form, within which a geometry is tried with every micro-batch and number of stages: what
-lies between two sizes that were tried gains less than this."""
+"""Relative distance from the best, by the closed form, within which a geometry is tried with every micro-batch and number of stages. A size
+between two tried sizes gains less than this.
+"""
 _MOST_NEAR = 4096
 _LARGE = 8
-"""Sequences of a micro-batch from which a geometry's least memory is looked at before its choices: most do not fit at all."""
+"""Sequences of a micro-batch from which a geometry's least memory is checked before its choices: most do not fit at all."""
 _ROW_FAMILIES = ("tensor", "context", "pipeline", "expert", "micro_batch", "schedule")
 _FREE_FAMILIES = ("recompute", "zero", "offload_activations", "offload_optimizer")
 FAMILIES = (*_ROW_FAMILIES, *_FREE_FAMILIES)
-"""Fields of a layout of which each value makes a family."""
+"""Fields of a layout; each value of a field is a family."""
 
 Objective = Literal["time", "cost", "gpus"]
 
@@ -72,24 +73,24 @@ class NothingFitsError(ValueError):
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """The best layout of a family that lost, and to what it lost."""
+    """The best layout of a losing family, and the reason why it is slower."""
 
     family: str
     """The field and value that its layouts share, such as "tensor=16"."""
     layout: PlannedLayout
     reason: str
     slower: float
-    """Its step over the winner's, less one; infinite where nothing of the family fits."""
+    """Its step over the winner's, less one; infinite if nothing of the family fits."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search: the ranked layouts, the Pareto front, the families that lost, and counts."""
+    """The result of a search: ranked layouts, Pareto front, losing families, and counts."""
 
     best: tuple[Estimate, ...]
-    """Ranked by the objective, timed by the exact schedule."""
+    """Layouts ranked by the objective, timed by the exact schedule."""
     front: tuple[Point, ...]
-    """The Pareto front: none is beaten in time, memory and accelerators at once (memory in steps of 1/128 of the capacity)."""
+    """The Pareto front of time, memory (in steps of 1/128 of the capacity) and accelerators."""
     runners_up: tuple[RunnerUp, ...]
     roomy: Estimate | None
     """The best by the objective that leaves room in memory (``phalanx_plan.search.options``)."""
@@ -101,21 +102,23 @@ class SearchResult:
     """Number of layouts that each rule was the first to exclude; "memory" comes last."""
 
 
-def search(job: Job, options: Options | None = None) -> SearchResult:
-    """The best layouts of ``job``.
+def search(job: TrainingJob, options: Options | None = None) -> SearchResult:
+    """Return the best layouts of ``job``.
 
-    Raises ``NothingFitsError`` if no legal layout fits, another ``ValueError`` if none is legal; both say what is in the way.
+    Raises ``NothingFitsError`` if no legal layout fits, another ``ValueError`` if none is legal; both name the cause.
     """
     options = options or Options()
     if options.objective not in get_args(Objective):
         raise ValueError(f"objective {options.objective!r}: take one of {', '.join(get_args(Objective))}")
     everything = space(job, options)
     excluded = dict(everything.excluded)
-    whole = prepare(job, everything.candidates).with_lasting()
-    hopeful = _not_hopeless(whole, excluded)
-    # Where nothing is left, all are looked at for the one that needs least.
+    full_evaluation = prepare(job, everything.candidates).with_lasting()
+    hopeful = _not_hopeless(full_evaluation, excluded)
+    # If no geometry remains, evaluate all of them for the one that needs least memory.
     some = hopeful.candidates.shape[-1] > 0
-    tally = _tallied(hopeful if some else whole, options, excluded if some else dict(everything.excluded))
+    tally = _tallied(
+        hopeful if some else full_evaluation, options, excluded if some else dict(everything.excluded)
+    )
     if not tally.valid:
         raise _failure(tally)
     tallies, looked_at = (
@@ -129,60 +132,64 @@ def search(job: Job, options: Options | None = None) -> SearchResult:
         if near.candidates.shape[-1]:
             tallies.append(_tallied(near, options, excluded))
     front = unbeaten([point for each in tallies for point in each.front.points(each.layout)])
-    found, runners_up = _decide(job, tallies, options, front)
+    ranked, runners_up = _decide(job, tallies, options, front)
     return SearchResult(
-        best=found[: options.top],
+        best=ranked[: options.top],
         front=front,
         runners_up=runners_up,
-        roomy=next((one for one in found if free_share(one) >= LEAST_ROOM), None),
+        roomy=next((estimate for estimate in ranked if free_share(estimate) >= LEAST_ROOM), None),
         looked_at=looked_at,
         valid=sum(each.valid for each in tallies),
         excluded=tally.excluded,
     )
 
 
-def _tallied(whole: Evaluation, options: Options, excluded: dict[str, int]) -> _Tally:
-    """All candidates of ``whole``, looked at chunk by chunk; adds to ``excluded``."""
-    tally = _Tally(whole, options, excluded)
-    for first, evaluation in _chunks(whole):
+def _tallied(full_evaluation: Evaluation, options: Options, excluded: dict[str, int]) -> _Tally:
+    """Evaluate all candidates chunk by chunk; adds to ``excluded``."""
+    tally = _Tally(full_evaluation, options, excluded)
+    for first, evaluation in _chunks(full_evaluation):
         tally.add(first, evaluation)
     return tally
 
 
-def _not_hopeless(whole: Evaluation, excluded: dict[str, int]) -> Evaluation:
-    """Without geometries of large micro-batches that do not fit whatever is recomputed, sharded and offloaded; these are counted."""
-    sizes = whole.candidates.micro_batch.ravel()
+def _not_hopeless(full_evaluation: Evaluation, excluded: dict[str, int]) -> Evaluation:
+    """Drop and count geometries of large micro-batches that do not fit even with all recomputation, sharding and offload."""
+    sizes = full_evaluation.candidates.micro_batch.ravel()
     (large,) = np.nonzero(sizes >= _LARGE)
     if not len(large):
-        return whole
-    most = [evaluation.most_memory().ravel() for _, evaluation in _chunks(whole.rows(large).leanest())]
+        return full_evaluation
+    most = [
+        evaluation.most_memory().ravel() for _, evaluation in _chunks(full_evaluation.rows(large).leanest())
+    ]
     hopeless = np.zeros(len(sizes), dtype=bool)
-    hopeless[large] = np.concatenate(most) > whole.job.cluster.accelerator.memory_bytes.value
-    each = int(np.prod(whole.candidates.shape[:-1]))
+    hopeless[large] = np.concatenate(most) > full_evaluation.job.cluster.accelerator.memory_bytes.value
+    each = int(np.prod(full_evaluation.candidates.shape[:-1]))
     excluded["memory"] = excluded.get("memory", 0) + each * int(np.count_nonzero(hopeless))
-    return whole.rows(np.flatnonzero(~hopeless))
+    return full_evaluation.rows(np.flatnonzero(~hopeless))
 
 
 def _near(tally: _Tally) -> Candidates:
-    """The geometries that come near the best, best first: what other sizes of a micro-batch could make the best."""
+    """Return the geometries close to the best, best first: another micro-batch size could make one of them the best."""
     keys = tally.quick.of_row
     order = np.argsort(keys, kind="stable")[:_MOST_NEAR]
-    return tally.whole.candidates.rows(order[keys[order] <= (1 + _NEAR) * keys[order[0]]])
+    return tally.full_evaluation.candidates.rows(order[keys[order] <= (1 + _NEAR) * keys[order[0]]])
 
 
-def _chunks(whole: Evaluation) -> Iterator[tuple[int, Evaluation]]:
-    """Consecutive geometries, each with the index of its first; tables are shared."""
-    shape = whole.candidates.shape
+def _chunks(full_evaluation: Evaluation) -> Iterator[tuple[int, Evaluation]]:
+    """Yield consecutive geometries, each chunk with the index of its first; tables are shared."""
+    shape = full_evaluation.candidates.shape
     each = max(1, _CHUNK_CELLS // int(np.prod(shape[:-1])))
     for first in range(0, shape[-1], each):
-        yield first, whole.rows(slice(first, first + each))
+        yield first, full_evaluation.rows(slice(first, first + each))
 
 
 def _failure(tally: _Tally) -> ValueError:
-    """The error of a search that found no layout: nothing is legal, or nothing fits."""
+    """Return the error of a search without a layout: nothing is legal, or nothing fits."""
     needed_bytes = float(tally.lean.of_row.min())
     if np.isfinite(needed_bytes):
-        return NothingFitsError(needed_bytes, tally.whole.job.cluster.accelerator.memory_bytes.value)
+        return NothingFitsError(
+            needed_bytes, tally.full_evaluation.job.cluster.accelerator.memory_bytes.value
+        )
     worst = max(tally.excluded, key=lambda name: tally.excluded[name])
     return ValueError(
         f"no layout is legal: most ({tally.excluded[worst]:,}) fail by {worst!r}; change the batch or relax the conditions"
@@ -194,11 +201,11 @@ class _Look:
     """Memory and time of a chunk of geometries, shape (choices on the free axes, geometries)."""
 
     bytes: Floats
-    """Infinite where a choice is not legal."""
+    """Infinite for choices that are not legal."""
     alive: Ints
-    """Geometries of which a choice fits; what follows is of these."""
+    """Geometries with a choice that fits; the arrays below have only these."""
     seconds: Floats
-    """Infinite where a choice does not fit."""
+    """Infinite for choices that do not fit."""
     key: Floats
     """The ranking key: seconds, accelerator-seconds, or seconds after the number of accelerators."""
     valid: int
@@ -206,7 +213,7 @@ class _Look:
 
 
 def _look(evaluation: Evaluation, options: Options, excluded: dict[str, int]) -> _Look:
-    """Memory of all, and time of what fits. Adds to ``excluded`` how many layouts each rule excludes."""
+    """Compute the memory of all layouts, and the time of those that fit. Adds the count of each rule to ``excluded``."""
     job, candidates = evaluation.job, evaluation.candidates
     shape = candidates.shape
 
@@ -227,14 +234,14 @@ def _look(evaluation: Evaluation, options: Options, excluded: dict[str, int]) ->
     (alive,) = np.nonzero(fits.any(axis=0))
     seconds, ranks = np.zeros((len(fits), 0)), candidates.ranks.ravel()[alive]
     if len(alive):
-        found = np.broadcast_to(evaluation.rows(alive).seconds(), (*shape[:-1], len(alive)))
-        seconds = np.where(fits.take(alive, axis=1), found.reshape(len(fits), -1), np.inf)
+        step_s = np.broadcast_to(evaluation.rows(alive).seconds(), (*shape[:-1], len(alive)))
+        seconds = np.where(fits.take(alive, axis=1), step_s.reshape(len(fits), -1), np.inf)
     key = {"time": seconds, "cost": seconds * ranks, "gpus": seconds + 1e9 * ranks}[options.objective]
     return _Look(bytes_, alive, seconds, key, valid)
 
 
 class _Best:
-    """Running minima of each geometry, and of each choice on the free axes with the geometry."""
+    """Running minima of each geometry, and of each choice on the free axes with its geometry."""
 
     def __init__(self, choices: int, rows: int) -> None:
         self.of_row = np.full(rows, np.inf)
@@ -254,7 +261,7 @@ class _Best:
 class _Tally:
     """The running result of a pass over the space. A layout's number is ``geometry x choices + choice``."""
 
-    whole: Evaluation
+    full_evaluation: Evaluation
     options: Options
     excluded: dict[str, int]
     valid: int = 0
@@ -264,17 +271,17 @@ class _Tally:
     """Least memory of legal layouts."""
     front: Front = field(init=False)
     keys: Floats = field(default_factory=lambda: np.zeros(0))
-    """Ranking keys of the best layouts so far, ascending; ``numbers`` are these layouts."""
+    """Ranking keys of the best layouts so far, ascending; ``numbers`` identifies the layouts."""
     numbers: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
-        *choices, rows = self.whole.candidates.shape
+        *choices, rows = self.full_evaluation.candidates.shape
         self.choices = int(np.prod(choices))
         self.quick, self.lean = _Best(self.choices, rows), _Best(self.choices, rows)
-        self.front = Front(self.whole.job.cluster.accelerator.memory_bytes.value)
+        self.front = Front(self.full_evaluation.job.cluster.accelerator.memory_bytes.value)
 
     def add(self, first: int, evaluation: Evaluation) -> None:
-        """Looks at a chunk whose first geometry is number ``first``."""
+        """Add a chunk whose first geometry is number ``first``."""
         look = _look(evaluation, self.options, self.excluded)
         self.valid += look.valid
         self.lean.add(first + np.arange(look.bytes.shape[1]), look.bytes)
@@ -285,27 +292,27 @@ class _Tally:
             self.front.add(first, look.alive, look.seconds, look.bytes, ranks)
 
     def leaders(self) -> Iterator[tuple[float, int]]:
-        """Ranking keys and numbers of the best layouts, best first."""
+        """Yield ranking keys and numbers of the best layouts, best first."""
         return zip(self.keys.tolist(), self.numbers.tolist(), strict=True)
 
     def choices_of(self, rows: list[int]) -> dict[int, int]:
-        """The best choice on the free axes for some geometries: by the objective, or where nothing fits by memory."""
+        """Return the best choice on the free axes for some geometries: by the objective, or by memory if nothing fits."""
         if not rows:
             return {}
-        look = _look(self.whole.rows(np.array(rows)), self.options, {})
+        look = _look(self.full_evaluation.rows(np.array(rows)), self.options, {})
         best = look.bytes.argmin(axis=0)
         if look.valid:
             best[look.alive] = look.key.argmin(axis=0)
         return dict(zip(rows, best.tolist(), strict=True))
 
     def layout(self, number: int) -> PlannedLayout:
-        """The layout with this number."""
+        """Return the layout with this number."""
         row, choice = divmod(number, self.choices)
-        candidates = self.whole.candidates
-        return candidates.at(choice * candidates.shape[-1] + row, self.whole.job.modes)
+        candidates = self.full_evaluation.candidates
+        return candidates.at(choice * candidates.shape[-1] + row, self.full_evaluation.job.modes)
 
     def _rank(self, rows: Ints, values: Floats) -> None:
-        """Keeps the best by the objective, among equals the first."""
+        """Keep the best by the objective; the first among equals."""
         keep = self.options.finalists
         limit = self.keys[-1] if len(self.keys) >= keep else np.inf
         quickest = self.quick.of_row[rows]
@@ -320,12 +327,12 @@ class _Tally:
 
 
 def _decide(
-    job: Job, tallies: Sequence[_Tally], options: Options, front: Sequence[Point]
+    job: TrainingJob, tallies: Sequence[_Tally], options: Options, front: Sequence[Point]
 ) -> tuple[tuple[Estimate, ...], tuple[RunnerUp, ...]]:
-    """The best layouts by the exact schedule, and of every family that lost the best member.
+    """Return the best layouts by the exact schedule, and the best member of every losing family.
 
-    Finalists are the best by the closed form, the best with room in memory, and the best of each family that comes close to them:
-    where closed form and schedule disagree, the winner may be among these.
+    Finalists are the best by the closed form, the best with room in memory, and the best of each family that comes close to them.
+    If closed form and schedule disagree, the winner may be among these.
     """
     hopeful = sorted(
         (key, place, number) for place, tally in enumerate(tallies) for key, number in tally.leaders()
@@ -342,15 +349,17 @@ def _decide(
     }
     for tally in tallies[1:]:
         for family, number in _families(job, tally).items():
-            if family in members:  # the many other sizes of a micro-batch are no families of their own
+            if family in members:  # other micro-batch sizes are not families of their own
                 members[family].append(tally.layout(number))
-    layouts = list(dict.fromkeys((*leaders, *(one for some in members.values() for one in some))))
+    layouts = list(dict.fromkeys((*leaders, *(layout for some in members.values() for layout in some))))
     evaluation = prepare(job, candidates_of(layouts, job.modes))
     closed = dict(zip(layouts, estimated(evaluation, layouts, exact=False), strict=True))
 
     def rank(layout: PlannedLayout) -> tuple[bool, float]:
-        found = closed[layout]
-        return not found.fits, ranking_key(found, options.objective) if found.fits else found.memory_bytes
+        estimate = closed[layout]
+        return not estimate.fits, ranking_key(
+            estimate, options.objective
+        ) if estimate.fits else estimate.memory_bytes
 
     families = {family: min(some, key=rank) for family, some in members.items()}
     fitting = {
@@ -363,37 +372,43 @@ def _decide(
     chosen = list(dict.fromkeys((*leaders, *close)))
     places = np.array([layouts.index(layout) for layout in chosen])
     exact = dict(zip(chosen, estimated(evaluation.rows(places), chosen, exact=True), strict=True))
-    by_key = sorted(exact.values(), key=lambda found: (ranking_key(found, options.objective), found.step_s))
-    ranked = with_room_first(by_key, lambda found: ranking_key(found, options.objective))
+    by_key = sorted(
+        exact.values(), key=lambda estimate: (ranking_key(estimate, options.objective), estimate.step_s)
+    )
+    ranked = with_room_first(by_key, lambda estimate: ranking_key(estimate, options.objective))
     winner, same = ranked[0], closed[ranked[0].layout]
     runners = []
     for family, layout in families.items():
         name, _, value = family.partition("=")
         if value == _value_text(getattr(winner.layout, name)):
             continue
-        # Like is compared with like: by the exact schedule if both were timed by it, else by the closed form.
+        # Compare by the exact schedule if both were timed by it, else by the closed form.
         first, second = (winner, exact[layout]) if layout in exact else (same, closed[layout])
         slower = second.step_s / first.step_s - 1 if second.fits else float("inf")
         runners.append(RunnerUp(family, second.layout, why_slower(first, second), slower))
     return ranked, tuple(runners)
 
 
-def ranking_key(found: Estimate | Point, objective: str) -> float:
-    """What a search minimizes: seconds, accelerator-seconds, or accelerators."""
-    by = {"time": found.step_s, "cost": found.step_s * found.ranks, "gpus": float(found.ranks)}
+def ranking_key(prediction: Estimate | Point, objective: str) -> float:
+    """Return the objective that a search minimizes: seconds, accelerator-seconds, or accelerators."""
+    by = {
+        "time": prediction.step_s,
+        "cost": prediction.step_s * prediction.ranks,
+        "gpus": float(prediction.ranks),
+    }
     return by[objective]
 
 
-def _families(job: Job, tally: _Tally) -> dict[str, int]:
-    """The number of the best layout for each value of each field: by the objective, or where nothing fits by memory."""
+def _families(job: TrainingJob, tally: _Tally) -> dict[str, int]:
+    """Return the number of the best layout for each value of each field: by the objective, or by memory if nothing fits."""
     best = {}
-    candidates = tally.whole.candidates
+    candidates = tally.full_evaluation.candidates
     for name in FAMILIES:
         for value in np.flatnonzero(np.bincount(getattr(candidates, name).ravel())).tolist():
-            found = _best_of(tally.quick, candidates, name, value)
-            found = found or _best_of(tally.lean, candidates, name, value)
-            if found is not None:
-                best[f"{name}={_label(job, name, value)}"] = found
+            winner = _best_of(tally.quick, candidates, name, value)
+            winner = winner or _best_of(tally.lean, candidates, name, value)
+            if winner is not None:
+                best[f"{name}={_label(job, name, value)}"] = winner
     choices = tally.choices_of(sorted({row for row, choice in best.values() if choice is None}))
     return {
         family: row * tally.choices + (choices[row] if choice is None else choice)
@@ -401,8 +416,8 @@ def _families(job: Job, tally: _Tally) -> dict[str, int]:
     }
 
 
-def _label(job: Job, name: str, value: int) -> str:
-    """The value of a family's field by its code."""
+def _label(job: TrainingJob, name: str, value: int) -> str:
+    """Return the value of a family's field by its code."""
     if name == "schedule":
         return SCHEDULES[value]
     return job.modes[value].name if name == "recompute" else str(value)
@@ -413,20 +428,20 @@ def _value_text(value: int | str) -> str:
 
 
 def _best_of(best: _Best, candidates: Candidates, name: str, value: int) -> tuple[int, int | None] | None:
-    """Geometry and choice of the best layout with this value of a field; the choice is open where the field is the geometry's."""
-    mine = getattr(candidates, name) == value
+    """Return geometry and choice of the best layout with this value of a field; the choice is None for fields of the geometry."""
+    has_value = getattr(candidates, name) == value
     if name in _ROW_FAMILIES:
-        keys = np.where(mine.ravel(), best.of_row, np.inf)
+        keys = np.where(has_value.ravel(), best.of_row, np.inf)
         row = int(keys.argmin())
         return (row, None) if np.isfinite(keys[row]) else None
-    mine = np.broadcast_to(mine, (*candidates.shape[:-1], 1)).ravel()
-    keys = np.where(mine, best.of_choice, np.inf)
+    has_value = np.broadcast_to(has_value, (*candidates.shape[:-1], 1)).ravel()
+    keys = np.where(has_value, best.of_choice, np.inf)
     choice = int(keys.argmin())
     return (int(best.row[choice]), choice) if np.isfinite(keys[choice]) else None
 
 
 def why_slower(winner: Estimate, loser: Estimate) -> str:
-    """The memory that is not there, or the term that cost the loser most."""
+    """Return the missing memory, or the term with the largest increase."""
     if not loser.fits:
         return f"{loser.memory_bytes / 1e9:.0f} GB > {loser.capacity_bytes / 1e9:.0f} GB"
     change = {term: loser.time.get(term, 0.0) - seconds for term, seconds in winner.time.items()}

@@ -1,9 +1,9 @@
 """The space of all layouts as axes of arrays.
 
-The geometry is one axis, by far the longest: how many ranks on which axis, sequences of a micro-batch, the pipeline's schedule. It is enumerated
-row by row. Each row is legal by the rules of ``phalanx.run.layout``, with whom it shares
-their arithmetic (``phalanx.run.pieces``); what a rule excludes is counted by its name. What can be chosen freely beside it
-(recomputation, ZeRO stage, offload) has an axis of its own. The whole space is the product.
+The geometry is one axis, by far the longest: ranks on each axis, sequences of a micro-batch, the pipeline's schedule. It is enumerated
+row by row. Each row is legal by the rules of ``phalanx.run.layout`` and uses their arithmetic (``phalanx.run.pieces``). Rows that a
+rule excludes are counted by its name. Each free choice (recomputation, ZeRO stage, offload) has an axis of its own. The space is the
+product of the axes.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from phalanx_plan.workload.candidates import (
     parts_of,
 )
 from phalanx_plan.workload.holdings import most_stages
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 # Geometries.
 
 
 STAGES = {name: (least,) for name, (least, most) in STAGES_PER_RANK.items() if least == most}
-"""Stages on each rank of the schedules that leave no choice."""
+"""Stages on each rank, for schedules that fix their number."""
 
 Table = dict[str, Ints]
-"""Columns by name, all equally long: a geometry is a row."""
+"""Columns of equal length by name; a geometry is a row."""
 
 
-def geometries(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Table, dict[str, int]]:
-    """Rows of every legal geometry, and how many rows each rule took before the axes after it were crossed in."""
+def geometries(job: TrainingJob, options: Options, counts: tuple[int, ...]) -> tuple[Table, dict[str, int]]:
+    """Return the rows of all legal geometries, and how many rows each rule removed before the axes after it were crossed in."""
     workload, model = job.workload, job.workload.model
     most = max(counts)
     excluded: dict[str, int] = {}
@@ -63,8 +63,8 @@ def geometries(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tab
         table = _keep(table, (model.lanes % table["tensor"] == 0) & cut, "the lanes do not divide", excluded)
     elif model.context_tiles:
         table = _keep(table, table["tensor"] == 1, "context tiles are not divided", excluded)
-    whole = model.lanes and not model.context_tiles
-    table = crossed(table, "context", [1] if whole else [2**power for power in range(7)])
+    lanes_only = model.lanes and not model.context_tiles
+    table = crossed(table, "context", [1] if lanes_only else [2**power for power in range(7)])
     table = _keep_whole(job, "context", table, excluded)
     if model.context_tiles:
         divides = model.context_tiles % table["context"] == 0
@@ -74,7 +74,7 @@ def geometries(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tab
     divides &= workload.seq_len % fixed_pieces(model.lanes, model.context_tiles) == 0
     table = _keep(table, divides, "the sequence does not divide", excluded)
     table = crossed(table, "pipeline", list(range(1, model.layers + 1)))
-    if job.stack.name == "phalanx":  # other software has ways to share one matrix between two stages
+    if job.stack.name == "phalanx":  # other software can share one matrix between two stages
         table = _keep_whole(job, "pipeline", table, excluded)
     model_ranks = table["tensor"] * table["context"] * table["pipeline"]
     table = _keep(table, model_ranks <= most, "more ranks than accelerators", excluded)
@@ -93,10 +93,10 @@ def geometries(job: Job, options: Options, counts: tuple[int, ...]) -> tuple[Tab
 _CUT_BLOCKS = "a block of the optimizer's int8 state is cut"
 
 
-def _whole_blocks(job: Job, degrees: Ints, *, stacked: bool = False) -> Bools:
-    """The mask of tensor degrees that leave the optimizer's blocks whole (``phalanx.run.kinds.whole_model``)."""
+def _whole_blocks(job: TrainingJob, degrees: Ints, *, stacked: bool = False) -> Bools:
+    """Return the mask of tensor degrees that keep the optimizer's blocks undivided (``phalanx.run.kinds.whole_model``)."""
     optimizer, model = job.stack.states.optimizer, job.workload.model
-    if optimizer is None:  # other software, whose formats are its own
+    if optimizer is None:  # other software has formats of its own
         return np.ones(degrees.shape, dtype=bool)
     cut = {
         degree
@@ -106,8 +106,8 @@ def _whole_blocks(job: Job, degrees: Ints, *, stacked: bool = False) -> Bools:
     return ~np.isin(degrees, list(cut))
 
 
-def _keep_whole(job: Job, axis: str, table: Table, excluded: dict[str, int]) -> Table:
-    """Drops degrees above 1 of an axis that cannot divide the model, by the field that forbids it and with the cure."""
+def _keep_whole(job: TrainingJob, axis: str, table: Table, excluded: dict[str, int]) -> Table:
+    """Drop degrees above 1 of an axis that cannot divide the model, by the field that forbids it and with the remedy."""
     for name, problem in undivided(job.workload.model):
         if name == axis:
             table = _keep(table, table[axis] == 1, str(problem), excluded)
@@ -116,12 +116,12 @@ def _keep_whole(job: Job, axis: str, table: Table, excluded: dict[str, int]) -> 
 
 _FIRST_SIZES = (1, 2, 3, 4, 6, 8, 16)
 _FIRST_STAGES = (2, 3, 4, 5, 6, 8, 10, 12)
-"""Sequences of a micro-batch, and stages on each rank, that every geometry is tried with; the best geometries with all others too."""
+"""Sequences of a micro-batch, and stages on each rank, to try with every geometry; the best geometries are tried with all others too."""
 
 
 @lru_cache(maxsize=1024)
 def _first_sizes(share: int) -> tuple[int, ...]:
-    """Some of the numbers of sequences that divide a slot's ``share``, from one to all: each a few times the one before."""
+    """Return some divisors of a slot's ``share`` of sequences, from one to all, each a few times the previous."""
     kept = [1]
     for size in divisors(share):
         if size in _FIRST_SIZES[1:] or size >= (4 if size > _FIRST_SIZES[-1] else 2) * kept[-1]:
@@ -129,8 +129,8 @@ def _first_sizes(share: int) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def _micro_batches(job: Job, options: Options, table: Table, excluded: dict[str, int]) -> Table:
-    """Crosses with the sequences of a micro-batch: those of the options, those that conditions are on, or a first choice."""
+def _micro_batches(job: TrainingJob, options: Options, table: Table, excluded: dict[str, int]) -> Table:
+    """Cross with the sequences of a micro-batch: those of the options or of conditions, or a first choice."""
     batch = job.workload.batch
     slots = np.broadcast_to(job.workload.slots or table["data"], table["data"].shape)
     table = _keep(table | {"slots": slots}, batch % slots == 0, "the batch does not divide", excluded)
@@ -147,14 +147,14 @@ def _micro_batches(job: Job, options: Options, table: Table, excluded: dict[str,
 
 
 def sizes_tried(options: Options, share: int) -> tuple[int, ...]:
-    """Sequences of a micro-batch that ``geometries`` tries, of a slot of ``share`` sequences."""
+    """Return the sequences of a micro-batch that ``geometries`` tries, for a slot of ``share`` sequences."""
     if options.micro_batches:
         return options.micro_batches
     return tuple(divisors(share)) if is_required(options, "micro_batch") else _first_sizes(share)
 
 
-def stages_tried(job: Job, options: Options) -> tuple[int, ...]:
-    """Stages on each rank that ``geometries`` tries interleaved schedules with."""
+def stages_tried(job: TrainingJob, options: Options) -> tuple[int, ...]:
+    """Return the stages on each rank that ``geometries`` tries with interleaved schedules."""
     if options.stages_per_rank:
         return options.stages_per_rank
     every = tuple(range(2, job.workload.model.layers + 1))
@@ -162,16 +162,16 @@ def stages_tried(job: Job, options: Options) -> tuple[int, ...]:
 
 
 def rows_where(table: Table, mask: Bools) -> Table:
-    """The rows of a table that a mask says."""
+    """Return the rows of a table that a mask selects."""
     return {name: column[mask] for name, column in table.items()}
 
 
-def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int]) -> Table:
-    """Crosses with schedules and how many stages each rank has."""
+def _schedules(job: TrainingJob, options: Options, table: Table, excluded: dict[str, int]) -> Table:
+    """Cross with the schedules and the stages on each rank."""
     choices = [
         (SCHEDULES.index(name), per_rank)
         for name in job.stack.schedules
-        # GPipe waits as long as 1F1B and holds more.
+        # GPipe waits as long as 1F1B and needs more memory.
         if name != "gpipe"
         for per_rank in STAGES.get(name, stages_tried(job, options))
     ]
@@ -181,8 +181,8 @@ def _schedules(job: Job, options: Options, table: Table, excluded: dict[str, int
     return runnable(job, table, excluded)
 
 
-def runnable(job: Job, table: Table, excluded: dict[str, int]) -> Table:
-    """Drops what has more stages than layers, or micro-batches that its schedule cannot run."""
+def runnable(job: TrainingJob, table: Table, excluded: dict[str, int]) -> Table:
+    """Drop rows with more stages than layers, or with micro-batches that their schedule cannot run."""
     few = table["pipeline"] * table["stages_per_rank"] <= most_stages(job.workload, job.stack)
     table = _keep(table, few, "more stages than layers", excluded)
     batches = job.workload.batch // (table["data"] * table["micro_batch"])
@@ -191,16 +191,16 @@ def runnable(job: Job, table: Table, excluded: dict[str, int]) -> Table:
     return _keep(table, suits, "the micro-batches do not suit the schedule", excluded)
 
 
-def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:
-    """Crosses with the ways to fold experts over tensor, context and shard (``phalanx.run.layout``)."""
+def _experts(job: TrainingJob, table: Table, excluded: dict[str, int]) -> Table:
+    """Cross with the ways to fold experts over tensor, context and shard (``phalanx.run.layout``)."""
     moe = job.workload.model.moe
     if moe is None:
         ones = np.ones_like(table["tensor"])
         return table | {"expert": ones, "expert_tensor": ones}
     table = crossed(table, "expert", list(divisors(moe.experts)))
     table = crossed(table, "divided", [0, 1])
-    whole = (table["divided"] == 0) | (table["tensor"] > 1)
-    table = _keep(table, whole, "an expert is whole without tensor ranks", excluded)
+    possible = (table["divided"] == 0) | (table["tensor"] > 1)
+    table = _keep(table, possible, "an expert is whole without tensor ranks", excluded)
     table["expert_tensor"] = np.where(table.pop("divided") > 0, table["tensor"], 1)
     inner = moe.ffn_dim % width_multiple(table["expert_tensor"]) == 0
     table = _keep(table, inner, "an expert's width does not divide", excluded)
@@ -217,8 +217,8 @@ def _experts(job: Job, table: Table, excluded: dict[str, int]) -> Table:
     return _keep(table, legal_folds, "experts cannot be folded", excluded)
 
 
-def _shards(job: Job, table: Table) -> Table:
-    """Crosses with how many data-parallel ranks share one copy: all, or so many that a copy ends with a domain of the fabric."""
+def _shards(job: TrainingJob, table: Table) -> Table:
+    """Cross with the number of data-parallel ranks that share one copy: all, or so many that a copy ends with a domain of the fabric."""
     reaches = [job.cluster.domain.size, *(level.reach for level in job.cluster.fabric.levels)]
     inner = table["tensor"] * table["context"]
     experts = team_size(table["expert"] * table["expert_tensor"], inner)
@@ -233,7 +233,7 @@ def _shards(job: Job, table: Table) -> Table:
 
 
 def crossed(table: Table, name: str, values: list[int]) -> Table:
-    """Every row with every value."""
+    """Cross every row with every value."""
     length = len(next(iter(table.values())))
     repeated = {key: np.repeat(column, len(values)) for key, column in table.items()}
     return repeated | {name: np.tile(np.array(values, dtype=np.int64), length)}
@@ -260,17 +260,16 @@ class Space:
 
     candidates: Candidates
     excluded: dict[str, int] = field(default_factory=dict)
-    """Layouts that a rule or a requirement on the geometry excludes, by its name; each counted before the axes that come after
-    it in the enumeration multiply them."""
+    """Layouts that each rule or condition on the geometry excludes; counted before the later axes of the enumeration multiply them."""
 
     @property
     def rows(self) -> int:
-        """Geometries."""
+        """Number of geometries."""
         return self.candidates.shape[-1]
 
 
-def space(job: Job, options: Options) -> Space:
-    """Every layout for every number of accelerators. Raises ``ValueError`` when there is none."""
+def space(job: TrainingJob, options: Options) -> Space:
+    """Return all layouts for every number of accelerators. Raises ``ValueError`` if there is none."""
     needs = [requirement(text, job) for text in options.require]
     free = _free_axes(job, options)
     counts = options.gpus or (job.cluster.accelerators,)
@@ -295,8 +294,8 @@ def space(job: Job, options: Options) -> Space:
     return Space(candidates, {name: number * each for name, number in excluded.items() if number})
 
 
-def exclusions(job: Job, candidates: Candidates, options: Options) -> dict[str, Bools]:
-    """Returns masks by reason: choices on the free axes that the geometry or the user's conditions exclude."""
+def exclusions(job: TrainingJob, candidates: Candidates, options: Options) -> dict[str, Bools]:
+    """Return masks by reason: choices on the free axes that the geometry or the user's conditions exclude."""
     first = np.asarray(min(job.stack.zero_stages))
     reasons = {
         "nothing to shard": (candidates.dense_shard == 1) & (candidates.zero != first),
@@ -306,8 +305,8 @@ def exclusions(job: Job, candidates: Candidates, options: Options) -> dict[str, 
     return reasons | {need.text: ~need.holds(candidates) for need in needs}
 
 
-def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
-    """Values of recompute, zero, offloaded optimizer, and offloaded activations."""
+def _free_axes(job: TrainingJob, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return the values of recompute, zero, offloaded optimizer, and offloaded activations."""
     model = job.workload.model
     mixed = any(is_mixture(model, layer) for layer in range(model.layers))
     has = parts_of(model)
@@ -316,10 +315,10 @@ def _free_axes(job: Job, options: Options) -> tuple[Ints, Ints, Ints, Ints]:
     return np.array(recompute), np.array(job.stack.zero_stages), offload, offload
 
 
-def finer_space(job: Job, options: Options, geometries: Candidates) -> Candidates | None:
-    """What ``space`` leaves out beside some of its rows: all other micro-batches and stages on each rank; ``None`` if there are none.
+def finer_space(job: TrainingJob, options: Options, geometries: Candidates) -> Candidates | None:
+    """Return the micro-batches and stages on each rank that ``space`` leaves out for ``geometries``; ``None`` if there are none.
 
-    ``geometries`` come best first; of so many that there would be over ``_MOST_FINER`` rows, the last are left out.
+    ``geometries`` are best first; beyond ``_MOST_FINER`` rows the last are left out.
     """
     columns = [column.ravel() for column in (getattr(geometries, name) for name in _OF_GEOMETRY)]
     stacked = np.stack([np.broadcast_to(column, geometries.shape[-1]) for column in columns])
@@ -328,9 +327,13 @@ def finer_space(job: Job, options: Options, geometries: Candidates) -> Candidate
     data = table["shard"] * table.pop("replicate")
     share = job.workload.batch // (job.workload.slots or data)
     table = table | {"data": data, "share": np.broadcast_to(share, data.shape)}
-    known = {each: sizes_tried(options, each) for each in {*table["share"].tolist()}}
+    tried_sizes = {each: sizes_tried(options, each) for each in {*table["share"].tolist()}}
     sizes = sorted(
-        {size for each, some in known.items() for size in (some if options.micro_batches else divisors(each))}
+        {
+            size
+            for each, some in tried_sizes.items()
+            for size in (some if options.micro_batches else divisors(each))
+        }
     )
     table = crossed(table, "micro_batch", sizes)
     table = rows_where(table, table["share"] % table["micro_batch"] == 0)
@@ -341,13 +344,13 @@ def finer_space(job: Job, options: Options, geometries: Candidates) -> Candidate
     parts = [rows_where(table, ~interleaved) | {"stages_per_rank": fixed[~interleaved]}]
     parts.append(crossed(rows_where(table, interleaved), "stages_per_rank", list(stages)))
     table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    known_size = np.zeros(len(table["share"]), dtype=bool)
-    for each, some in known.items():
-        known_size |= (table["share"] == each) & np.isin(table["micro_batch"], some)
-    known_stages = (table["schedule"] != SCHEDULES.index("interleaved")) | np.isin(
+    is_tried_size = np.zeros(len(table["share"]), dtype=bool)
+    for each, some in tried_sizes.items():
+        is_tried_size |= (table["share"] == each) & np.isin(table["micro_batch"], some)
+    is_tried_stages = (table["schedule"] != SCHEDULES.index("interleaved")) | np.isin(
         table["stages_per_rank"], coarse
     )
-    table = rows_where(table, ~(known_size & known_stages))
+    table = rows_where(table, ~(is_tried_size & is_tried_stages))
     table.pop("share")
     table = runnable(job, table, {})
     table = {name: column[:_MOST_FINER] for name, column in table.items()}

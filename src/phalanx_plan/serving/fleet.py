@@ -1,8 +1,8 @@
-"""Which workers serve a traffic on a cluster within its objectives, at which cost, and why the others do not.
+"""Worker fleets that serve a traffic on a cluster within its objectives, their cost, and the limits of the rejected ones.
 
-Every division of prefill and of decode, and workers that do both, are priced; each gets the fewest workers that carry the rate
-within the objectives (or, without a rate, as many as fit). Prefill is an M/G/k queue; decode's running requests are Poisson,
-so that a step's time at their percentile is the time of a token. Where both are done by one worker, decode gets the time that
+Every division of prefill and of decode, and workers that do both, are priced. Each gets the fewest workers that carry the rate
+within the objectives (or, without a rate, as many as fit). Prefill is an M/G/k queue. Decode's running requests are Poisson,
+so that a step's time at their percentile is the time of a token. If one worker does both, decode gets the time that
 prefill leaves, and a chunk of a prompt may come between two tokens. Prefill and decode apart are in the proportion
 ``in (1 - hit) / R_p : out / R_d`` of the rates of one worker.
 """
@@ -17,7 +17,7 @@ from typing import Literal
 from phalanx_plan.serving.step_cost import (
     FORMAT_BYTES,
     Division,
-    Step,
+    ServingStep,
     step_parts,
     streamed_bytes,
     token_bytes,
@@ -25,9 +25,9 @@ from phalanx_plan.serving.step_cost import (
 )
 from phalanx_plan.serving.workers import (
     DemandError,
+    PlannedWorker,
+    RequestTraffic,
     Service,
-    Traffic,
-    Worker,
     largest,
     shortfalls,
     workers_of,
@@ -35,13 +35,13 @@ from phalanx_plan.serving.workers import (
 
 # Waiting times in closed form: M/G/k by Erlang's formula and the correction for the service times' spread.
 #
-# Erlang C is exact for exponential service; for others the mean wait is scaled by (1 + c^2) / 2, exact for one server
-# (Pollaczek-Khinchine) and the usual approximation for more (Lee and Longton, 1959), and the tail is taken as exponential.
-# Running decodes see no queue but each other: their number is Poisson (M/G/infinity).
+# Erlang C is exact for exponential service. For others the mean wait is scaled by (1 + c^2) / 2, exact for one server
+# (Pollaczek-Khinchine) and the usual approximation for more (Lee and Longton, 1959); the tail is assumed to be exponential.
+# Running decodes queue only behind each other: their number is Poisson (M/G/infinity).
 
 
 def erlang_c(servers: int, load: float) -> float:
-    """Probability that an arrival waits; ``load`` is arrivals times mean service (below ``servers``, else it is 1)."""
+    """Return the probability that an arrival waits; ``load`` is arrivals times mean service (1 if not below ``servers``)."""
     if load >= servers:
         return 1.0
     blocked = 1.0
@@ -51,7 +51,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def mean_wait_s(rate: float, service_s: float, spread: float, servers: int) -> float:
-    """Mean seconds before service begins; infinite if the servers are overloaded."""
+    """Return the mean seconds before service begins; infinite if the servers are overloaded."""
     spare = servers / service_s - rate
     if spare <= 0:
         return math.inf
@@ -59,7 +59,7 @@ def mean_wait_s(rate: float, service_s: float, spread: float, servers: int) -> f
 
 
 def wait_percentile_s(rate: float, service_s: float, spread: float, servers: int, share: float) -> float:
-    """Seconds that ``share`` of the arrivals wait at most."""
+    """Return the seconds within which ``share`` of the arrivals are served."""
     waits = erlang_c(servers, rate * service_s)
     mean = mean_wait_s(rate, service_s, spread, servers)
     if not math.isfinite(mean):
@@ -68,7 +68,7 @@ def wait_percentile_s(rate: float, service_s: float, spread: float, servers: int
 
 
 def most_running(mean: float, share: float) -> float:
-    """Requests that run at once in ``share`` of the time, of a Poisson number with this ``mean`` (normal approximation)."""
+    """Return the number of running requests that is not exceeded in ``share`` of the time (normal approximation of Poisson)."""
     return mean + _normal_quantile(share) * math.sqrt(mean)
 
 
@@ -82,16 +82,16 @@ def _normal_quantile(share: float) -> float:
 
 
 _MIXED_LOAD = 0.9
-"""The most of a worker's time that prefill may take where it decodes too."""
+"""The largest share of a worker's time for prefill if it also decodes."""
 _OF_A_ROLE = 16
-"""Workers of a role that are tried with each of the other's: those whose accelerators do most."""
+"""Number of the best workers of one role that are tried with those of the other role."""
 _SHOWN = 8
 Roles = Literal["apart", "together"]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A fleet that serves, with its times; ``killed`` says what forbids it, empty if nothing does."""
+class ServingFleet:
+    """A fleet of workers with its rates and times; ``killed`` is the limit that it violates, empty if none."""
 
     roles: Roles
     prefill: Division
@@ -105,17 +105,20 @@ class Answer:
     """Median, and at the objectives' percentile."""
     tpot_s: tuple[float, float]
     running: float
-    """Requests that a decode worker runs, in the mean."""
+    """Mean number of requests that a decode worker runs."""
     dollars_per_million: float
-    """For a million tokens of answers."""
+    """Dollars for a million tokens of answers."""
     joules_per_token: float
     killed: str = ""
     parts_s: dict[str, float] = field(default_factory=dict, compare=False)
-    """Seconds of decode's step by part."""
+    """Seconds of a decode step by part."""
 
 
-def plan_service(service: Service) -> tuple[list[Answer], list[Answer]]:
-    """The fleets that serve, best first, and the others, nearest first; raises ``DemandError`` if nothing can be held at all."""
+def plan_service(service: Service) -> tuple[list[ServingFleet], list[ServingFleet]]:
+    """Return the fleets that meet the objectives, best first, and the others, nearest first.
+
+    Raises ``DemandError`` if no worker holds a single request.
+    """
     workers = list(workers_of(service))
     if not workers:
         least = min(shortfalls(service))
@@ -137,7 +140,7 @@ def plan_service(service: Service) -> tuple[list[Answer], list[Answer]]:
 
 
 def _streamed(service: Service) -> str:
-    """The most that weights read from the hosts' memory for each pass would allow."""
+    """Describe the upper bound of tokens a second if weights are read from host memory for each pass."""
     cluster = service.cluster
     rate = cluster.accelerator.host_bytes_per_s.value * cluster.accelerators
     bounds = []
@@ -147,59 +150,62 @@ def _streamed(service: Service) -> str:
     return f"from host memory at most {' and '.join(bounds)}"
 
 
-def _best_prefill(service: Service, workers: list[Worker]) -> list[Worker]:
-    """The workers whose accelerators compute most of prompts; first those whose own prefill keeps the objective."""
+def _best_prefill(service: Service, workers: list[PlannedWorker]) -> list[PlannedWorker]:
+    """Return the workers with the highest prefill rate per accelerator; first those whose own prefill meets the objective."""
     late = service.objectives.ttft_s
     return sorted(
-        workers, key=lambda one: (one.prompt_s > late, -one.prefill_tokens_per_s / one.division.ranks)
+        workers,
+        key=lambda worker: (worker.prompt_s > late, -worker.prefill_tokens_per_s / worker.division.ranks),
     )[:_OF_A_ROLE]
 
 
-def _best_decode(service: Service, workers: list[Worker]) -> list[Worker]:
-    """The workers whose accelerators generate most within the time of a token."""
+def _best_decode(service: Service, workers: list[PlannedWorker]) -> list[PlannedWorker]:
+    """Return the workers with the highest decode rate per accelerator within the time of a token."""
 
-    def each(one: Worker) -> float:
-        mean = _mean_running(one.running, service.objectives.percentile)
-        return -mean / _token_s(service, one, max(mean, 1.0)) / one.division.ranks
+    def each(worker: PlannedWorker) -> float:
+        mean = _mean_running(worker.running, service.objectives.percentile)
+        return -mean / _token_s(service, worker, max(mean, 1.0)) / worker.division.ranks
 
     return sorted(workers, key=each)[:_OF_A_ROLE]
 
 
-def _with_parts(service: Service, answer: Answer) -> Answer:
+def _with_parts(service: Service, answer: ServingFleet) -> ServingFleet:
     division = answer.decode
     rows = max(1.0, answer.running / division.data / division.pipeline)
-    step = Step(service.model, service.cluster, division, service.format, rows, service.traffic.held)
+    step = ServingStep(
+        service.model, service.cluster, division, service.format, rows, service.traffic.context_tokens
+    )
     return replace(answer, parts_s=step_parts(step))
 
 
-def nearest(service: Service, bad: list[Answer]) -> str:
-    """The nearest thing that is possible, in words."""
-    best, wanted = bad[0], service.objectives
+def nearest(service: Service, bad: list[ServingFleet]) -> str:
+    """Describe the nearest possible fleet."""
+    best, objectives = bad[0], service.objectives
     return (
         f"no fleet on {service.cluster.key} keeps the objectives: the nearest ({describe(best)}) fails because {best.killed}; it has "
-        f"TTFT {best.ttft_s[1] * 1e3:.4g} ms (asked {wanted.ttft_s * 1e3:.4g}) and TPOT {best.tpot_s[1] * 1e3:.4g} ms (asked "
-        f"{wanted.tpot_s * 1e3:.4g}) at {best.rate:.4g} requests/s: relax --slo, lower rate in --traffic, or give --cluster more"
+        f"TTFT {best.ttft_s[1] * 1e3:.4g} ms (asked {objectives.ttft_s * 1e3:.4g}) and TPOT {best.tpot_s[1] * 1e3:.4g} ms (asked "
+        f"{objectives.tpot_s * 1e3:.4g}) at {best.rate:.4g} requests/s: relax --slo, lower rate in --traffic, or give --cluster more"
     )
 
 
-def describe(answer: Answer) -> str:
-    """The workers in a few words."""
+def describe(answer: ServingFleet) -> str:
+    """Describe the workers in a few words."""
     if answer.roles == "together":
         return f"{answer.decode_workers} x ({answer.decode}) for both"
     return f"{answer.prefill_workers} x ({answer.prefill}) prefill, {answer.decode_workers} x ({answer.decode}) decode"
 
 
-def split(traffic: Traffic, prefill_rate: float, decode_rate: float) -> float:
-    """Prefill workers for each decode worker, by the tokens a second of one of each."""
+def split(traffic: RequestTraffic, prefill_rate: float, decode_rate: float) -> float:
+    """Return the prefill workers for each decode worker, by the tokens a second of one of each."""
     return (traffic.new / prefill_rate) / (traffic.text / decode_rate)
 
 
 def _mean_running(most: float, share: float) -> float:
-    """The mean of a Poisson number that stays below ``most`` in this ``share`` of the time."""
+    """Return the mean of a Poisson number that stays below ``most`` in this ``share`` of the time."""
     return largest(lambda mean: most_running(mean, share), most, max(most, 1.0)) if most >= 1 else 0.0
 
 
-def _apart(service: Service, first: Worker, second: Worker) -> Answer:
+def _apart(service: Service, first: PlannedWorker, second: PlannedWorker) -> ServingFleet:
     traffic, goal = service.traffic, service.objectives
     total = service.cluster.accelerators
     sizes = first.division.ranks, second.division.ranks
@@ -226,20 +232,20 @@ def _apart(service: Service, first: Worker, second: Worker) -> Answer:
 
 
 def _shares(total: int, sizes: tuple[int, int], prefill_rate: float, decode_rate: float) -> tuple[int, int]:
-    """Workers of both roles that together serve most."""
+    """Return the workers of both roles with the highest rate together."""
     ideal = total / (sizes[0] / prefill_rate + sizes[1] / decode_rate) / prefill_rate
     options = {min(max(1, number), (total - sizes[1]) // sizes[0]) for number in (int(ideal), int(ideal) + 1)}
     counts = [(number, (total - number * sizes[0]) // sizes[1]) for number in options]
     return max(counts, key=lambda count: min(count[0] * prefill_rate, count[1] * decode_rate))
 
 
-def _together(service: Service, worker: Worker) -> Answer:
+def _together(service: Service, worker: PlannedWorker) -> ServingFleet:
     traffic, goal = service.traffic, service.objectives
     total, size = service.cluster.accelerators, worker.division.ranks
     most = total // size
 
     def rate_of(running: float) -> float:
-        """Requests a second with so many running: of each, its prefill and its share of decode's steps."""
+        """Requests a second with ``running`` requests: each needs its prefill and its share of decode's steps."""
         return 1 / (
             _token_s(service, worker, running) * traffic.text / running
             + traffic.new / worker.prefill_tokens_per_s
@@ -249,8 +255,8 @@ def _together(service: Service, worker: Worker) -> Answer:
         prefill = min(rate_of(running) * traffic.new / worker.prefill_tokens_per_s, _MIXED_LOAD)
         return _token_s(service, worker, running) / (1 - prefill)
 
-    held = largest(stretched, goal.tpot_s, worker.running) if worker.running >= 1 else 0.0
-    mean = _mean_running(held, goal.percentile)
+    most_running_at_once = largest(stretched, goal.tpot_s, worker.running) if worker.running >= 1 else 0.0
+    mean = _mean_running(most_running_at_once, goal.percentile)
     if mean == 0:
         return _answer(
             service,
@@ -272,20 +278,20 @@ def _together(service: Service, worker: Worker) -> Answer:
     )
 
 
-def _token_s(service: Service, worker: Worker, running: float) -> float:
+def _token_s(service: Service, worker: PlannedWorker, running: float) -> float:
     """Seconds of a token of each running request."""
     return worker.step_s(running) / (1 + service.traffic.accept)
 
 
-def _ttft_s(service: Service, worker: Worker, rate: float, servers: int, share: float) -> float:
+def _ttft_s(service: Service, worker: PlannedWorker, rate: float, servers: int, share: float) -> float:
     """Seconds to the first token: the wait, the prompt's own prefill, and its pages' last layer on the network."""
     groups = servers * worker.division.data
     busy = service.traffic.new / (worker.prefill_tokens_per_s / worker.division.data)
     return wait_percentile_s(rate, busy, service.traffic.spread, groups, share) + worker.prompt_s
 
 
-def _most_rate(service: Service, worker: Worker, servers: int) -> float:
-    """The highest rate at which so many prefill workers keep the time to the first token; 0 if they never do."""
+def _most_rate(service: Service, worker: PlannedWorker, servers: int) -> float:
+    """Return the highest rate at which ``servers`` prefill workers keep the time to the first token; 0 if none does."""
     goal = service.objectives
     capacity = servers * worker.prefill_tokens_per_s / service.traffic.new
     return capacity * _most_share(
@@ -303,7 +309,7 @@ def _most_share(holds: Callable[[float], bool]) -> float:
     return low if low > 1e-5 else 0.0
 
 
-def _fewest_servers(service: Service, worker: Worker, rate: float, most: int) -> int:
+def _fewest_servers(service: Service, worker: PlannedWorker, rate: float, most: int) -> int:
     least = max(1, math.ceil(rate * service.traffic.new / worker.prefill_tokens_per_s / 0.98))
     for servers in range(least, min(most, least + 64) + 1):
         if (
@@ -317,12 +323,12 @@ def _fewest_servers(service: Service, worker: Worker, rate: float, most: int) ->
 def _answer(
     service: Service,
     roles: Roles,
-    first: Worker,
-    second: Worker,
+    first: PlannedWorker,
+    second: PlannedWorker,
     count: tuple[int, int],
     rate: float,
     killed: str,
-) -> Answer:
+) -> ServingFleet:
     traffic, goal = service.traffic, service.objectives
     decoding, prefilling = count[1], count[0]
     running = _running(service, second, rate / decoding, traffic, first if roles == "together" else None)
@@ -333,13 +339,15 @@ def _answer(
         _token_s(service, second, max(1.0, most_running(running, share))) * stretch
         for share in (0.5, goal.percentile)
     )
-    # Decode that goes on beside prefill takes its share of the time from it.
+    # Decode beside prefill takes its share of the time from it.
     slowed = stretch if roles == "together" else 1.0
     ttft = tuple(
         _ttft_s(service, first, rate * slowed * 0.999, prefilling, share) + tpot[0]
         for share in (0.5, goal.percentile)
     )
-    if roles == "apart":  # all layers' pages but the last one's travel while the following are computed
+    if (
+        roles == "apart"
+    ):  # the pages of all layers but the last are sent while the following layers are computed
         pages = token_bytes(service.model) * traffic.prompt / service.model.layers
         link = service.cluster.fabric.bytes_per_s.value or service.cluster.domain.bytes_per_s.value
         ttft = tuple(seconds + pages / max(link, 1.0) for seconds in ttft)
@@ -353,7 +361,7 @@ def _answer(
     watts = (
         cluster.accelerator.power_w.value + cluster.node_power_w.value / cluster.per_node
     ) * cluster.pue.value
-    return Answer(
+    return ServingFleet(
         roles,
         first.division,
         second.division,
@@ -370,7 +378,13 @@ def _answer(
     )
 
 
-def _running(service: Service, worker: Worker, rate: float, traffic: Traffic, beside: Worker | None) -> float:
+def _running(
+    service: Service,
+    worker: PlannedWorker,
+    rate: float,
+    traffic: RequestTraffic,
+    beside: PlannedWorker | None,
+) -> float:
     """Mean number of running requests of a worker: the fixed point of Little's law with a step that grows with it."""
     stretch = 1.0
     if beside is not None:
@@ -387,15 +401,15 @@ def _running(service: Service, worker: Worker, rate: float, traffic: Traffic, be
     return running
 
 
-def _worth(answer: Answer) -> tuple[float, float]:
+def _worth(answer: ServingFleet) -> tuple[float, float]:
     return answer.dollars_per_million, answer.accelerators
 
 
-def _goodput(answer: Answer) -> tuple[float, float]:
+def _goodput(answer: ServingFleet) -> tuple[float, float]:
     return -answer.rate, answer.accelerators
 
 
-def _distance(service: Service, answer: Answer) -> float:
+def _distance(service: Service, answer: ServingFleet) -> float:
     goal = service.objectives
     short = 0.0 if not math.isfinite(service.traffic.rate) else 1 - answer.rate / service.traffic.rate
     late = max(0.0, answer.ttft_s[1] / goal.ttft_s - 1) + max(0.0, answer.tpot_s[1] / goal.tpot_s - 1)

@@ -1,17 +1,17 @@
-"""Bytes and seconds of a serving worker's step: what a rank holds, and each operation's time, with weights in memory or streamed.
+"""Bytes and seconds of a serving worker's step: memory of a rank, and each operation's time, with weights in memory or streamed.
 
 A rank holds weights by format and division, pages of keys and values, rows and buffers.
 A worker is ``data`` groups of ``tensor`` ranks in each of ``pipeline`` stages. Attention is divided over a group's heads, and
-requests over the groups; experts lie over all ``data`` x ``tensor`` ranks of a stage, whole. A token's pages take
+requests over the groups. Each expert is on one of all ``data`` x ``tensor`` ranks of a stage. A token's pages take
 ``2 L Hkv D b`` bytes with grouped attention and ``L (r + rope) b`` with latent attention (DeepSeek-V2, arXiv 2405.04434).
 
 The operations are those of training's forward (``phalanx.run.kinds``), with a step's few rows. Products read their weights
-once: of experts, those that the step's rows touch. Attention of decode reads the pages of all requests; latent attention is
-computed absorbed, on the latents themselves (``2 H (2 r + rope)`` FLOP for each token held and layer). With ``overlap`` two
-halves of the batch take turns, one exchanging while the other computes.
+once; of experts, only those with rows in the step. Attention of decode reads the pages of all requests; latent attention is
+computed absorbed, on the latents themselves (``2 H (2 r + rope)`` FLOP for each token in the cache and layer). With ``overlap`` two
+halves of the batch alternate, one exchanging while the other computes.
 
-With ``r_l`` and ``c_l`` the seconds to read and to compute layer l, and k buffers, reading layer l begins when layer l - 1
-has been read and layer l - k computed; computing it when it has been read and layer l - 1 computed. For equal layers a pass
+Let ``r_l`` and ``c_l`` be the seconds to read and to compute layer l, with k buffers. Reading layer l begins when layer l - 1
+has been read and layer l - k computed. Computing it begins when it has been read and layer l - 1 computed. For equal layers a pass
 takes the larger of both sums, so tokens a second are at most ``B (1 + a) / max(W / BW, t_compute(B))``.
 """
 
@@ -52,16 +52,16 @@ PAGE_BYTES = 2
 BUFFERS = 2.5e9
 """Context, communicators, and the exchange's buffers (aiconfigurator's system files: 0.34 to 0.41 GiB of NCCL, 3.5 GiB in all)."""
 USABLE = 0.94
-"""Share of the memory that is left after fragments (``plan``'s stacks for training have 4 to 6 % too)."""
+"""Share of the memory that is usable despite fragmentation (``plan``'s stacks for training lose 4 to 6 % too)."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a worker's ranks divide the model."""
+    """Division of the model over a worker's ranks."""
 
     tensor: int = 1
     data: int = 1
-    """Groups of tensor ranks with requests of their own, which share the experts."""
+    """Groups of tensor ranks with requests of their own; they share the experts."""
     pipeline: int = 1
 
     @property
@@ -75,7 +75,7 @@ class Division:
 
 
 def experts_held(experts: int, division: Division) -> int:
-    """Experts of a rank; where ranks do not divide them, further copies of busy ones fill the places, as DeepSeek's redundant ones do."""
+    """Experts of a rank. If ranks do not divide them, copies of busy experts fill the gaps, like DeepSeek's redundant experts."""
     return math.ceil(experts / min(experts, division.data * division.tensor))
 
 
@@ -112,7 +112,7 @@ def weight_bytes(model: ModelSpec, division: Division, format: str) -> float:  #
 
 
 def step_bytes(model: ModelSpec, division: Division, rows: int) -> float:
-    """Bytes of activations while ``rows`` of a group are computed: the widest layer, copies for experts, and scores."""
+    """Bytes of activations while a group computes ``rows``: the widest layer, copies for experts, and scores."""
     copies = model.moe.per_token if model.moe else 0
     inner = max(model.ffn_dim, 0) / division.tensor
     layer = rows * 2 * (6 * model.dim + 3 * inner + 3 * copies * model.dim / division.tensor)
@@ -121,7 +121,7 @@ def step_bytes(model: ModelSpec, division: Division, rows: int) -> float:
 
 
 def page_room(model: ModelSpec, cluster: Cluster, division: Division, format: str, rows: int) -> float:  # noqa: A002
-    """Bytes of a rank that are left for pages; negative if the rest does not fit."""
+    """Bytes of a rank that remain for pages; negative if the weights and buffers do not fit."""
     memory = cluster.accelerator.memory_bytes.value * USABLE
     return memory - BUFFERS - weight_bytes(model, division, format) - step_bytes(model, division, rows)
 
@@ -171,7 +171,7 @@ def touched_experts(experts: float, per_token: float, rows: float) -> float:
 
 
 def streamed_bytes(model: ModelSpec, bytes_per_weight: float, rows: float) -> float:
-    """Bytes of blocks that a pass of ``rows`` reads: all of them, but of experts those that the rows touch."""
+    """Bytes of blocks that a pass of ``rows`` reads: all blocks, but only the experts with rows."""
     total = 0.0
     for part, number in numbered_parameters(model):
         if part.section == "block":
@@ -186,12 +186,12 @@ def streamed_bytes(model: ModelSpec, bytes_per_weight: float, rows: float) -> fl
 
 
 _EXCHANGING_UNITS = 24
-"""Multiprocessors that DeepEP's kernels for many rows take (github.com/deepseek-ai/DeepEP, README: 24); those for few take none."""
+"""Multiprocessors that DeepEP's kernels for many rows use (github.com/deepseek-ai/DeepEP, README: 24); those for few rows use none."""
 PARTS = ("products", "attention", "pointwise", "exchange")
 
 
 @dataclass(frozen=True)
-class Step:
+class ServingStep:
     """One step of a worker, each group with ``rows`` rows."""
 
     model: ModelSpec
@@ -200,7 +200,7 @@ class Step:
     format: str
     rows: float
     """Rows of a group of tensor ranks."""
-    held: float
+    attended_tokens: float
     """Tokens that a row attends to."""
     prefill: bool = False
     queries: float = 1.0
@@ -208,17 +208,17 @@ class Step:
 
     @cached_property
     def profile(self) -> Profile:
-        """The accelerator's constants; eight bits have a scale for each block of 128, as DeepSeek-V3's, where that was measured."""
-        found = profile_of(self.cluster.accelerator)
-        blocks = found.constants.matmul.get("fp8_block")
+        """The accelerator's constants; fp8 has a scale for each block of 128, as in DeepSeek-V3, if that was measured."""
+        profile = profile_of(self.cluster.accelerator)
+        blocks = profile.constants.matmul.get("fp8_block")
         if self.format != "fp8" or blocks is None:
-            return found
-        matmul = {**found.constants.matmul, "fp8": blocks}
-        return replace(found, constants=replace(found.constants, matmul=matmul))
+            return profile
+        matmul = {**profile.constants.matmul, "fp8": blocks}
+        return replace(profile, constants=replace(profile.constants, matmul=matmul))
 
 
-def step_s(step: Step, overlap: bool = False) -> float:
-    """Seconds from a step's begin to its tokens, through all stages of a pipeline."""
+def step_s(step: ServingStep, overlap: bool = False) -> float:
+    """Seconds from the begin of a step to its tokens, through all stages of a pipeline."""
     if not overlap:
         return sum(step_parts(step).values())
     half = step_parts(replace(step, rows=step.rows / 2))
@@ -226,30 +226,30 @@ def step_s(step: Step, overlap: bool = False) -> float:
     computing = sum(half.values()) - exchanging
     units = step.cluster.accelerator.multiprocessors
     if step.prefill and units > 2 * _EXCHANGING_UNITS:
-        # While an exchange runs, the rest of the multiprocessors computes.
+        # While an exchange runs, the other multiprocessors compute.
         computing += min(computing, exchanging) * _EXCHANGING_UNITS / units
     return 2 * max(computing, exchanging)
 
 
-def step_parts(step: Step) -> dict[str, float]:
+def step_parts(step: ServingStep) -> dict[str, float]:
     """Seconds by ``PARTS``."""
-    found = dict.fromkeys(PARTS, 0.0)
+    part_seconds = dict.fromkeys(PARTS, 0.0)
     mixed = [is_mixture(step.model, layer) for layer in range(step.model.layers)]
     for kind in sorted(set(mixed)):
         for part, seconds in _priced(step, _operations(step.model, kind)).items():
-            found[part] += mixed.count(kind) * seconds
-    # A prompt's last row alone needs scores.
-    last = replace(step, rows=max(1.0, step.rows / step.held)) if step.prefill else step
+            part_seconds[part] += mixed.count(kind) * seconds
+    # Only a prompt's last row needs scores.
+    last = replace(step, rows=max(1.0, step.rows / step.attended_tokens)) if step.prefill else step
     products = [each for each in ends.head_operations(step.model) if isinstance(each, MatrixProduct)]
     for part, seconds in _priced(last, products).items():
-        found[part] += seconds
+        part_seconds[part] += seconds
     stages = step.division.pipeline
     if stages > 1:
         stride = step.division.tensor * step.division.data
         carried = step.rows * step.model.dim * 2 / step.division.tensor
         hop = collectives.point_to_point_s(step.cluster, stride, carried, stages)
-        found["exchange"] += (stages - 1) * float(hop)
-    return found
+        part_seconds["exchange"] += (stages - 1) * float(hop)
+    return part_seconds
 
 
 @lru_cache(maxsize=16)
@@ -257,54 +257,54 @@ def _operations(model: ModelSpec, mixed: bool) -> tuple[Operation, ...]:
     return block.operations(model, mixed=mixed)
 
 
-def _priced(step: Step, operations: tuple[Operation, ...] | list[MatrixProduct]) -> dict[str, float]:
-    found = dict.fromkeys(PARTS, 0.0)
+def _priced(step: ServingStep, operations: tuple[Operation, ...] | list[MatrixProduct]) -> dict[str, float]:
+    part_seconds = dict.fromkeys(PARTS, 0.0)
     for operation in operations:
         match operation:
             case MatrixProduct():
-                found["products"] += _product_s(step, operation)
+                part_seconds["products"] += _product_s(step, operation)
             case AttentionCore():
-                found["attention"] += _attention_s(step, operation)
+                part_seconds["attention"] += _attention_s(step, operation)
             case LayerExchange():
-                found["exchange"] += _exchange_s(step, operation)
+                part_seconds["exchange"] += _exchange_s(step, operation)
             case Norm():
-                found["pointwise"] += _moved_s(step, 2 * operation.width)
+                part_seconds["pointwise"] += _moved_s(step, 2 * operation.width)
             case Rotation():
-                found["pointwise"] += _moved_s(step, 2 * operation.width / step.division.tensor)
+                part_seconds["pointwise"] += _moved_s(step, 2 * operation.width / step.division.tensor)
             case Activation():
                 width = (2 + operation.gated) * operation.width
                 routed = operation.rows == "routed"
                 share = _copies(step) / step.division.tensor if routed else 1 / step.division.tensor
-                found["pointwise"] += _moved_s(step, width * share)
+                part_seconds["pointwise"] += _moved_s(step, width * share)
             case Permutation():
-                found["pointwise"] += _moved_s(
+                part_seconds["pointwise"] += _moved_s(
                     step, 2 * operation.width * operation.copies / step.division.tensor
                 )
             case _:  # residuals are added by the norms' kernels, and nothing is kept for backward
                 pass
-    return found
+    return part_seconds
 
 
-def _copies(step: Step) -> int:
+def _copies(step: ServingStep) -> int:
     return step.model.moe.per_token if step.model.moe else 0
 
 
-def _moved_s(step: Step, elements: float) -> float:
+def _moved_s(step: ServingStep, elements: float) -> float:
     return float(kernels.memory_bound_s(step.profile, 2 * step.rows * elements))
 
 
-def _product_s(step: Step, product: MatrixProduct) -> float:
+def _product_s(step: ServingStep, product: MatrixProduct) -> float:
     """Seconds of a product, and before it of its input's cast to eight bits."""
     seconds = _multiplied_s(step, product)
     if step.format != "fp8" or product.wide:
         return seconds
     copies = _copies(step) / step.division.tensor if product.experts else 1.0
     inner = product.inner / (step.division.tensor if product.inner_over == "tensor" else 1)
-    # Read in 16 bits and written in eight.
+    # It is read in 16 bits and written in eight.
     return seconds + float(kernels.memory_bound_s(step.profile, 3 * step.rows * copies * inner))
 
 
-def _multiplied_s(step: Step, product: MatrixProduct) -> float:
+def _multiplied_s(step: ServingStep, product: MatrixProduct) -> float:
     division = step.division
     format_ = "bf16" if product.wide and step.format == "fp8" else step.format
     if product.experts:
@@ -324,8 +324,8 @@ def _multiplied_s(step: Step, product: MatrixProduct) -> float:
     return float(kernels.matmul_s(step.profile, format_, step.rows, columns, inner))
 
 
-def _attention_s(step: Step, core: AttentionCore) -> float:
-    keys = core.keys(max(1, round(step.held)))
+def _attention_s(step: ServingStep, core: AttentionCore) -> float:
+    keys = core.keys(max(1, round(step.attended_tokens)))
     heads = core.heads / step.division.tensor
     if step.prefill:  # causal: half of the square
         flops = step.rows * keys * heads * core.widths
@@ -342,7 +342,7 @@ def _attention_s(step: Step, core: AttentionCore) -> float:
     return max(reading, 2 * step.rows * keys * heads * widths / rate)
 
 
-def _exchange_s(step: Step, exchange: LayerExchange) -> float:
+def _exchange_s(step: ServingStep, exchange: LayerExchange) -> float:
     division, model = step.division, step.model
     if exchange.kind == "scatter" and division.tensor > 1:  # beside the next gather: an all-reduce
         carried = step.rows * exchange.width * 2

@@ -1,4 +1,4 @@
-"""Demand on a service, read from the command line, and the workers that could serve it: their divisions of a cluster, and their rates."""
+"""Demand on a service, read from the command line, and the possible workers: their divisions of a cluster, and their rates."""
 
 from __future__ import annotations
 
@@ -11,27 +11,34 @@ from functools import cache
 from phalanx.hardware.cluster import Cluster
 from phalanx.run.kinds.attention import attention_kind
 from phalanx.run.spec import ModelSpec
-from phalanx_plan.serving.step_cost import Division, Step, page_room, rank_token_bytes, requests_held, step_s
+from phalanx_plan.serving.step_cost import (
+    Division,
+    ServingStep,
+    page_room,
+    rank_token_bytes,
+    requests_held,
+    step_s,
+)
 
 # Demand: the traffic that arrives, and the objectives of its latency.
 
 
 class DemandError(ValueError):
-    """A field of --traffic or --slo that cannot be; the message names it and the remedy."""
+    """An invalid field of --traffic or --slo; the message names it and the remedy."""
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Requests that arrive, at random and independently of each other (Poisson)."""
+class RequestTraffic:
+    """Requests that arrive at random and independently of each other (Poisson)."""
 
     prompt: float
     """Mean tokens of a prompt."""
     text: float
     """Mean tokens of an answer."""
     hit: float = 0.0
-    """Share of a prompt's tokens whose pages are held already."""
+    """Share of a prompt's tokens that are already in the KV cache."""
     rate: float = math.inf
-    """Requests a second; infinite asks for the most that the cluster can serve."""
+    """Requests a second; infinite means the most that the cluster can serve."""
     spread: float = 1.0
     """Standard deviation of the lengths of prompts over their mean."""
     accept: float = 0.0
@@ -43,14 +50,14 @@ class Traffic:
         return self.prompt * (1 - self.hit)
 
     @property
-    def held(self) -> float:
-        """Mean tokens of a running request whose pages are held: its prompt and half of its answer."""
+    def context_tokens(self) -> float:
+        """Mean tokens of a running request in the KV cache: its prompt and half of its answer."""
         return self.prompt + self.text / 2
 
 
 @dataclass(frozen=True)
 class Objectives:
-    """The longest times that count as served, in seconds, for the 99 in 100 (or ``percentile``) of the requests."""
+    """Latency objectives in seconds, for 99 in 100 (or ``percentile``) of the requests."""
 
     ttft_s: float = math.inf
     """To the first token."""
@@ -89,35 +96,35 @@ _SLO: dict[str, _Reader] = {
 }
 
 
-def _read(option: str, text: str, known: dict[str, _Reader]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _read(option: str, text: str, readers: dict[str, _Reader]) -> dict[str, float]:
+    values: dict[str, float] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = (part.strip() for part in item.partition("="))
-        if key not in known:
-            raise DemandError(f"{option} {item}: there is no field {key!r}: it has {', '.join(known)}")
-        name, reader, least, most = known[key]
-        if name in found:
+        if key not in readers:
+            raise DemandError(f"{option} {item}: there is no field {key!r}: it has {', '.join(readers)}")
+        name, reader, least, most = readers[key]
+        if name in values:
             raise DemandError(f"{option} {item}: {key} is given twice; leave one out")
         try:
-            found[name] = reader(value)
+            values[name] = reader(value)
         except ValueError as error:
             raise DemandError(f"{option} {key}={value}: it must be {error}") from None
-        if not least <= found[name] <= most:
+        if not least <= values[name] <= most:
             raise DemandError(f"{option} {key}={value}: it must be between {least:g} and {most:g}")
-    return found
+    return values
 
 
-def read_traffic(text: str) -> Traffic:
-    """Reads ``in=2000,out=500,hit=0.3,rate=40``; raises ``DemandError`` naming the field."""
-    found = _read("--traffic", text, _TRAFFIC)
-    missing = [key for key in ("in", "out") if _TRAFFIC[key][0] not in found]
+def read_traffic(text: str) -> RequestTraffic:
+    """Parse ``in=2000,out=500,hit=0.3,rate=40``; raises ``DemandError`` that names the field."""
+    values = _read("--traffic", text, _TRAFFIC)
+    missing = [key for key in ("in", "out") if _TRAFFIC[key][0] not in values]
     if missing:
         raise DemandError(f"--traffic {text}: {' and '.join(missing)} missing; as in in=2000,out=500,rate=40")
-    return Traffic(**found)
+    return RequestTraffic(**values)
 
 
 def read_objectives(text: str) -> Objectives:
-    """Reads ``ttft=1s,tpot=50ms``; raises ``DemandError`` naming the field."""
+    """Parse ``ttft=1s,tpot=50ms``; raises ``DemandError`` that names the field."""
     return Objectives(**_read("--slo", text, _SLO))
 
 
@@ -130,33 +137,33 @@ PREFILL_ROWS = 8192
 
 @dataclass(frozen=True)
 class Service:
-    """What is asked."""
+    """A model to serve: its cluster, traffic, objectives and weight format."""
 
     model: ModelSpec
     cluster: Cluster
-    traffic: Traffic
+    traffic: RequestTraffic
     objectives: Objectives
     format: str = "bf16"
 
 
 @dataclass(frozen=True)
-class Worker:
-    """A division in one role, with the rates of a whole worker."""
+class PlannedWorker:
+    """A division in one role, with the rates of a complete worker."""
 
     division: Division
     overlap: bool
     prefill_tokens_per_s: float
-    """New tokens of prompts a second, if it does nothing else."""
+    """New prompt tokens a second, if the worker does nothing else."""
     prompt_s: float
     """Seconds of the mean prompt's own prefill on one group."""
     running: float
     """Most requests that run at once, within memory and the time of a token."""
     step_s: Callable[[float], float] = field(compare=False)
-    """Seconds of a decode step with so many requests running."""
+    """Seconds of a decode step by the number of running requests."""
 
 
 def divisions(model: ModelSpec, accelerators: int, domain: int) -> Iterator[Division]:
-    """Legal divisions of a worker of at most so many ``accelerators``."""
+    """Yield the legal divisions of a worker of at most ``accelerators``."""
     tensors = [1 << power for power in range(7) if 1 << power <= min(domain, accelerators)]
     kind = attention_kind(model)
     sizes = [size for _, size in kind.tensor_sizes(model)]
@@ -176,37 +183,39 @@ def _beside_experts(model: ModelSpec, tensor: int, pipeline: int, accelerators: 
     assert model.moe is not None, "the caller has looked"
     for data in sorted({1 << power for power in range(1, 9)} | {18, 36, 72, 144}):
         ranks = data * tensor
-        # More ranks than experts hold copies, as DeepSeek's redundant experts do; uneven shares are left out but for those.
+        # With more ranks than experts, ranks hold copies, like DeepSeek's redundant experts; other uneven shares are left out.
         if ranks * pipeline <= accelerators and ranks <= model.moe.experts:
             yield Division(tensor, data, pipeline)
 
 
 def shortfalls(service: Service) -> Iterator[float]:
-    """Bytes of a rank that each division lacks for a single request."""
+    """Yield the bytes of a rank that each division lacks for a single request."""
     tokens = service.traffic.prompt + service.traffic.text
     for division in divisions(service.model, service.cluster.accelerators, service.cluster.domain.size):
         room = page_room(service.model, service.cluster, division, service.format, PREFILL_ROWS)
         yield rank_token_bytes(service.model, division) * tokens - room
 
 
-def workers_of(service: Service) -> Iterator[Worker]:
-    """The workers that hold a request of the traffic's length."""
+def workers_of(service: Service) -> Iterator[PlannedWorker]:
+    """Yield the workers that hold a request of the traffic's length."""
     for division in divisions(service.model, service.cluster.accelerators, service.cluster.domain.size):
         worker = _worker(service, division)
         if worker is not None:
             yield worker
 
 
-def _worker(service: Service, division: Division) -> Worker | None:
+def _worker(service: Service, division: Division) -> PlannedWorker | None:
     model, cluster, traffic = service.model, service.cluster, service.traffic
-    whole = traffic.prompt + traffic.text
-    if requests_held(model, cluster, division, service.format, PREFILL_ROWS, whole) < 1:
+    request_tokens = traffic.prompt + traffic.text
+    if requests_held(model, cluster, division, service.format, PREFILL_ROWS, request_tokens) < 1:
         return None
-    room = requests_held(model, cluster, division, service.format, PREFILL_ROWS, traffic.held)
-    prompt = Step(model, cluster, division, service.format, PREFILL_ROWS, traffic.prompt, prefill=True)
+    room = requests_held(model, cluster, division, service.format, PREFILL_ROWS, traffic.context_tokens)
+    prompt = ServingStep(model, cluster, division, service.format, PREFILL_ROWS, traffic.prompt, prefill=True)
     overlaps = (False, True) if model.moe is not None and division.data > 1 else (False,)
     chunk_s = min(step_s(prompt, overlap) for overlap in overlaps)
-    own = Step(model, cluster, division, service.format, max(1.0, traffic.new), traffic.prompt, prefill=True)
+    own = ServingStep(
+        model, cluster, division, service.format, max(1.0, traffic.new), traffic.prompt, prefill=True
+    )
     # A pipeline's stages work on different batches; a batch passes through them one after the other.
     turns = division.pipeline
     queries = 2.0 if traffic.accept else 1.0
@@ -214,28 +223,32 @@ def _worker(service: Service, division: Division) -> Worker | None:
     @cache
     def at(sixth: int) -> float:
         rows = max(2 ** (sixth / 6) / division.data / turns, 1.0) * queries
-        step = Step(model, cluster, division, service.format, rows, traffic.held, queries=queries)
+        step = ServingStep(
+            model, cluster, division, service.format, rows, traffic.context_tokens, queries=queries
+        )
         return min(step_s(step, overlap) for overlap in overlaps)
 
     def decode_s(running: float) -> float:
-        # Between sizes a sixth of a doubling apart, times are as good as straight.
+        # Between sizes a sixth of a doubling apart, times are nearly linear.
         place = 6 * math.log2(max(running, 1.0))
         below = math.floor(place)
         return at(below) + (at(below + 1) - at(below)) * (place - below)
 
-    held = largest(lambda running: decode_s(running) / (1 + traffic.accept), service.objectives.tpot_s, room)
-    return Worker(
+    running = largest(
+        lambda running: decode_s(running) / (1 + traffic.accept), service.objectives.tpot_s, room
+    )
+    return PlannedWorker(
         division,
         len(overlaps) > 1,
         PREFILL_ROWS * division.data * turns / chunk_s,
         step_s(own),
-        held,
+        running,
         decode_s,
     )
 
 
 def largest(time: Callable[[float], float], limit: float, room: float) -> float:
-    """The largest number up to ``room`` whose rising ``time`` stays within ``limit``; 0 if none does."""
+    """Return the largest number up to ``room`` whose rising ``time`` stays within ``limit``; 0 if none does."""
     if time(1.0) > limit:
         return 0.0
     if time(room) <= limit:

@@ -1,21 +1,21 @@
-"""Seconds of collectives, by where the members of a group lie in the cluster.
+"""Seconds of collectives, by the placement of a group's members in the cluster.
 
 A group is (size, stride): members are ``stride`` ranks apart, with the rank order of ``phalanx.run.layout``. Of the ``size``
 members ``inner`` share a scale-up domain, and ``outer`` domains hold them all. The sibling groups run the same collective at
-the same time, so an accelerator has no more than its own share of network and domain.
+the same time, so an accelerator has only its own share of network and domain.
 
-* Inside one domain: ``a(n) + g sqrt(a S / B) + k(n) S / (e(n) B)``, fitted to NCCL's measured times; the square root is what
-  cutting into chunks costs at the best chunk size. ``k`` is the algorithm's volume: (n - 1)/n for all-gather,
-  reduce-scatter and all-to-all, 2 (n - 1)/n for a ring's all-reduce, 1 where the switch adds (NVLink SHARP).
+* Inside one domain: ``a(n) + g sqrt(a S / B) + k(n) S / (e(n) B)``, fitted to NCCL's measured times. The square root is the
+  cost of chunking at the best chunk size. ``k`` is the algorithm's volume: (n - 1)/n for all-gather,
+  reduce-scatter and all-to-all, 2 (n - 1)/n for a ring's all-reduce, 1 if the switch adds (NVLink SHARP).
 * Across domains: the volumes of the hierarchical decomposition, S (outer - 1)/(outer inner) over the network and
   S (inner - 1)/inner inside (Thakur et al. 2005; NCCL's rings and trees do the same). The two overlap, so the slower counts.
 * Latency: a flat ring pays every hop; trees and the parallel aggregated trees (PAT, NCCL >= 2.23, one rank a domain) pay
-  log2(outer) hops. The cheapest algorithm is taken, as NCCL's tuner does.
-* The fabric: level *i* carries what leaves blocks of the reach below it. A ring laid along the ranks has few edges that leave a
+  log2(outer) hops. The cheapest algorithm is used, as NCCL's tuner does.
+* The fabric: level *i* carries the traffic between blocks of the reach below it. A ring along the ranks has few edges that leave a
   large block, so oversubscription costs it little; all-to-all sends nearly everything across.
 
-``bytes`` is always the whole gathered or reduced tensor; for the all-to-all and the dispatch it is said there. Everything
-takes scalars or arrays and broadcasts. A group of one takes no time.
+``bytes`` is the full gathered or reduced tensor, except in the all-to-all and the dispatch, which define it themselves. All
+functions take scalars or arrays and broadcast. A group of one takes no time.
 """
 
 from __future__ import annotations
@@ -209,12 +209,12 @@ def _torus_detour(domain: Domain, members: Array) -> Array:
 
 
 def _latency(path: _Path, ranks: Array) -> Array:
-    """One way between members ``ranks`` apart at most: that of the level where they meet, and what a call costs."""
+    """Latency one way between members at most ``ranks`` apart: that of the level that joins them, and the cost of a call."""
     levels = path.cluster.fabric.levels
     if not levels:
         return np.full(np.shape(ranks), path.constants.network.base_s)
-    found = np.searchsorted([level.reach for level in levels], ranks).clip(max=len(levels) - 1)
-    latency_s: Array = np.array([level.latency_s for level in levels])[found]
+    level_index = np.searchsorted([level.reach for level in levels], ranks).clip(max=len(levels) - 1)
+    latency_s: Array = np.array([level.latency_s for level in levels])[level_index]
     return path.constants.network.base_s + latency_s
 
 

@@ -1,8 +1,8 @@
-"""One layout, in full: memory by kind on the worst rank, and time by term, the pipeline's schedule followed action by action.
+"""Estimate of one layout: memory by kind on the worst rank, and time by term, with the exact schedule of the pipeline.
 
-``estimate`` is the function behind ``phalanx plan --explain``, validation against published runs and calibration against measured
-ones. It uses the same array formulas as the search, with arrays of length one; the two differ only in the bubble, which the search
-approximates and which is exact here.
+``phalanx plan --explain``, validation against published runs and calibration against measured ones use ``estimate``.
+It uses the same array formulas as the search, with arrays of length one. The two differ only in the bubble: the search
+approximates it, and here it is exact.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from phalanx_plan.workload.candidates import (
     occurrences,
 )
 from phalanx_plan.workload.holdings import Holdings, holdings, most_stages, split
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 
 @dataclass(frozen=True)
 class LastingBytes:
-    """Bytes of state and overheads of each place, a column for each combination of what they depend on."""
+    """Bytes of state and overheads of each place, a column for each combination of the fields that they depend on."""
 
     by_place: tuple[Floats, ...]
     row: Ints
@@ -69,7 +69,7 @@ class LastingBytes:
         return self.by_place[place].take(self.row.ravel(), axis=-1)
 
     def leanest(self) -> LastingBytes:
-        """With only the last choice on each axis before the geometry."""
+        """Return a copy with only the last choice on each axis before the geometry."""
         return LastingBytes(tuple(each[..., -1:, -1:, -1:, -1:, :] for each in self.by_place), self.row)
 
 
@@ -77,31 +77,31 @@ class LastingBytes:
 class Evaluation:
     """Inputs of the cost formulas for some candidates, computed once."""
 
-    job: Job
+    job: TrainingJob
     candidates: Candidates
-    held: Holdings
+    holdings: Holdings
     costs: LayerCosts
     pipes: Pipelines
     table: PlaceTable
     lasting: LastingBytes | None = None
-    """Bytes of state and overheads, where they were computed for all candidates at once."""
+    """Bytes of state and overheads, if they were computed for all candidates at once."""
 
     def memory(self, kind: int) -> dict[str, Floats]:
         """Bytes by kind on the ranks of the ``kind``-th place."""
-        return memory_at(self.job, self.candidates, self.held, self.costs, self.pipes, self.table[kind])
+        return memory_at(self.job, self.candidates, self.holdings, self.costs, self.pipes, self.table[kind])
 
     def most_memory(self, more: Floats | float = 0.0) -> Floats:
         """Bytes of the worst rank of each candidate; ``more`` bytes are added to those of state."""
         lasting = self.lasting or self.with_lasting().lasting
         assert lasting is not None, "it was computed just now"
         each, place, candidate, kind = self._each_place()
-        passing = passing_bytes(each.job, each.candidates, each.held, each.costs, each.pipes, place)
+        passing = passing_bytes(each.job, each.candidates, each.holdings, each.costs, each.pipes, place)
         activations = _by_kind(passing, candidate, kind)
         most = (lasting.of(0) + more) + activations[0]
-        here = np.empty_like(most)
-        for one in range(1, len(activations)):
-            np.add(lasting.of(one), activations[one], out=here)
-            np.maximum(most, here, out=most)
+        place_bytes = np.empty_like(most)
+        for number in range(1, len(activations)):
+            np.add(lasting.of(number), activations[number], out=place_bytes)
+            np.maximum(most, place_bytes, out=most)
         return most
 
     def _each_place(self) -> tuple[Evaluation, PlaceCounts, Ints, Ints]:
@@ -111,13 +111,13 @@ class Evaluation:
         return each, each.table[kind.reshape(each.table.row.shape)], candidate, kind
 
     def with_lasting(self) -> Evaluation:
-        """With the bytes of state and overheads, computed once for all candidates that have the same."""
+        """Return the evaluation with the bytes of state and overheads, computed once for all candidates that share them."""
         length = self.candidates.shape[-1]
         columns = state_columns(self.job, self.candidates, self.table)
         # Choices with an axis of their own stay on it.
         first, row = occurrences([column for column in columns if column.size == column.shape[-1] == length])
         each, place, candidate, kind = self.rows(first)._each_place()
-        bytes_ = lasting_bytes(each.job, each.candidates, each.held, place)
+        bytes_ = lasting_bytes(each.job, each.candidates, each.holdings, place)
         wide = np.broadcast_to(bytes_, (*bytes_.shape[:-1], len(candidate)))
         lasting = LastingBytes(tuple(_by_kind(wide, candidate, kind)), row)
         return replace(self, lasting=lasting)
@@ -128,7 +128,7 @@ class Evaluation:
         return Evaluation(
             self.job,
             self.candidates.rows(index),
-            self.held.rows(index, length),
+            self.holdings.rows(index, length),
             replace(self.costs, row=at_last(self.costs.row, index, length)),
             Pipelines(
                 *(at_last(getattr(self.pipes, field.name), index, length) for field in fields(Pipelines))
@@ -153,7 +153,7 @@ class Evaluation:
         place = slowest_place(self.passes, self.table)
         first = place[(0,) * (place.ndim - 1)].reshape((1,) * (place.ndim - 1) + (-1,))
         seconds = self._seconds(first)
-        # Where what is chosen beside the geometry decides which rank is slowest, more depends on it.
+        # If a free choice decides which rank is slowest, more terms depend on it.
         (torn,) = np.nonzero((place != first).any(axis=tuple(range(place.ndim - 1))))
         if len(torn):
             seconds[..., torn] = self.rows(torn)._seconds(place[..., torn])
@@ -161,11 +161,11 @@ class Evaluation:
 
     def _seconds(self, place: Ints) -> Floats:
         rank = slowest(self.candidates, self.passes, self.table, place)
-        return step_s(self.job, self.candidates, self.held, self.pipes, rank)
+        return step_s(self.job, self.candidates, self.holdings, self.pipes, rank)
 
     def time(self) -> dict[str, Floats]:
         """Seconds of a step by term, the bubble in closed form."""
-        return step_terms(self.job, self.candidates, self.held, self.costs, self.pipes, self.slowest)
+        return step_terms(self.job, self.candidates, self.holdings, self.costs, self.pipes, self.slowest)
 
     @cached_property
     def passes(self) -> PassTimes:
@@ -181,16 +181,16 @@ class Evaluation:
 def _by_kind(values: Floats, candidate: Ints, kind: Ints) -> list[Floats]:
     """Values in the order of ``PlaceTable.each`` as arrays over candidates, one for each kind; -inf where a candidate has fewer."""
     first, *ends = np.searchsorted(kind, np.arange(1, kind[-1] + 2)).tolist()
-    found = [values[..., :first]]
+    columns = [values[..., :first]]
     for begin, end in pairwise((first, *ends)):
         wide = np.full((*values.shape[:-1], first), -np.inf)
         wide[..., candidate[begin:end]] = values[..., begin:end]
-        found.append(wide)
-    return found
+        columns.append(wide)
+    return columns
 
 
-def prepare(job: Job, candidates: Candidates) -> Evaluation:
-    """Computes layer costs and holdings of ``candidates``."""
+def prepare(job: TrainingJob, candidates: Candidates) -> Evaluation:
+    """Compute layer costs and holdings of ``candidates``."""
     return Evaluation(
         job,
         candidates,
@@ -211,18 +211,18 @@ class Estimate:
     memory: Mapping[str, float]
     """Bytes by kind."""
     worst_rank: int
-    """The earliest pipeline rank of those that hold most."""
+    """The earliest of the pipeline ranks that hold most."""
     capacity_bytes: float
     time: Mapping[str, float]
     """Seconds by term."""
     closed_form_s: float
-    """The step as the search saw it, to tell how far its formula is from the schedule."""
+    """The step by the closed form of the search, for comparison with the schedule."""
     flops_per_token: int
-    """FLOP of the model with attention counted in full and nothing recomputed, as most published MFU figures count."""
+    """FLOP of the model with attention counted in full and no recomputation, as in most published MFU figures."""
     causal_share: float
-    """FLOP with only those scores of attention that a causal mask leaves, over ``flops_per_token``."""
+    """FLOP with only the scores of a causal mask, over ``flops_per_token``."""
     peak_flops: float
-    """Dense FLOP/s of one accelerator in the layout's format: over the peak of a wider format a utilization may exceed one."""
+    """Dense FLOP/s of one accelerator in the layout's format; over the peak of a wider format a utilization may exceed one."""
     price_per_hour: float
 
     @property
@@ -237,7 +237,7 @@ class Estimate:
 
     @property
     def allocated_bytes(self) -> float:
-        """Bytes that an allocator would report as allocated: without contexts, communicators and fragmentation."""
+        """Bytes that an allocator reports as allocated: without contexts, communicators and fragmentation."""
         return sum(size for kind, size in self.memory.items() if kind not in OVERHEADS)
 
     @property
@@ -267,19 +267,21 @@ class Estimate:
 
     @property
     def mfu_causal(self) -> float:
-        """MFU by the FLOP that a causal mask needs; unlike ``mfu``, it cannot exceed one where sequences are long."""
+        """MFU by the FLOP that a causal mask needs; unlike ``mfu``, it cannot exceed one for long sequences."""
         return self.mfu * self.causal_share
 
 
-def estimate(job: Job, layout: PlannedLayout) -> Estimate:
-    """Memory and time of one layout.
+def estimate(job: TrainingJob, layout: PlannedLayout) -> Estimate:
+    """Estimate memory and time of one layout.
 
     Raises ``ValueError`` if the layout cannot do this work: a batch that does not divide, or too few layers or micro-batches.
     """
     return estimates(job, [layout])[0]
 
 
-def estimates(job: Job, layouts: Sequence[PlannedLayout], *, exact: bool = True) -> tuple[Estimate, ...]:
+def estimates(
+    job: TrainingJob, layouts: Sequence[PlannedLayout], *, exact: bool = True
+) -> tuple[Estimate, ...]:
     """``estimate`` of several layouts at once; if not ``exact``, with the bubble in closed form."""
     for layout in layouts:
         _check(job, candidates_of([layout], job.modes))
@@ -289,22 +291,24 @@ def estimates(job: Job, layouts: Sequence[PlannedLayout], *, exact: bool = True)
 def estimated(
     evaluation: Evaluation, layouts: Sequence[PlannedLayout], *, exact: bool
 ) -> tuple[Estimate, ...]:
-    """``estimates`` of ``layouts``, which are legal and what ``evaluation`` is of, in one axis."""
+    """Return ``estimates`` of ``layouts``, which are legal and the candidates of ``evaluation``, along one axis."""
     job, length = evaluation.job, len(layouts)
     memory = [_columns(evaluation.memory(kind), length) for kind in range(len(evaluation.table))]
     closed = evaluation.time()
     terms = _columns(_with_exact_schedule(evaluation, closed) if exact else closed, length)
     closed_s = np.broadcast_to(total(closed), length)
-    found = []
+    results = []
     for place, layout in enumerate(layouts):
         worst = max(range(len(memory)), key=lambda kind: sum(memory[kind][place].values()))
         rank = int(evaluation.table[worst].rank[place])
-        found.append(_estimate(job, layout, memory[worst][place], rank, terms[place], float(closed_s[place])))
-    return tuple(found)
+        results.append(
+            _estimate(job, layout, memory[worst][place], rank, terms[place], float(closed_s[place]))
+        )
+    return tuple(results)
 
 
 def _estimate(
-    job: Job,
+    job: TrainingJob,
     layout: PlannedLayout,
     memory: Mapping[str, float],
     worst_rank: int,
@@ -327,7 +331,7 @@ def _estimate(
     )
 
 
-def _peak(job: Job, precision: str) -> float:
+def _peak(job: TrainingJob, precision: str) -> float:
     flops = job.cluster.accelerator.flops
     return next(flops[name].value for name in (precision, "bf16", "fp16", *flops) if name in flops)
 
@@ -338,7 +342,7 @@ def _columns(terms: Mapping[str, Floats], length: int) -> list[dict[str, float]]
     return [{name: float(term[place]) for name, term in wide.items()} for place in range(length)]
 
 
-def _check(job: Job, candidates: Candidates) -> None:
+def _check(job: TrainingJob, candidates: Candidates) -> None:
     slots = job.workload.slots or int(candidates.data[0])
     each = int(slots * candidates.micro_batch[0])
     if job.workload.batch % each or slots % int(candidates.data[0]):

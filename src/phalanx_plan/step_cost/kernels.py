@@ -112,14 +112,14 @@ def attention_s(
     flops = np.asarray(flops, dtype=np.float64)
     measured = _LATENT_WIDTHS if latent else _USUAL_WIDTHS
     products_of_a_score = 5 if backward else 2
-    known = profile.accelerator.exponentials_per_s
+    exponential_rate = profile.accelerator.exponentials_per_s
     wide = "bf16" if "bf16" in profile.accelerator.flops and format != "fp32" else format
     each = 1 / min(fit.share(backward, latent) * _peak(profile, wide), _power_limited(profile, wide))
     softmax = 0.0
-    if fit.exponentials_per_s and known:
+    if fit.exponentials_per_s and exponential_rate:
         waited = 1.0 if backward else fit.exponentials_forward
         each = max(each - waited / (products_of_a_score * measured * fit.exponentials_per_s), 0.0)
-        softmax = waited / (products_of_a_score * (widths or measured) * known.value)
+        softmax = waited / (products_of_a_score * (widths or measured) * exponential_rate.value)
     seconds = flops * (each * _peak(profile, wide) / _peak(profile, format) + softmax)
     seconds = seconds * (1 + fit.half_tokens / np.asarray(tokens, dtype=np.float64))
     return np.where(flops > 0, fit.launch_s + seconds, 0.0)
@@ -145,24 +145,24 @@ def sustained_flops(profile: Profile, format: str) -> float:  # noqa: A002
 
 
 def fitted_format(profile: Profile, format: str) -> str:  # noqa: A002
-    """The format whose fit stands for ``format``: itself where it was measured, else the nearest that was."""
+    """Return the format whose fit is used for ``format``: itself if measured, else the nearest measured one."""
     near = {"fp16": ("bf16",), "tf32": ("bf16", "fp32"), "fp32": ("tf32", "bf16"), "int8": ("fp8", "bf16")}
     options = (format, *near.get(format, ("bf16", "fp16", "fp32")))
-    found = next((option for option in options if option in profile.constants.matmul), None)
-    if found is None:
+    fitted = next((option for option in options if option in profile.constants.matmul), None)
+    if fitted is None:
         raise HardwareError(
             f"profile {profile.constants.name!r} has no constants for {format!r}: it has {', '.join(profile.constants.matmul)}; "
             "calibrate the accelerator in this format"
         )
-    return found
+    return fitted
 
 
 def _peak(profile: Profile, format: str) -> float:  # noqa: A002
     peak = profile.accelerator.flops.get(format)
     if peak is None:
-        known = ", ".join(profile.accelerator.flops)
+        formats = ", ".join(profile.accelerator.flops)
         raise HardwareError(
-            f"{profile.accelerator.name} does not multiply in {format!r}: choose a precision among {known}"
+            f"{profile.accelerator.name} does not multiply in {format!r}: choose a precision among {formats}"
         )
     return peak.value
 

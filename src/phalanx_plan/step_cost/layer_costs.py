@@ -34,7 +34,7 @@ from phalanx_plan.workload.candidates import (
     Precision,
     distinct,
 )
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 CATEGORIES = ("matmul", "attention", "pointwise", "tensor_comm", "context_comm", "expert_comm", "host")
 """Categories of a layer's time."""
@@ -45,7 +45,7 @@ _EXCHANGE_LAUNCHES = 2
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Tables over unique combinations ("rows") of what a layer depends on."""
+    """Tables over unique combinations ("rows") of the fields that a layer depends on."""
 
     row: Ints
     """Row of each candidate, in the candidates' own axes."""
@@ -66,21 +66,21 @@ class LayerCosts:
 
     def of(self, table: Floats, *where: int) -> Floats:
         """The entries of ``table[where]``, whose last axis is rows, for each candidate."""
-        found: Floats = table[where].take(self.row)
-        return found
+        entries: Floats = table[where].take(self.row)
+        return entries
 
     def by_mode(self, table: Floats, kind: int, mode: Ints) -> Floats:
         """The entries of a table of shape (kinds, modes, rows) for each candidate."""
         if mode.shape[-1] > 1 or mode.ndim != self.row.ndim or self.row.size != self.row.shape[-1]:
-            found: Floats = table[kind][mode, self.row]
-            return found
-        # Modes have an axis of their own: rows are looked up in one table after the other, in less time.
-        found = table[kind].take(mode.ravel(), axis=0).take(self.row.ravel(), axis=-1)
-        return found.reshape(*mode.shape[:-1], -1)
+            entries: Floats = table[kind][mode, self.row]
+            return entries
+        # Modes have an axis of their own: looking up rows in one table after the other is faster.
+        entries = table[kind].take(mode.ravel(), axis=0).take(self.row.ravel(), axis=-1)
+        return entries.reshape(*mode.shape[:-1], -1)
 
 
-def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
-    """The tables for all of ``candidates``."""
+def layer_costs(job: TrainingJob, candidates: Candidates) -> LayerCosts:
+    """Compute the tables for all of ``candidates``."""
     keys, row = _unique(candidates)
     seconds = np.zeros((len(KINDS), len(PHASES), len(CATEGORIES), len(keys.tensor)))
     parts = np.zeros((2, len(KINDS), len(PARTS) + 1, len(keys.tensor)))
@@ -94,7 +94,7 @@ def layer_costs(job: Job, candidates: Candidates) -> LayerCosts:
             seconds[number][..., mine], parts[0, number][:, mine], hidden[number, mine] = rank.seconds(layer)
             parts[1, number][:, mine] = rank.kept(layer)
     again = np.array([[mode.share(part) for part in (*PARTS, "input")] for mode in job.modes])
-    # A part's tensors are dropped if it is computed again; its time is then spent twice.
+    # A recomputed part's tensors are dropped; its time is spent twice.
     recompute_s = np.einsum("mp,kpr->kmr", again, parts[0])
     kept = np.einsum("mp,kpr->kmr", 1 - again, parts[1])
     return LayerCosts(
@@ -135,7 +135,7 @@ def _unique(candidates: Candidates) -> tuple[_Keys, Ints]:
 class _RankShare:
     """One rank's share of the work, as arrays over rows of the table."""
 
-    job: Job
+    job: TrainingJob
     keys: _Keys
     precision: Precision
 
@@ -161,13 +161,13 @@ class _RankShare:
 
     def kept(self, layer: Layer) -> Floats:
         """Bytes by part and "input", shape (parts + 1, rows)."""
-        found = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
+        bytes_ = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
         for tensor in layer.kept:
             place = PARTS.index(tensor.part) if tensor.part != "input" else len(PARTS)
-            found[place] += (
+            bytes_[place] += (
                 self.rows(tensor.rows) * tensor.width * self._bytes(tensor) / self.over(tensor.over)
             )
-        return found
+        return bytes_
 
     def _bytes(self, tensor: KeptTensor) -> int:
         wide, narrow = self.precision.activation_bytes, self.precision.operand_bytes
@@ -182,48 +182,48 @@ class _RankShare:
 
         Their shapes are (phases, categories, rows), (parts + 1, rows) and (rows,).
         """
-        found = np.zeros((len(PHASES), len(CATEGORIES), len(self.keys.tensor)))
+        phase_s = np.zeros((len(PHASES), len(CATEGORIES), len(self.keys.tensor)))
         parts = np.zeros((len(PARTS) + 1, len(self.keys.tensor)))
         core, launches = np.zeros((2, len(PHASES), len(self.keys.tensor)))
         for operation in layer.operations:
             category, times = self._cost(operation)
             if isinstance(operation, AttentionCore):
                 core += times
-            found[:, CATEGORIES.index(category)] += times
+            phase_s[:, CATEGORIES.index(category)] += times
             parts[PARTS.index(operation.part)] += times[0]
             if operation.part not in self.job.stack.kernels.graphed:
                 launches += self._launches(operation)
-        exchange = found[:, CATEGORIES.index("expert_comm")]
-        paired = exchange.sum(axis=0) * self._hidden_exchange(found)
-        found[:, CATEGORIES.index("expert_comm")] *= 1 - self._hidden_exchange(found)
-        hidden = self._hidden_context(found[:, CATEGORIES.index("context_comm")], core)
-        found[:, CATEGORIES.index("context_comm")] -= hidden
+        exchange = phase_s[:, CATEGORIES.index("expert_comm")]
+        paired = exchange.sum(axis=0) * self._hidden_exchange(phase_s)
+        phase_s[:, CATEGORIES.index("expert_comm")] *= 1 - self._hidden_exchange(phase_s)
+        hidden = self._hidden_context(phase_s[:, CATEGORIES.index("context_comm")], core)
+        phase_s[:, CATEGORIES.index("context_comm")] -= hidden
         parts[PARTS.index("core")] -= hidden[0]
-        device, facts = found.sum(axis=1), self.job.stack.kernels
+        device, facts = phase_s.sum(axis=1), self.job.stack.kernels
         launches[0] += facts.random_states * (core[0] > 0)
-        found[:, CATEGORIES.index("host")] = self._host(launches, device)
-        # Part by part the host is as far behind as in the whole.
-        again = parts * (found[0].sum(axis=0) / np.maximum(device[0], 1e-30))
+        phase_s[:, CATEGORIES.index("host")] = self._host(launches, device)
+        # Assume that the host delays each part in proportion.
+        again = parts * (phase_s[0].sum(axis=0) / np.maximum(device[0], 1e-30))
         further = launches[:1] + facts.checkpoint_states * (core[:1] > 0)
         again[PARTS.index("residual")] += (
             self._host(further, device[:1]) - self._host(launches[:1], device[:1])
         )[0]
-        return found, again, paired
+        return phase_s, again, paired
 
     def _hidden_context(self, exchange: Floats, core: Floats) -> Floats:
         """Seconds of the transfer of keys and values that attention with the previous blocks hides, by phase."""
         if self.job.stack.attention.exchange == "gather":
             return np.zeros_like(exchange)
-        # A ring of n ranks computes n blocks and sends n - 1; each can hide no more than the block computed meanwhile.
+        # A ring of n ranks computes n blocks and sends n - 1. Each transfer can hide no more than the block computed meanwhile.
         blocks = self.keys.context
         hiding = core * self.job.stack.overlap.context * (blocks - 1) / blocks
         return np.minimum(exchange, hiding)
 
-    def _hidden_exchange(self, found: Floats) -> Floats:
+    def _hidden_exchange(self, phase_s: Floats) -> Floats:
         """The share of the exchange of tokens that another micro-batch's forward and backward hide."""
-        exchange = found[:, CATEGORIES.index("expert_comm")].sum(axis=0)
+        exchange = phase_s[:, CATEGORIES.index("expert_comm")].sum(axis=0)
         computing = sum(
-            found[:, CATEGORIES.index(name)].sum(axis=0) for name in ("matmul", "attention", "pointwise")
+            phase_s[:, CATEGORIES.index(name)].sum(axis=0) for name in ("matmul", "attention", "pointwise")
         )
         share: Floats = np.minimum(self.job.stack.overlap.expert, computing / np.maximum(exchange, 1e-30))
         return share
@@ -237,7 +237,7 @@ class _RankShare:
         """Kernels by phase."""
         ones = np.ones_like(self.keys.tensor, dtype=np.float64)
         if isinstance(operation, MatrixProduct):
-            # A narrow format takes a cast of each operand beside the product.
+            # A narrow format needs a cast of each operand in addition to the product.
             casts = 2 if self.precision.matmul in ("fp8", "fp4") else 0
             each = (1 + casts) * self._local(operation.experts)
             return np.stack([each, each, each])
@@ -339,7 +339,7 @@ class _RankShare:
 
     @property
     def _passes(self) -> int:
-        """Eager code keeps intermediate results in fp32 and makes several passes of what one kernel would do."""
+        """Number of passes: eager code keeps intermediate results in fp32 and makes several passes instead of one fused kernel's."""
         return 1 if self.job.stack.kernels.fused_pointwise else 3
 
     def _pointwise(self, operation: Pointwise) -> Floats:
@@ -418,6 +418,6 @@ class _RankShare:
         return np.asarray(collectives.all_to_all_s(job.cluster, keys.expert, keys.expert_tensor, copies))
 
     def _collective(
-        self, seconds: Callable[..., Floats], size: Ints, stride: Ints | int, whole: Floats
+        self, seconds: Callable[..., Floats], size: Ints, stride: Ints | int, bytes_: Floats
     ) -> Floats:
-        return np.asarray(seconds(self.job.cluster, size, stride, whole))
+        return np.asarray(seconds(self.job.cluster, size, stride, bytes_))

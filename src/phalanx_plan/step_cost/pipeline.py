@@ -49,10 +49,10 @@ class Pipelines:
 
     def follows(self, *names: str) -> Bools:
         """True where the schedule is one of ``names``."""
-        found = np.zeros(np.shape(self.schedule), dtype=bool)
+        mask = np.zeros(np.shape(self.schedule), dtype=bool)
         for name in names:
-            found |= self.schedule == SCHEDULES.index(name)
-        return found
+            mask |= self.schedule == SCHEDULES.index(name)
+        return mask
 
 
 def legal(pipes: Pipelines, *, with_gaps: bool) -> Bools:
@@ -70,8 +70,8 @@ def legal(pipes: Pipelines, *, with_gaps: bool) -> Bools:
 def _suited(pipes: Pipelines) -> Ints:
     """Micro-batches with which a schedule's list has no gaps: at least those of the flush (``Schedule.padded_count``)."""
     batches, ranks = pipes.micro_batches, pipes.ranks
-    whole: Ints = np.where(pipes.follows("interleaved"), -(-batches // ranks) * ranks, batches)
-    return np.where(pipes.follows("zbv", "dualpipev"), np.maximum(batches, 2 * ranks), whole)
+    padded: Ints = np.where(pipes.follows("interleaved"), -(-batches // ranks) * ranks, batches)
+    return np.where(pipes.follows("zbv", "dualpipev"), np.maximum(batches, 2 * ranks), padded)
 
 
 def idle_s(
@@ -144,13 +144,13 @@ def exposed_hops(pipes: Pipelines) -> Floats:
 def in_flight(pipes: Pipelines, rank: Ints) -> Floats:
     """The most micro-batches whose activations rank ``rank`` holds at once, in units of all its stages' activations."""
     after, batches = pipes.ranks - rank, pipes.micro_batches
-    held = np.where(pipes.follows("1f1b"), np.minimum(batches, after), batches)
+    count = np.where(pipes.follows("1f1b"), np.minimum(batches, after), batches)
     chunks = (pipes.per_rank - 1) * pipes.ranks + 2 * (after - 1) + 1
     all_chunks = batches * pipes.per_rank
     interleaved = np.minimum(chunks, all_chunks) / pipes.per_rank
-    held = np.where(pipes.follows("interleaved"), interleaved, held)
-    held = np.where(pipes.follows("zbv"), np.minimum(batches, pipes.ranks), held)
-    return np.where(pipes.follows("dualpipev"), np.minimum(batches, pipes.ranks + 0.5), held)
+    count = np.where(pipes.follows("interleaved"), interleaved, count)
+    count = np.where(pipes.follows("zbv"), np.minimum(batches, pipes.ranks), count)
+    return np.where(pipes.follows("dualpipev"), np.minimum(batches, pipes.ranks + 0.5), count)
 
 
 # The exact schedule, with unequal stages, followed action by action.
@@ -243,17 +243,17 @@ def waves(name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int) 
     """All actions of all ranks, each in the first wave after that of its input."""
     schedule = Schedule(name, pipeline, per_rank)
     columns = [_columns(schedule, rank, micro_batches) for rank in range(pipeline)]
-    made, wave_of = _deal([(column.needs.tolist(), column.makes.tolist()) for column in columns])
-    if any(len(found) < len(column.needs) for found, column in zip(wave_of, columns, strict=True)):
+    wave_of_result, wave_of = _deal([(column.needs.tolist(), column.makes.tolist()) for column in columns])
+    if any(len(rank_waves) < len(column.needs) for rank_waves, column in zip(wave_of, columns, strict=True)):
         raise ValueError(f"{name} on {pipeline} ranks cannot run {micro_batches} micro-batches to the end")
     shape = (max(map(max, wave_of)), pipeline)
     duration, number = np.full(shape, len(_KINDS) * schedule.stages), np.full(shape, -1)
     needs, far = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
-    when = np.array(made)
+    result_wave = np.array(wave_of_result)
     for rank, column in enumerate(columns):
         place = np.array(wave_of[rank]) - 1, rank
         duration[place] = column.duration
-        needs[place] = np.where(column.needs >= 0, when[column.needs] * pipeline + column.source, 0)
+        needs[place] = np.where(column.needs >= 0, result_wave[column.needs] * pipeline + column.source, 0)
         number[place] = np.arange(len(wave_of[rank]))
         far[place] = (column.needs >= 0) & (column.source != rank)
     return Waves(duration, needs, far, number)
@@ -271,7 +271,7 @@ class _Columns(NamedTuple):
 
 
 def _columns(schedule: Schedule, rank: int, micro_batches: int) -> _Columns:
-    """Numbers results by stage and micro-batch: first outputs, then gradients of inputs; the last number is for results nobody needs."""
+    """Number results by stage and micro-batch: first outputs, then gradients of inputs; the last number is for unused results."""
     kinds, stages, numbers = zip(*schedule.actions(rank, micro_batches), strict=True)
     letters = np.frombuffer("".join(kinds).encode(), dtype=np.uint8)
     kind = _KIND_OF_LETTER[letters]
@@ -281,7 +281,7 @@ def _columns(schedule: Schedule, rank: int, micro_batches: int) -> _Columns:
     half = schedule.stages * micro_batches
     within = ~weights & (source >= 0) & (source < schedule.stages)
     behind = np.where(forward, 0, half)
-    rank_of = np.array([schedule.rank_of(one) for one in range(schedule.stages)])
+    rank_of = np.array([schedule.rank_of(stage_number) for stage_number in range(schedule.stages)])
     return _Columns(
         kind * schedule.stages + stage,
         np.where(within, behind + source * micro_batches + number, -1),
@@ -291,16 +291,16 @@ def _columns(schedule: Schedule, rank: int, micro_batches: int) -> _Columns:
 
 
 def _deal(queues: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[list[int]]]:
-    """The wave, counted from 1, of each result by its number (0: never made), and of each action of each rank."""
+    """Return the wave, counted from 1, of each result by its number (0: never computed), and of each action of each rank."""
     made = [0] * (1 + max(max(makes) for _, makes in queues))
     dealt: list[list[int]] = [[] for _ in queues]
     before = -1
-    # Until a round over all ranks deals nothing more: the schedule is complete, or stuck.
+    # Stop when a round over all ranks deals nothing more: the schedule is complete, or stuck.
     while before < (now := sum(map(len, dealt))):
         before = now
         for (needs, makes), waves_ in zip(queues, dealt, strict=True):
             wave = waves_[-1] if waves_ else 0
-            # A rank goes on, in its own order, up to the first action whose input is not made yet.
+            # A rank continues, in its own order, up to the first action whose input is missing.
             for place in range(len(waves_), len(needs)):
                 if needs[place] >= 0:
                     ready = made[needs[place]]

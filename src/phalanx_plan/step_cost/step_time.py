@@ -1,12 +1,12 @@
 """Seconds of an optimizer step, term by term, for arrays of layouts.
 
-The slowest rank decides: that whose stages take longest. Its work is counted once for each micro-batch; to it is added what it waits
-for: the pipeline (``phalanx_plan.step_cost.pipeline``), the part of each exchange that computing does not hide, the update, and the
+The slowest rank decides: the one whose stages take longest. Its work is counted once for each micro-batch. Its waits are added:
+the pipeline (``phalanx_plan.step_cost.pipeline``), the part of each exchange that computation does not hide, the update, and the
 scale tax. Every term is an array of its own, in seconds, over just the axes it depends on; their sum is the step.
 
-Overlap is a bound, not a promise: of the time of a backward pass a fraction (``Overlap.data``) can hide the reduction of
-gradients; at least one block's share, the last, is always exposed (Rashidi et al., arXiv 2305.18169 and Calculon, arXiv
-2305.18176, treat the tail alike). What is hidden is not free: it slows the computing beside it.
+Overlap is a bound, not a promise: a fraction of the time of a backward pass (``Overlap.data``) can hide the reduction of
+gradients. At least one block's share, the last, is always exposed (Rashidi et al., arXiv 2305.18169 and Calculon, arXiv
+2305.18176, model the tail in the same way). Hidden communication is not free: it slows the computation beside it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx_plan.step_cost.pipeline import Pipelines, exposed_hops, idle_s, in_
 from phalanx_plan.workload.architecture import KINDS
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx_plan.workload.holdings import Holdings, owned_matrices
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 _SLOWED = {"NVIDIA": 0.189, "AMD": 0.189}
 """Fraction by which computing slows while a collective runs beside it, by vendor: collectives are kernels that take processors,
@@ -60,7 +60,7 @@ class PassTimes:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The rank that the others wait for, in each candidate."""
+    """The slowest rank of each candidate, which the others wait for."""
 
     counts: tuple[Floats, ...]
     forward_s: Floats
@@ -74,7 +74,7 @@ class Slowest:
     """Exchange of tokens of one micro-batch on the rank that another one's computing hides, where there is one."""
 
 
-def pass_times(job: Job, candidates: Candidates, costs: LayerCosts) -> PassTimes:
+def pass_times(job: TrainingJob, candidates: Candidates, costs: LayerCosts) -> PassTimes:
     """Times of one micro-batch in each kind of layer."""
     kinds = range(len(KINDS))
     forward, inputs, weights = (
@@ -128,9 +128,9 @@ def _whole_model(table: PlaceTable) -> tuple[Floats, ...]:
 
 
 def step_terms(
-    job: Job,
+    job: TrainingJob,
     candidates: Candidates,
-    held: Holdings,
+    holdings: Holdings,
     costs: LayerCosts,
     pipes: Pipelines,
     rank: Slowest,
@@ -138,52 +138,54 @@ def step_terms(
     """Seconds of a step by term; their sum is the step."""
     passes = _passes(job, candidates)
     terms = compute_terms(candidates, costs, rank, passes)
-    terms |= waiting_terms(job, candidates, held, pipes, rank)
+    terms |= waiting_terms(job, candidates, holdings, pipes, rank)
     waits = (offload_waits(job, candidates, costs, kind) for kind in range(len(KINDS)))
     terms["activation_offload"] = passes * times(rank.counts, tuple(f + b for f, b in waits))
-    terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
+    terms["optimizer_offload"] = state_copy_s(job, candidates, holdings, rank.counts)
     return with_tax(job, candidates, terms)
 
 
-def step_s(job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest) -> Floats:
+def step_s(
+    job: TrainingJob, candidates: Candidates, holdings: Holdings, pipes: Pipelines, rank: Slowest
+) -> Floats:
     """The sum of ``step_terms``, with computing and copies of the slowest rank in one term."""
-    terms = waiting_terms(job, candidates, held, pipes, rank)
+    terms = waiting_terms(job, candidates, holdings, pipes, rank)
     terms["busy"] = _passes(job, candidates) * (rank.forward_s + rank.backward_s)
-    terms["optimizer_offload"] = state_copy_s(job, candidates, held, rank.counts)
+    terms["optimizer_offload"] = state_copy_s(job, candidates, holdings, rank.counts)
     factor = (1 + scale_tax(job, candidates.ranks)) * job.stack.time_scalar
     return total({term: factor * seconds for term, seconds in terms.items()})
 
 
-def _passes(job: Job, candidates: Candidates) -> Floats:
+def _passes(job: TrainingJob, candidates: Candidates) -> Floats:
     """Micro-batches that a rank computes in a step."""
     return np.asarray(job.workload.batch / (candidates.data * candidates.micro_batch))
 
 
 def waiting_terms(
-    job: Job, candidates: Candidates, held: Holdings, pipes: Pipelines, rank: Slowest
+    job: TrainingJob, candidates: Candidates, holdings: Holdings, pipes: Pipelines, rank: Slowest
 ) -> dict[str, Floats]:
     """Seconds that the slowest rank waits in all its micro-batches, and of the update, by term."""
     passes = _passes(job, candidates)
     flushes, reductions = passes / pipes.micro_batches, passes / micro_batches_per_slot(job, candidates)
     idle = idle_s(pipes, rank.forward_s + rank.backward_s, rank.sum_s, *rank.mean_stage_s)
     hops = np.maximum(exposed_hops(pipes), blocked_hops(job, pipes))
-    # What waits for the host can hide the network meanwhile.
+    # Waits for the host can hide the network meanwhile.
     windows = (rank.forward_s, rank.backward_s)
     unpaired = {"unpaired_exchange": flushes * unpaired_s(pipes, rank)} if job.stack.overlap.expert else {}
     return unpaired | {
         "bubble": flushes * idle,
         "pipeline_comm": flushes * hops * hop_s(job, candidates),
-        **data_terms(job, candidates, held, rank.counts, windows, passes, reductions),
-        "optimizer": optimizer_s(job, candidates, held, rank.counts),
+        **data_terms(job, candidates, holdings, rank.counts, windows, passes, reductions),
+        "optimizer": optimizer_s(job, candidates, holdings, rank.counts),
     }
 
 
 def unpaired_s(pipes: Pipelines, rank: Slowest) -> Floats:
-    """Seconds of a flush in which the exchange of tokens has no other micro-batch to hide behind.
+    """Seconds of a flush in which no other micro-batch hides the exchange of tokens.
 
-    What hides it is the backward pass of an earlier micro-batch, or the forward pass of a later one (arXiv 2412.19437, figure 4). Until
-    a rank has its first backward pass, and once it had its last forward pass, there is none: that is of all micro-batches that it holds
-    at once, of the first rank the most.
+    The backward pass of an earlier micro-batch or the forward pass of a later one hides it (arXiv 2412.19437, figure 4). Before
+    a rank's first backward pass, and after its last forward pass, there is none. That concerns all micro-batches in flight on a rank,
+    which are most on the first rank.
     """
     alone = np.minimum(in_flight(pipes, np.zeros(1, dtype=np.int64)), pipes.micro_batches)
     return np.asarray(alone * rank.hidden_s)
@@ -202,24 +204,24 @@ def compute_terms(
     return terms
 
 
-def blocked_hops(job: Job, pipes: Pipelines) -> Floats:
+def blocked_hops(job: TrainingJob, pipes: Pipelines) -> Floats:
     """Transfers of a flush during which a rank is blocked: one each way for every micro-batch, where sends block."""
     each = 2.0 * pipes.micro_batches * pipes.per_rank * (pipes.ranks > 1)
     return np.asarray(each if job.stack.overlap.blocking_sends else 0 * each)
 
 
-def hop_s(job: Job, candidates: Candidates) -> Floats:
+def hop_s(job: TrainingJob, candidates: Candidates) -> Floats:
     """Seconds to carry a micro-batch's hidden states from one stage to the next, as far as no pairing hides them."""
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]
     rows = candidates.micro_batch * job.workload.seq_len / candidates.context
-    whole = rows * job.workload.model.dim * width
+    carried = rows * job.workload.model.dim * width
     scatters = job.stack.overlap.scattered_sends
     pieces = np.where((candidates.sequence_parallel > 0) | scatters, candidates.tensor, 1)
     stride = candidates.tensor * candidates.context * candidates.data
-    seconds = collectives.point_to_point_s(job.cluster, stride, whole / pieces, candidates.pipeline)
+    seconds = collectives.point_to_point_s(job.cluster, stride, carried / pieces, candidates.pipeline)
     if scatters:
         gathers = (candidates.sequence_parallel == 0) & (candidates.tensor > 1)
-        gather_s = collectives.all_gather_s(job.cluster, candidates.tensor, 1, whole)
+        gather_s = collectives.all_gather_s(job.cluster, candidates.tensor, 1, carried)
         seconds = seconds + np.where(gathers, gather_s, 0.0)
     paired = np.where(candidates.schedule == SCHEDULES.index("dualpipev"), job.stack.overlap.paired, 0)
     exposed: Floats = np.asarray(seconds) * (1 - paired)
@@ -227,9 +229,9 @@ def hop_s(job: Job, candidates: Candidates) -> Floats:
 
 
 def data_terms(
-    job: Job,
+    job: TrainingJob,
     candidates: Candidates,
-    held: Holdings,
+    holdings: Holdings,
     counts: tuple[Floats, ...],
     windows: tuple[Floats, Floats],
     passes: Floats,
@@ -240,13 +242,13 @@ def data_terms(
     ``passes`` are a rank's micro-batches, ``reductions`` its slots.
     """
     stack, zero = job.stack, candidates.zero
-    gather, scatter, among = _weights_s(job, candidates, held, counts)
+    gather, scatter, among = _weights_s(job, candidates, holdings, counts)
     blocks = np.maximum(counts[0] + counts[1], 1)
     forward, backward = (stack.overlap.data * seconds for seconds in windows)
     sharded = zero >= 3
     exposed = partial(_exposed, blocks=blocks, slowed=_SLOWED.get(job.cluster.accelerator.vendor, 0.0))
     gathered = exposed(gather, forward)
-    # After an update, the next step's first forward pass is what hides the gathering of new weights.
+    # After an update, the next step's first forward pass hides the gathering of new weights.
     weights_s = np.where(zero >= 1, gathered, 0.0)
     window = backward
     if sharded.any():
@@ -259,7 +261,7 @@ def data_terms(
         further_s = np.where(sharded, (reductions - 1) * exposed(scatter, window), 0.0)
         gradients_s = last_s + further_s
     if stack.data.add_bytes:
-        elements = times(counts, held.dense) + times(counts, held.experts)
+        elements = times(counts, holdings.dense) + times(counts, holdings.experts)
         gradients_s = gradients_s + reductions * kernels.memory_bound_s(
             job.profile, stack.data.add_bytes * elements
         )
@@ -279,7 +281,7 @@ def _exposed(seconds: Floats, window: Floats, *, blocks: Ints, slowed: float) ->
 
 
 def _weights_s(
-    job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]
+    job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
 ) -> tuple[Floats, Floats, Floats]:
     """Seconds to gather all weights of a rank's stages, to reduce all their gradients over shards, and then over replicas.
 
@@ -291,8 +293,8 @@ def _weights_s(
     divided = candidates.zero >= 1
     pieces = stack.data.gathers_per_block * np.maximum(counts[0] + counts[1], 1) if stack.overlap.data else 1
     for elements, size, stride in (
-        (held.dense, candidates.dense_shard, candidates.tensor),
-        (held.experts, candidates.expert_shard, candidates.expert * candidates.expert_tensor),
+        (holdings.dense, candidates.dense_shard, candidates.tensor),
+        (holdings.experts, candidates.expert_shard, candidates.expert * candidates.expert_tensor),
     ):
         if not any(each.any() for each in elements):
             continue
@@ -314,15 +316,17 @@ def _weights_s(
     return gather, scatter, among
 
 
-def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:
+def optimizer_s(
+    job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
+) -> Floats:
     """Seconds of the update of a rank's share, and of the whole matrices that the busiest rank owns."""
     optimizer = job.stack.states.optimizer
     if optimizer is None:
-        elements = _updated(job, candidates, held, counts)
+        elements = _updated(job, candidates, holdings, counts)
         return np.asarray(kernels.memory_bound_s(job.profile, _ADAM_BYTES * elements))
-    moments = times(counts, held.moment_bytes_share)
+    moments = times(counts, holdings.moment_bytes_share)
     if optimizer.name == "adamw":
-        moved = UPDATE_BYTES * _updated(job, candidates, held, counts) + 2 * moments
+        moved = UPDATE_BYTES * _updated(job, candidates, holdings, counts) + 2 * moments
         return np.asarray(kernels.memory_bound_s(job.profile, moved))
     # What an optimizer of matrices leaves to AdamW has fp32 moments: eight bytes an element.
     rest_s = kernels.memory_bound_s(job.profile, (UPDATE_BYTES / 8 + 2) * moments)
@@ -330,18 +334,20 @@ def optimizer_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[
 
 
 def _owners_s(
-    optimizer: OptimizerSpec, job: Job, candidates: Candidates, counts: tuple[Floats, ...]
+    optimizer: OptimizerSpec, job: TrainingJob, candidates: Candidates, counts: tuple[Floats, ...]
 ) -> Floats:
     """Seconds in which the busiest owner updates its whole matrices, their way to it and back included.
 
     Eigenvalues and QR decompositions are counted at the rate of matrix products, which they do not reach: at least so long.
     """
     owned = owned_matrices(optimizer, job.workload.model, candidates, counts)
-    known = job.profile.accelerator.flops
+    format_flops = job.profile.accelerator.flops
     # Muon's iterations are in bf16 on every GPU, whatever precision.compute says (phalanx.train.optimizers.matrix_rules).
     narrow = optimizer.name == "muon" and job.cluster.accelerator.vendor != "any"
     formats = ("bf16", "fp32", "tf32") if narrow else ("fp32", "tf32", "bf16")
-    rate = kernels.sustained_flops(job.profile, next(name for name in (*formats, *known) if name in known))
+    rate = kernels.sustained_flops(
+        job.profile, next(name for name in (*formats, *format_flops) if name in format_flops)
+    )
     products = (owned.product_flops + owned.decomposition_flops) / rate
     ranks = candidates.dense_shard * candidates.tensor
     way = collectives.all_to_all_s(job.cluster, ranks, 1, owned.crossing_bytes)
@@ -349,15 +355,19 @@ def _owners_s(
     return np.asarray(updates + products + 2 * np.where(ranks > 1, way, 0.0))
 
 
-def _updated(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:
+def _updated(
+    job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
+) -> Floats:
     """Number of parameters that a rank updates."""
     sharded_from = min(state.sharded_from for state in job.stack.states.kept if state.kind == "moments")
-    whole = times(counts, held.dense) + times(counts, held.experts)
-    share = times(counts, held.dense_share) + times(counts, held.experts_share)
-    return np.where(candidates.zero >= sharded_from, share, whole)
+    parameters = times(counts, holdings.dense) + times(counts, holdings.experts)
+    share = times(counts, holdings.dense_share) + times(counts, holdings.experts_share)
+    return np.where(candidates.zero >= sharded_from, share, parameters)
 
 
-def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int) -> tuple[Floats, Floats]:
+def offload_waits(
+    job: TrainingJob, candidates: Candidates, costs: LayerCosts, kind: int
+) -> tuple[Floats, Floats]:
     """Seconds that copies of a layer's activations to and from the host's memory add to its forward and backward.
 
     That is what outlasts them; and of what they hide, the time in which the accelerator's memory serves the copy and no kernel.
@@ -374,14 +384,16 @@ def offload_waits(job: Job, candidates: Candidates, costs: LayerCosts, kind: int
     return ahead + taken * (copy - ahead), back + taken * (copy - back)
 
 
-def state_copy_s(job: Job, candidates: Candidates, held: Holdings, counts: tuple[Floats, ...]) -> Floats:
+def state_copy_s(
+    job: TrainingJob, candidates: Candidates, holdings: Holdings, counts: tuple[Floats, ...]
+) -> Floats:
     """Seconds to fetch the optimizer's state from the host's memory for the update, and to put it back."""
     moved = sum(state.bytes for state in job.stack.states.kept if state.optimizer)
-    seconds = 2 * kernels.host_copy_s(job.profile, moved * _updated(job, candidates, held, counts))
+    seconds = 2 * kernels.host_copy_s(job.profile, moved * _updated(job, candidates, holdings, counts))
     return np.asarray(candidates.offload_optimizer * seconds)
 
 
-def scale_tax(job: Job, ranks: Ints) -> Floats:
+def scale_tax(job: TrainingJob, ranks: Ints) -> Floats:
     """The fraction by which a step grows because ``ranks`` ranks wait for the slowest of them, and share the fabric.
 
     ``tax_per_doubling x log2(ranks / ranks of a node)``: logarithmic, as the largest of many delays with an exponential tail
@@ -391,7 +403,7 @@ def scale_tax(job: Job, ranks: Ints) -> Floats:
     return np.asarray(job.stack.tax_per_doubling * doublings)
 
 
-def with_tax(job: Job, candidates: Candidates, terms: dict[str, Floats]) -> dict[str, Floats]:
+def with_tax(job: TrainingJob, candidates: Candidates, terms: dict[str, Floats]) -> dict[str, Floats]:
     """Adds the scale tax and the effect of the stack's ``time_scalar`` as terms."""
     tax = scale_tax(job, candidates.ranks)
     clean = total(terms)

@@ -1,9 +1,9 @@
-"""Counts the bytes that every rank sends in one optimizer step, axis by axis, and to which other ranks of its group.
+"""Bytes that every rank sends in one optimizer step, by axis, and the ranks of its group that receive them.
 
-Where the nodes of a run should lie in a network follows from who talks to whom: ``phalanx.launch.placing`` prices a placement with
-these flows. They are read off the same operations, holdings and formats that the planner's times are made of (``layer_costs``,
-``step_time``), for one layout. Volumes are those of ring algorithms: (n - 1)/n of a tensor for an all-gather or reduce-scatter, and of what
-a rank has for an all-to-all (Thakur et al., IJHPCA 2005); in-switch reduction and trees send less.
+``phalanx.launch.placing`` prices the placement of a run in a network with these flows. They follow from the same operations,
+holdings and formats as the planner's times (``layer_costs``,
+``step_time``), for one layout. Volumes are those of ring algorithms: (n - 1)/n of a tensor for an all-gather or reduce-scatter, and of
+a rank's data for an all-to-all (Thakur et al., IJHPCA 2005). In-switch reduction and trees send less.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from phalanx_plan.step_cost.memory import micro_batches_per_slot, times
 from phalanx_plan.step_cost.step_time import slowest_place
 from phalanx_plan.workload.architecture import KINDS, layers
 from phalanx_plan.workload.candidates import PRECISIONS, PlannedLayout, candidates_of
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 Pattern = Literal["ring", "all_to_all", "chain"]
 
 
 @dataclass(frozen=True)
 class Flow:
-    """The traffic of one axis in one step: groups of ``size`` ranks that are ``stride`` apart in rank order, all alike."""
+    """Traffic of one axis in one step: equal groups of ``size`` ranks that are ``stride`` apart in rank order."""
 
     axis: str
     pattern: Pattern
@@ -36,27 +36,27 @@ class Flow:
     """Sent by each rank; in a chain, to each of its two neighbors."""
 
 
-def flows(job: Job, layout: PlannedLayout, *, spread_sums: bool = True) -> tuple[Flow, ...]:
-    """The flows of one step of ``layout``; axes of one rank have none.
+def flows(job: TrainingJob, layout: PlannedLayout, *, spread_sums: bool = True) -> tuple[Flow, ...]:
+    """Return the flows of one step of ``layout``; axes of one rank have none.
 
     Args:
         job: The work, the software and the cluster (only formats and volumes are read).
         layout: A layout that is legal for the job.
-        spread_sums: True if gradients go to their owners by all-to-all, as reproducible sums do; else by rings.
+        spread_sums: True if gradients go to their owners by all-to-all, as in reproducible sums; else by rings.
     """
     evaluation = prepare(job, candidates_of([layout], job.modes))
-    found = [
+    all_flows = [
         *_exchanges(evaluation, layout),
         *_pipeline(job, layout),
         *_weights(evaluation, layout, spread_sums=spread_sums),
     ]
-    return tuple(_joined(found))
+    return tuple(_joined(all_flows))
 
 
-def _joined(found: list[Flow]) -> Iterator[Flow]:
+def _joined(all_flows: list[Flow]) -> Iterator[Flow]:
     """One flow for each axis and pattern, without those that carry nothing."""
     sums: dict[tuple[str, Pattern, int, int], float] = {}
-    for flow in found:
+    for flow in all_flows:
         key = flow.axis, flow.pattern, flow.size, flow.stride
         sums[key] = sums.get(key, 0.0) + flow.sent_bytes
     for (axis, pattern, size, stride), sent in sums.items():
@@ -64,7 +64,7 @@ def _joined(found: list[Flow]) -> Iterator[Flow]:
             yield Flow(axis, pattern, size, stride, sent)
 
 
-def _passes(job: Job, layout: PlannedLayout) -> float:
+def _passes(job: TrainingJob, layout: PlannedLayout) -> float:
     """Micro-batches that a rank computes in a step."""
     return job.workload.batch / (layout.data * layout.micro_batch)
 
@@ -81,9 +81,11 @@ def _exchanges(evaluation: Evaluation, layout: PlannedLayout) -> Iterator[Flow]:
                 yield from _exchange(job, layout, operation, count)
 
 
-def _exchange(job: Job, layout: PlannedLayout, exchange: LayerExchange, count: float) -> Iterator[Flow]:
+def _exchange(
+    job: TrainingJob, layout: PlannedLayout, exchange: LayerExchange, count: float
+) -> Iterator[Flow]:
     """The flows of ``count`` passes of one exchange, forward and backward; a recomputed block goes forward twice."""
-    precision = next(one for one in PRECISIONS if one.name == layout.precision)
+    precision = next(number_format for number_format in PRECISIONS if number_format.name == layout.precision)
     wide, narrow = precision.activation_bytes, precision.operand_bytes
     tokens = layout.micro_batch * job.workload.seq_len / layout.context
     again = 1 if layout.recompute == "full" else 0
@@ -116,9 +118,9 @@ def _exchange(job: Job, layout: PlannedLayout, exchange: LayerExchange, count: f
         yield Flow("tensor" if dense else "expert_tensor", "ring", size, 1, count * sent)
 
 
-def _pipeline(job: Job, layout: PlannedLayout) -> Iterator[Flow]:
+def _pipeline(job: TrainingJob, layout: PlannedLayout) -> Iterator[Flow]:
     """Hidden states to the next stage, and their gradients to the one before."""
-    precision = next(one for one in PRECISIONS if one.name == layout.precision)
+    precision = next(number_format for number_format in PRECISIONS if number_format.name == layout.precision)
     rows = layout.micro_batch * job.workload.seq_len / layout.context
     rows /= layout.tensor if layout.sequence_parallel else 1
     sent = _passes(job, layout) * layout.stages_per_rank * rows * job.workload.model.dim
@@ -128,7 +130,7 @@ def _pipeline(job: Job, layout: PlannedLayout) -> Iterator[Flow]:
 
 def _weights(evaluation: Evaluation, layout: PlannedLayout, *, spread_sums: bool) -> Iterator[Flow]:
     """Gathers of weights, and exchanges of gradients over shards and over replicas."""
-    job, candidates, held = evaluation.job, evaluation.candidates, evaluation.held
+    job, candidates, holdings = evaluation.job, evaluation.candidates, evaluation.holdings
     data = job.stack.data
     counts = evaluation.table[slowest_place(evaluation.passes, evaluation.table)].counts
     passes = _passes(job, layout)
@@ -137,22 +139,22 @@ def _weights(evaluation: Evaluation, layout: PlannedLayout, *, spread_sums: bool
     gathers = 2 * passes if layout.zero >= 3 else 1.0 if layout.zero else 0.0
     inside = layout.tensor * layout.context * layout.shard
     for axis, elements, size, stride in (
-        ("shard", held.dense, int(candidates.dense_shard[0]), layout.tensor),
+        ("shard", holdings.dense, int(candidates.dense_shard[0]), layout.tensor),
         (
             "expert_shard",
-            held.experts,
+            holdings.experts,
             int(candidates.expert_shard[0]),
             layout.expert * layout.expert_tensor,
         ),
     ):
-        whole = float(times(counts, elements).ravel()[0])
+        parameters = float(times(counts, elements).ravel()[0])
         share = (size - 1) / size if size else 0.0
-        yield Flow(axis, "ring", size, stride, gathers * data.gather_bytes * whole * share)
-        sums = reductions * data.reduce_bytes * whole
+        yield Flow(axis, "ring", size, stride, gathers * data.gather_bytes * parameters * share)
+        sums = reductions * data.reduce_bytes * parameters
         yield Flow(axis, "all_to_all" if spread_sums else "ring", size, stride, sums * share)
         if layout.replicate > 1:
             # An all-reduce is a reduce-scatter and an all-gather.
-            among = 2 * data.reduce_bytes * whole / max(size, 1) * (1 if data.reduces_once else slots)
+            among = 2 * data.reduce_bytes * parameters / max(size, 1) * (1 if data.reduces_once else slots)
             among *= (layout.replicate - 1) / layout.replicate
             pattern: Pattern = "all_to_all" if spread_sums else "ring"
             yield Flow("replicate", pattern, layout.replicate, inside, among)

@@ -1,5 +1,6 @@
-"""Inputs and assumptions of the estimate of a whole run: every default has a name, and a
-source or the word "assumption"."""
+"""Inputs and assumptions of the estimate of a complete run: every default has a name, and a
+source or the word "assumption".
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from phalanx_plan.whole_run.recovery import RecoveryMethod
 
 
 class RunEstimateError(ValueError):
-    """An assumption or a quantity of the run that cannot be."""
+    """An invalid assumption or quantity of the run."""
 
 
 MOST_DRAWS = 100_000
@@ -34,7 +35,7 @@ MOST_DRAWS = 100_000
 
 
 MOST_SECONDS = 10 * 365.25 * DAY_S
-"""A longer time is a slip of the pen. An interval of a run file that is longer, as for no saves at all, counts as this."""
+"""Limit of times: a longer one is an error. A longer interval of a run file, such as one without saves, counts as this."""
 MOST_SPARES = 1_000_000
 
 
@@ -55,25 +56,26 @@ class RunAssumptions:
     snapshot_overlap: float = 0.0
     """Share of the copy to host memory that computation hides."""
     asynchronous_saves: bool = True
-    """True if training goes on while a save drains from host memory to its tier."""
+    """True if training continues while a save drains from host memory to its tier."""
     durable_interval_s: float = 1800.0
     """Seconds between saves to durable storage when memory holds the frequent ones; longer if one takes longer to
     drain."""
     checkpoint_interval_s: float | None = None
     """Seconds between the frequent saves; the best possible interval if None."""
     repair_s: float = DAY_S
-    """Seconds until a lost node is back. An assumption: hours where a pool is at hand (OPT's logbook), days for a
-    part to be replaced."""
+    """Seconds until a lost node is back. An assumption: hours with a pool of machines (OPT's logbook), days if a
+    part must be replaced.
+    """
     spare_confidence: float = 0.99
-    """Probability that a spare is there; ByteRobust keeps enough for the 99th percentile."""
+    """Probability that a spare is available; ByteRobust keeps enough for the 99th percentile."""
     spare_nodes: int | None = None
-    """Nodes kept as spares; as many as ``spare_confidence`` asks for if None."""
+    """Nodes kept as spares; None derives them from ``spare_confidence``."""
     planned_pauses_per_day: float = 47 / 54
     """Llama 3 405B (arXiv:2407.21783): 47 planned interruptions in 54 days."""
     planned_pause_s: float = 600.0
     """An assumption: a clean stop and start."""
     step_time_band: Band = EXACT
-    """True step time over the estimate: what the planner's error was on published runs (``phalanx_plan.evidence``)."""
+    """True step time over the estimate: the planner's error on published runs (``phalanx_plan.evidence``)."""
     pue: float | None = None
     """The cluster's, if None."""
     usd_per_accelerator_hour: float | None = None
@@ -84,7 +86,7 @@ class RunAssumptions:
     checkpoints_kept: int = 5
     usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH.value
     data_bytes_per_s: float | None = None
-    """What the place of the data gives in all; the cluster's storage bandwidth if None."""
+    """Total read bandwidth of the data's store; the cluster's storage bandwidth if None."""
     data_latency_s: float = STORE_LATENCY_S
     """Mean seconds of one request for data in object stores."""
     data_requests_per_s: float = STORE_REQUESTS_PER_S
@@ -97,17 +99,17 @@ class RunAssumptions:
         for name in ("beyond_peer_share", "snapshot_overlap"):
             if not 0 <= getattr(self, name) <= 1:
                 raise RunEstimateError(f"{name} must be between 0 and 1, is {getattr(self, name)}")
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for assumption in fields(self):
+            value = getattr(self, assumption.name)
             if isinstance(value, int | float) and not value >= 0:
-                raise RunEstimateError(f"{one.name} must not be negative, is {value}")
-            # What is said of the place of the data is judged with what the run reads.
-            if not isinstance(value, int | float) or one.name.startswith("data_"):
+                raise RunEstimateError(f"{assumption.name} must not be negative, is {value}")
+            # Assumptions about the data's store are checked with the reading of the data.
+            if not isinstance(value, int | float) or assumption.name.startswith("data_"):
                 continue
-            if one.name.endswith("_s") and value > MOST_SECONDS:
-                raise RunEstimateError(f"{one.name} is in seconds: {value:g} are more than ten years")
+            if assumption.name.endswith("_s") and value > MOST_SECONDS:
+                raise RunEstimateError(f"{assumption.name} is in seconds: {value:g} are more than ten years")
             if math.isinf(value):
-                raise RunEstimateError(f"{one.name} must be finite, is {value:g}")
+                raise RunEstimateError(f"{assumption.name} must be finite, is {value:g}")
         if self.pue is not None and self.pue < 1:
             raise RunEstimateError(
                 f"pue must be 1 or more, is {self.pue}: it is the site's power over that of its machines"
@@ -126,16 +128,16 @@ class RunAssumptions:
 
 
 NODE_RATE = "failures_per_1000_node_days"
-"""The name by which a fleet's own rate of failures is assumed, instead of the published ones of each class."""
+"""Name of the assumption of a fleet's own failure rate, which replaces the published rates of each class."""
 
 
 def described(
     spec: RunSpec, step_s: float, steps: int, recovery: RecoveryMethod | None = None
 ) -> dict[str, object]:
-    """The assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for ``steps`` steps of ``step_s`` seconds.
+    """Return the assumptions that ``[checkpoint]`` and ``[fleet]`` of a run file replace, for ``steps`` steps of ``step_s`` seconds.
 
-    A fleet with spares puts one in the lost node's place, one without leaves the replica out, and one that takes no snapshots
-    goes back to storage; ``recovery`` overrules that. Snapshots are the frequent saves, checkpoints the durable ones; where
+    A fleet with spares replaces the lost node, one without leaves the replica out, and one without snapshots
+    returns to storage; ``recovery`` overrides that. Snapshots are the frequent saves, checkpoints the durable ones. If
     failures are recovered from storage, checkpoints are the frequent ones.
     """
     fleet, checkpoint = spec.fleet, spec.checkpoint
@@ -144,18 +146,18 @@ def described(
         return min(every * step_s, MOST_SECONDS)
 
     forever = steps // checkpoint.keep_every if checkpoint.keep_every else 0
-    # Of those kept for ever, half are there on average.
-    found: dict[str, object] = {"checkpoints_kept": checkpoint.keep_last + forever // 2}
+    # On average, half of the checkpoints that are kept forever exist.
+    replaced: dict[str, object] = {"checkpoints_kept": checkpoint.keep_last + forever // 2}
     if fleet.nodes:
         by_fleet: RecoveryMethod = "spare" if fleet.spares else "shrink"
         recovery = recovery or (by_fleet if fleet.snapshot_every_steps else "restart")
-        found |= {"recovery": recovery, "spare_nodes": fleet.spares}
+        replaced |= {"recovery": recovery, "spare_nodes": fleet.spares}
     durable = {"durable_interval_s": interval_s(checkpoint.every_steps)} if checkpoint.every_steps else {}
     if recovery == "restart" and checkpoint.every_steps:
-        found["checkpoint_interval_s"] = interval_s(checkpoint.every_steps)
+        replaced["checkpoint_interval_s"] = interval_s(checkpoint.every_steps)
     elif recovery != "restart" and fleet.nodes and fleet.snapshot_every_steps:
-        found["checkpoint_interval_s"] = interval_s(fleet.snapshot_every_steps)
-    return found | durable
+        replaced["checkpoint_interval_s"] = interval_s(fleet.snapshot_every_steps)
+    return replaced | durable
 
 
 def assumed(
@@ -167,13 +169,14 @@ def assumed(
     *,
     recovers_in_memory: bool = True,
 ) -> RunAssumptions:
-    """The assumptions with some of them as a user gave them: ``recovery=restart``, ``repair_s=3600``.
+    """Return the assumptions with the values in ``texts``: ``recovery=restart``, ``repair_s=3600``.
 
-    Software that does not recover from snapshots in memory (``recovers_in_memory``) is started again from storage. With ``spec``, of which ``steps`` steps of ``step_s`` seconds are planned, others are as the run file describes them; what ``texts``
-    say wins. Raises ``RunEstimateError`` that names what cannot be, and what could.
+    Software without recovery from snapshots in memory (``recovers_in_memory``) restarts from storage. With ``spec``, whose
+    ``steps`` steps of ``step_s`` seconds are planned, its run file sets other assumptions; ``texts`` take precedence. Raises
+    ``RunEstimateError`` that names the invalid assumption and the valid ones.
     """
-    names = {one.name for one in fields(RunAssumptions)} - {"failure_classes", "step_time_band"}
-    given: dict[str, Any] = {}
+    names = {assumption.name for assumption in fields(RunAssumptions)} - {"failure_classes", "step_time_band"}
+    values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         name = name.strip()
@@ -188,18 +191,18 @@ def assumed(
                 "--set cluster.accelerator.price_per_hour=..."
             )
             raise RunEstimateError(f"--assume {text}: {name!r} is not an assumption; {hint}")
-        if name in given:
+        if name in values:
             raise RunEstimateError(
-                f"--assume {text}: {name} is given twice, before as {given[name]!r}: give it once"
+                f"--assume {text}: {name} is given twice, before as {values[name]!r}: give it once"
             )
-        given[name] = value
+        values[name] = value
     if not recovers_in_memory:
-        given.setdefault("recovery", "restart")
+        values.setdefault("recovery", "restart")
     if spec is not None:
-        given = described(spec, step_s, steps, given.get("recovery")) | given
+        values = described(spec, step_s, steps, values.get("recovery")) | values
     try:
-        rate = msgspec.convert(given.pop(NODE_RATE, None), float | None, strict=False)
-        assumptions = msgspec.convert(given, RunAssumptions, strict=False)
+        rate = msgspec.convert(values.pop(NODE_RATE, None), float | None, strict=False)
+        assumptions = msgspec.convert(values, RunAssumptions, strict=False)
         classes = CLASSES if rate is None else classes_at_node_rate(rate)
     except ValueError as error:
         words = (
@@ -226,15 +229,15 @@ class RunInputs:
     tokens: float
     """Tokens of the whole run."""
     checkpoint_bytes: float
-    """Bytes of a checkpoint, all ranks together: fp32 master weights and moments, and whatever else is saved."""
+    """Bytes of a checkpoint, all ranks together: fp32 master weights and moments, and all other saved state."""
     accelerators: int
     """Accelerators that hold ranks; spares come on top."""
     replicas: int = 1
-    """Data-parallel replicas: what joins and leaves as one."""
+    """Data-parallel replicas; a replica joins and leaves as a unit."""
     activities: Mapping[Activity, float] = field(default_factory=lambda: {"compute": 1.0})
-    """Shares of a step by what an accelerator does; they sum to 1."""
+    """Shares of a step by the accelerator's activity; they sum to 1."""
     data: DataNeed | None = None
-    """What a step reads; ``None`` if nothing is known of it."""
+    """Data that a step reads; ``None`` if unknown."""
 
     def __post_init__(self) -> None:
         for name in ("step_s", "tokens_per_step", "tokens", "accelerators", "replicas"):

@@ -1,12 +1,12 @@
 """Energy and cost of a run: power from the grid and its emissions; rent or depreciation, electricity, and storage of checkpoints.
 
-An accelerator draws its idle power, and on top of it a part of the rest up to its rated power that depends on
-what it does: matrix products reach the rated power, waiting for the network does not. A node's other parts
-draw a constant; the site multiplies everything by its power usage effectiveness (PUE). Published figures for
-whole sites are averages over all of this, so every part is shown.
+An accelerator draws its idle power, plus a part of the remaining power up to its rating that depends on
+its activity: matrix products reach the rated power, waiting for the network does not. A node's other parts
+draw a constant. The site multiplies everything by its power usage effectiveness (PUE). Published figures for
+complete sites are averages over all of this, so every part is shown.
 
 A rented accelerator's price contains its electricity; an owned one's does not. Either way the spares are paid
-for, and every hour counts that the run held its machines, not only those in which it learned something.
+for, and every hour counts in which the run held its machines, not only productive ones.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def accelerator_power_w(
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy of a run in kWh, by what draws it; the parts sum to the total."""
+    """Energy of a run in kWh by consumer; the parts sum to the total."""
 
     steps_kwh: float
     """Accelerators, while they take steps (also those that a failure undoes)."""
@@ -104,9 +104,9 @@ def energy(
     """
     if not 0 <= step_share <= 1 or wall_s < 0:
         raise EnergyError(f"step_share must be in [0, 1] and wall_s >= 0: {step_share=}, {wall_s=}")
-    one = cluster.accelerator
-    step_w = accelerator_power_w(one, shares)
-    idle_w = one.idle_power_w.value
+    accelerator = cluster.accelerator
+    step_w = accelerator_power_w(accelerator, shares)
+    idle_w = accelerator.idle_power_w.value
     kwh_per_w = wall_s / J_PER_KWH
     steps = accelerators * step_w * step_share * kwh_per_w
     waiting = accelerators * idle_w * (1 - step_share) * kwh_per_w
@@ -135,7 +135,7 @@ class CostError(ValueError):
 
 
 @dataclass(frozen=True)
-class Cost:
+class RunCost:
     """US dollars by item; they sum to the total."""
 
     accelerators_usd: float
@@ -160,7 +160,7 @@ def cost(
     electricity_in_price: bool = True,
     stored_bytes: float = 0.0,
     usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH.value,
-) -> Cost:
+) -> RunCost:
     """Cost of a run of ``wall_s`` seconds. ``stored_bytes``: of checkpoints kept, on average over the run.
 
     For owned machines, ``usd_per_accelerator_hour`` is their depreciation, and ``electricity_in_price`` is False.
@@ -179,7 +179,7 @@ def cost(
         if amount < 0:
             raise CostError(f"{name} must not be negative, is {amount}")
     hour_usd = usd_per_accelerator_hour * wall_s / HOUR_S
-    return Cost(
+    return RunCost(
         accelerators_usd=accelerators * hour_usd,
         spares_usd=spare_accelerators * hour_usd,
         electricity_usd=0.0 if electricity_in_price else energy_kwh * usd_per_kwh,

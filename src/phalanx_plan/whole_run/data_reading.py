@@ -1,13 +1,13 @@
-"""Whether a run would wait for its data: records a second that are needed against those that the store gives.
+"""Data reading of a run: the records a second that it needs, and those that the store provides.
 
-Each sample is a range of one object. It is fetched once by each node that has ranks of the replica that computes it, however many ranks want it there.
-So the fleet asks for
+Each sample is a range of one object. Each node with ranks of the replica that computes it fetches it once, for all of its ranks.
+So the fleet requests
 
     batch / step_s * max(1, nodes / replicas)        ranges a second
 
-of ``(seq_len + 1) * item_bytes`` bytes and, since blocks are fetched whole, of one block more on average. The store gives the least of three: its bandwidth,
-what the requests under way bring (Little's law: ``requests / latency``), and the requests that it answers at all. Where more is needed than given, a step takes as
-many times longer. ``phalanx status`` says the same of a run from what it measured.
+of ``(seq_len + 1) * item_bytes`` bytes, plus one block on average, since complete blocks are fetched. The store provides the least of
+three: its bandwidth, the rate of the requests in flight (Little's law: ``requests / latency``), and its limit of requests a second. If
+more is needed than provided, a step takes as many times longer. ``phalanx status`` applies the same comparison to a run's measurements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal
 BLOCK_BYTES = 8192
 """Bytes of a dataset that are fetched and compared with a checksum together."""
 REQUESTS_AT_ONCE = 32
-"""Requests that one replica's readers have under way (``phalanx.data.reading.cached_shard``)."""
+"""Requests that one replica's readers have in flight (``phalanx.data.reading.cached_shard``)."""
 STORE_LATENCY_S = 0.15
 """Amazon's guide to the performance of S3: small objects take "roughly 100-200 milliseconds"."""
 STORE_REQUESTS_PER_S = 5500.0
@@ -31,21 +31,21 @@ _FIGURE: dict[StoreLimit, str] = {
     "latency": "data_latency_s",
     "requests": "data_requests_per_s",
 }
-"""The assumption that each limit is of."""
+"""Limit -> the assumption that sets it."""
 _MOST_SHARE = 1e15
-"""From here on a figure is a slip: a step of a second would take thirty million years."""
+"""Share above which a figure is an error: a step of a second would take thirty million years."""
 
 
 @dataclass(frozen=True)
 class DataNeed:
-    """What one step reads."""
+    """Data that one step reads."""
 
     samples: int
     """Sequences of the global batch."""
     sample_bytes: int
-    """Bytes of one as it is stored."""
+    """Bytes of one stored sample."""
     remote: bool
-    """True if any of it lies in an object store; else only bandwidth counts."""
+    """True if any of it is in an object store; else only bandwidth counts."""
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.sample_bytes < 1:
@@ -56,26 +56,26 @@ class DataNeed:
 
 @dataclass(frozen=True)
 class DataReading:
-    """What a run needs of the place where its data lie, and what that gives."""
+    """Read rates that a run needs and that its data's store provides."""
 
     requests_per_s: float
-    """Ranges that the whole fleet needs in a second."""
+    """Ranges that the complete fleet needs in a second."""
     bytes_per_s: float
     store_requests_per_s: float
-    """Ranges that it would get."""
+    """Ranges that the store would provide in a second."""
     limit: StoreLimit
-    """What keeps it from getting more."""
+    """The limit of the store that binds first."""
     share: float
-    """Needed over given; above 1, data bind."""
+    """Needed over provided rate; above 1, data bind."""
 
     @property
     def binds(self) -> bool:
-        """True if steps would wait for data, however far is read ahead."""
+        """True if steps would wait for data despite any read-ahead."""
         return self.share > 1
 
     @property
     def sentence(self) -> str:
-        """What is needed against what is given, and which of the store's limits that is."""
+        """The needed and the provided rate in one sentence, with the store's binding limit."""
         return (
             f"{self.requests_per_s:,.4g} records/s ({self.bytes_per_s / 1e6:,.4g} MB/s) are needed, the store gives "
             f"{self.store_requests_per_s:,.4g} ({self.limit}): {self.share:.2%} of it"
@@ -92,9 +92,9 @@ def data_reading(
     latency_s: float = STORE_LATENCY_S,
     requests_per_s: float = STORE_REQUESTS_PER_S,
 ) -> DataReading:
-    """The rates of a run whose steps take ``step_s`` on so many nodes, from a store that gives ``bytes_per_s`` in all.
+    """Return the read rates of a run with steps of ``step_s`` on ``nodes`` nodes, from a store of ``bytes_per_s`` in total.
 
-    Raises ``ValueError`` for a rate that is not above 0, or so low that nothing would ever be read.
+    Raises ``ValueError`` for a rate that is not above 0, or too low to ever read anything.
     """
     rates = {
         "data_bytes_per_s": bytes_per_s,
@@ -123,12 +123,12 @@ def data_reading(
 
 
 def stored_sample_bytes(seq_len: int, vocab_size: int) -> int:
-    """Bytes of a sample and its last target as token shards hold it: 2 a token, or 4 of a larger vocabulary."""
+    """Return the bytes of a sample and its last target in token shards: 2 a token, or 4 for a larger vocabulary."""
     return (seq_len + 1) * (2 if vocab_size <= 1 << 16 else 4)
 
 
 def waiting_note(reading: DataReading) -> str:
-    """What a plan says where data bind, with what mends it; empty where they do not."""
+    """Return the note of a plan whose data reading limits the step, with the remedy; else empty."""
     if not reading.binds:
         return ""
     remedy = {

@@ -1,8 +1,8 @@
 """The run as a whole: from the time of one step to days, failures, energy, carbon and money.
 
-Everything that is not computed is an assumption with a name (``RunAssumptions``) and, where it is a default,
-a source. The finish date is a distribution: of when failures strike, of how often (published fleets differ by
-a factor of 2.8), and of how wrong the step time may be.
+Every quantity that is not computed is an assumption with a name (``RunAssumptions``) and, as a default,
+a source. The finish date is a distribution over the times of failures, their rate (published fleets differ by
+a factor of 2.8), and the error of the step time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from phalanx_plan.whole_run.cost import (
     GRID_KG_PER_KWH,
     J_PER_KWH,
     STORAGE_USD_PER_GB_MONTH,
-    Cost,
     Energy,
+    RunCost,
     cost,
     energy,
 )
@@ -55,7 +55,7 @@ LEVELS: tuple[RateLevel, ...] = ("low", "typical", "high")
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Percentiles of a simulated quantity; infinite where so many runs would not finish."""
+    """Percentiles of a simulated quantity; infinite if so many runs would not finish."""
 
     p5: float
     p50: float
@@ -99,19 +99,19 @@ class RunEstimate:
     energy: Energy
     mean_power_w: float
     co2_kg: float
-    cost: Cost
+    cost: RunCost
     energy_kwh: Percentiles
     """The total at the percentiles of the finish date."""
     usd: Percentiles
     """The same of the cost."""
     usd_per_million_tokens: float
     data: DataReading | None
-    """What is needed of the place where the data lie, and what it gives; ``None`` if nothing is known of the data."""
+    """Needed and provided rates of reading data; ``None`` if nothing is known of the data."""
     warnings: tuple[str, ...]
-    """Conditions under which the figures are not to be trusted."""
+    """Conditions under which the figures are not reliable."""
     assumptions: RunAssumptions
     sources: Mapping[str, str]
-    """The source of each figure that the user did not give."""
+    """The source of each figure that the user did not set."""
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON: infinities become null, totals are added."""
@@ -124,29 +124,34 @@ class RunEstimate:
 
 
 def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -> RunEstimate:
-    """The run as a whole. Pure: the same inputs give the same figures, simulated ones included."""
-    given = assumptions or RunAssumptions()
+    """Estimate the run as a whole, deterministically, simulations included."""
+    assumed = assumptions or RunAssumptions()
     places = tiers(
-        inputs.cluster, inputs.checkpoint_bytes, inputs.accelerators, snapshot_overlap=given.snapshot_overlap
+        inputs.cluster,
+        inputs.checkpoint_bytes,
+        inputs.accelerators,
+        snapshot_overlap=assumed.snapshot_overlap,
     )
-    tier, durable = places[TIER_OF[given.recovery]], places["storage"]
-    plan = goodput_plan(inputs, given, given.failure_level)
-    fleet = _fleet_share(inputs, given)
-    shares = _with_pauses(plan.breakdown, given, fleet)
+    tier, durable = places[TIER_OF[assumed.recovery]], places["storage"]
+    plan = goodput_plan(inputs, assumed, assumed.failure_level)
+    fleet = _fleet_share(inputs, assumed)
+    shares = _with_pauses(plan.breakdown, assumed, fleet)
     goodput = shares["committed"]
     steps = math.ceil(inputs.tokens / inputs.tokens_per_step)
     work_s = steps * inputs.step_s
     wall_s = work_s / goodput if goodput > 0 else math.inf
-    finish_s = _finish_s(plan, inputs, given, work_s, goodput / max(plan.goodput, 1e-300))
-    spare_nodes = _spare_nodes(inputs, given)
+    finish_s = _finish_s(plan, inputs, assumed, work_s, goodput / max(plan.goodput, 1e-300))
+    spare_nodes = _spare_nodes(inputs, assumed)
     spares = spare_nodes * inputs.cluster.per_node
-    used = _energy(inputs, given, wall_s, shares, spares)
-    spent = _cost(inputs, given, wall_s, used.total_kwh, spares)
+    used = _energy(inputs, assumed, wall_s, shares, spares)
+    spent = _cost(inputs, assumed, wall_s, used.total_kwh, spares)
     finish = _percentiles(finish_s)
-    kwh = {name: _energy(inputs, given, at, shares, spares).total_kwh for name, at in vars(finish).items()}
-    usd = {name: _cost(inputs, given, at, kwh[name], spares).total_usd for name, at in vars(finish).items()}
-    per_s = failures_per_s(inputs.cluster, inputs.accelerators, given.failure_level, given.failure_classes)
-    reading = _reading(inputs, given)
+    kwh = {name: _energy(inputs, assumed, at, shares, spares).total_kwh for name, at in vars(finish).items()}
+    usd = {name: _cost(inputs, assumed, at, kwh[name], spares).total_usd for name, at in vars(finish).items()}
+    per_s = failures_per_s(
+        inputs.cluster, inputs.accelerators, assumed.failure_level, assumed.failure_classes
+    )
+    reading = _reading(inputs, assumed)
     return RunEstimate(
         steps=steps,
         tokens_per_day=inputs.tokens_per_step / inputs.step_s * goodput * DAY_S,
@@ -155,7 +160,7 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
         finish_days=_percentiles(finish_s / DAY_S),
         goodput=goodput,
         goodput_by_level={
-            level: _with_pauses(goodput_plan(inputs, given, level).breakdown, given, fleet)["committed"]
+            level: _with_pauses(goodput_plan(inputs, assumed, level).breakdown, assumed, fleet)["committed"]
             for level in LEVELS
         },
         goodput_percentiles=_percentiles(work_s / finish_s),
@@ -174,7 +179,7 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
         spare_accelerators=spares,
         energy=used,
         mean_power_w=used.total_kwh * J_PER_KWH / wall_s if math.isfinite(wall_s) else math.nan,
-        co2_kg=used.co2_kg(given.grid_kg_per_kwh),
+        co2_kg=used.co2_kg(assumed.grid_kg_per_kwh),
         cost=spent,
         energy_kwh=Percentiles(**kwh),
         usd=Percentiles(**usd),
@@ -183,64 +188,67 @@ def estimate_run(inputs: RunInputs, assumptions: RunAssumptions | None = None) -
         warnings=tuple(
             note
             for note in (
-                *_warnings(inputs, given, tier, durable, plan),
+                *_warnings(inputs, assumed, tier, durable, plan),
                 "" if reading is None else waiting_note(reading),
             )
             if note
         ),
-        assumptions=given,
-        sources=_sources(inputs, given, plan),
+        assumptions=assumed,
+        sources=_sources(inputs, assumed, plan),
     )
 
 
-def goodput_plan(inputs: RunInputs, given: RunAssumptions, level: RateLevel) -> CheckpointPlan:
-    """The two risks at a level of failure rates, with the best checkpoint intervals for it.
+def goodput_plan(inputs: RunInputs, assumed: RunAssumptions, level: RateLevel) -> CheckpointPlan:
+    """Plan the two risks at a level of failure rates, with the best checkpoint intervals.
 
-    With memory tiers, a few failures go beyond them; a restart from durable storage knows only one risk.
+    With memory tiers, a few failures go beyond them; a restart from durable storage has only one risk.
     """
-    per_s = failures_per_s(inputs.cluster, inputs.accelerators, level, given.failure_classes)
+    per_s = failures_per_s(inputs.cluster, inputs.accelerators, level, assumed.failure_classes)
     places = tiers(
-        inputs.cluster, inputs.checkpoint_bytes, inputs.accelerators, snapshot_overlap=given.snapshot_overlap
+        inputs.cluster,
+        inputs.checkpoint_bytes,
+        inputs.accelerators,
+        snapshot_overlap=assumed.snapshot_overlap,
     )
-    tier, durable = places[TIER_OF[given.recovery]], places["storage"]
-    beyond = given.beyond_peer_share if tier is not durable else 0.0
-    stall_s = tier.stall_s + (0.0 if given.asynchronous_saves else tier.drain_s)
-    frequent = _risk(per_s * (1 - beyond), stall_s, given, given.recovery, tier)
-    # The durable save is drained from the copy that the memory tier took: it stalls nobody again.
-    rare = _risk(per_s * beyond, 0.0, given, "restart", durable)
+    tier, durable = places[TIER_OF[assumed.recovery]], places["storage"]
+    beyond = assumed.beyond_peer_share if tier is not durable else 0.0
+    stall_s = tier.stall_s + (0.0 if assumed.asynchronous_saves else tier.drain_s)
+    frequent = _risk(per_s * (1 - beyond), stall_s, assumed, assumed.recovery, tier)
+    # The durable save drains from the copy of the memory tier, so it causes no second stall.
+    rare = _risk(per_s * beyond, 0.0, assumed, "restart", durable)
     # A save begins when the one before it has drained.
-    drain_s = tier.drain_s if given.asynchronous_saves else 0.0
+    drain_s = tier.drain_s if assumed.asynchronous_saves else 0.0
     best_s = interval_s(frequent, drain_s, inputs.step_s)
     if math.isinf(best_s):
-        best_s = max(given.durable_interval_s, inputs.step_s)
-    wanted_s = given.checkpoint_interval_s
+        best_s = max(assumed.durable_interval_s, inputs.step_s)
+    wanted_s = assumed.checkpoint_interval_s
     chosen_s = best_s if wanted_s is None else max(wanted_s, drain_s, inputs.step_s)
-    durable_s = max(given.durable_interval_s, durable.drain_s, chosen_s)
+    durable_s = max(assumed.durable_interval_s, durable.drain_s, chosen_s)
     return CheckpointPlan(frequent, chosen_s, rare, math.ceil(durable_s / chosen_s - 1e-9) * chosen_s)
 
 
 def _risk(
-    per_s: float, stall_s: float, given: RunAssumptions, method: RecoveryMethod, tier: TierCost
+    per_s: float, stall_s: float, assumed: RunAssumptions, method: RecoveryMethod, tier: TierCost
 ) -> Risk:
     return Risk(
-        1 / per_s if per_s else math.inf, stall_s, recovery_phases(method, tier, given.recovery_level)
+        1 / per_s if per_s else math.inf, stall_s, recovery_phases(method, tier, assumed.recovery_level)
     )
 
 
-def _reading(inputs: RunInputs, given: RunAssumptions) -> DataReading | None:
+def _reading(inputs: RunInputs, assumed: RunAssumptions) -> DataReading | None:
     if inputs.data is None:
         return None
     bandwidth = inputs.cluster.storage_bytes_per_s.value
-    if given.data_bytes_per_s is not None:
-        bandwidth = given.data_bytes_per_s
+    if assumed.data_bytes_per_s is not None:
+        bandwidth = assumed.data_bytes_per_s
     return data_reading(
         inputs.data,
         inputs.step_s,
         _nodes(inputs),
         inputs.replicas,
         bytes_per_s=bandwidth,
-        latency_s=given.data_latency_s,
-        requests_per_s=given.data_requests_per_s,
+        latency_s=assumed.data_latency_s,
+        requests_per_s=assumed.data_requests_per_s,
     )
 
 
@@ -248,32 +256,32 @@ def _nodes(inputs: RunInputs) -> float:
     return max(1.0, inputs.accelerators / inputs.cluster.per_node)
 
 
-def _node_losses_per_s(inputs: RunInputs, given: RunAssumptions) -> float:
+def _node_losses_per_s(inputs: RunInputs, assumed: RunAssumptions) -> float:
     return failures_per_s(
-        inputs.cluster, inputs.accelerators, given.failure_level, given.failure_classes, takes_node=True
+        inputs.cluster, inputs.accelerators, assumed.failure_level, assumed.failure_classes, takes_node=True
     )
 
 
-def _fleet_share(inputs: RunInputs, given: RunAssumptions) -> float:
-    away = nodes_in_repair(_node_losses_per_s(inputs, given), given.repair_s)
-    return fleet_share(given.recovery, away, _nodes(inputs), inputs.replicas)
+def _fleet_share(inputs: RunInputs, assumed: RunAssumptions) -> float:
+    away = nodes_in_repair(_node_losses_per_s(inputs, assumed), assumed.repair_s)
+    return fleet_share(assumed.recovery, away, _nodes(inputs), inputs.replicas)
 
 
-def _spare_nodes(inputs: RunInputs, given: RunAssumptions) -> int:
-    """Nodes beside those that hold ranks: what was assumed, else none for a run that shrinks, else as many as are needed."""
-    if given.spare_nodes is not None:
-        return given.spare_nodes
-    return 0 if given.recovery == "shrink" else _spares_needed(inputs, given)
+def _spare_nodes(inputs: RunInputs, assumed: RunAssumptions) -> int:
+    """Nodes beyond those that hold ranks: as assumed, else none for a run that shrinks, else as many as needed."""
+    if assumed.spare_nodes is not None:
+        return assumed.spare_nodes
+    return 0 if assumed.recovery == "shrink" else _spares_needed(inputs, assumed)
 
 
-def _spares_needed(inputs: RunInputs, given: RunAssumptions) -> int:
-    """Spares of which one is there with the assumed confidence; a restart needs whole nodes as much as a swap does."""
-    return spares_needed(_node_losses_per_s(inputs, given), given.repair_s, given.spare_confidence)
+def _spares_needed(inputs: RunInputs, assumed: RunAssumptions) -> int:
+    """Number of spares of which one is available with the assumed confidence; a restart needs them as much as a swap."""
+    return spares_needed(_node_losses_per_s(inputs, assumed), assumed.repair_s, assumed.spare_confidence)
 
 
-def _with_pauses(shares: Mapping[str, float], given: RunAssumptions, fleet: float) -> dict[str, float]:
-    """The shares with planned pauses, and with what a fleet that lacks nodes does not do."""
-    paused = min(1.0, given.planned_pauses_per_day * given.planned_pause_s / DAY_S)
+def _with_pauses(shares: Mapping[str, float], assumed: RunAssumptions, fleet: float) -> dict[str, float]:
+    """Return the shares with planned pauses and the time lost to missing nodes."""
+    paused = min(1.0, assumed.planned_pauses_per_day * assumed.planned_pause_s / DAY_S)
     scaled = {name: share * (1 - paused) for name, share in shares.items()}
     missing = scaled["committed"] * (1 - fleet)
     return {
@@ -285,52 +293,57 @@ def _with_pauses(shares: Mapping[str, float], given: RunAssumptions, fleet: floa
 
 
 def _finish_s(
-    plan: CheckpointPlan, inputs: RunInputs, given: RunAssumptions, work_s: float, rest: float
+    plan: CheckpointPlan, inputs: RunInputs, assumed: RunAssumptions, work_s: float, other_goodput: float
 ) -> Floats:
-    """Wall seconds of simulated runs; ``rest`` is the goodput that pauses and missing nodes leave.
+    """Wall seconds of simulated runs; ``other_goodput`` is the goodput despite pauses and missing nodes.
 
     Failure rates are drawn between the published ones (triangular in the logarithm, typical as its mode),
     step times around the estimate (its band).
     """
-    random = np.random.default_rng([given.seed, 1])
+    random = np.random.default_rng([assumed.seed, 1])
     rates = [
-        failures_per_s(inputs.cluster, inputs.accelerators, one, given.failure_classes) for one in LEVELS
+        failures_per_s(inputs.cluster, inputs.accelerators, level, assumed.failure_classes)
+        for level in LEVELS
     ]
-    here = failures_per_s(inputs.cluster, inputs.accelerators, given.failure_level, given.failure_classes)
-    factor = np.ones(given.draws)
-    if here and rates[0] < rates[2]:
-        low, typical, high = (math.log(rate / here) for rate in rates)
-        factor = np.exp(random.triangular(low, typical, high, given.draws))
+    assumed_rate = failures_per_s(
+        inputs.cluster, inputs.accelerators, assumed.failure_level, assumed.failure_classes
+    )
+    factor = np.ones(assumed.draws)
+    if assumed_rate and rates[0] < rates[2]:
+        low, typical, high = (math.log(rate / assumed_rate) for rate in rates)
+        factor = np.exp(random.triangular(low, typical, high, assumed.draws))
     # Step times are spread evenly over the band's probabilities: drawn at random, a wide band's P95 would be noise.
-    levels = (random.permutation(given.draws) + 0.5) / given.draws
-    slower = given.step_time_band.at(np.array([_NORMAL.inv_cdf(level) for level in levels]))
-    if rest <= 0:
-        return np.full(given.draws, np.inf)
-    return simulate(plan, work_s * slower, factor, given.seed) / rest
+    levels = (random.permutation(assumed.draws) + 0.5) / assumed.draws
+    slower = assumed.step_time_band.at(np.array([_NORMAL.inv_cdf(level) for level in levels]))
+    if other_goodput <= 0:
+        return np.full(assumed.draws, np.inf)
+    return simulate(plan, work_s * slower, factor, assumed.seed) / other_goodput
 
 
 def _energy(
-    inputs: RunInputs, given: RunAssumptions, wall_s: float, shares: Mapping[str, float], spares: int
+    inputs: RunInputs, assumed: RunAssumptions, wall_s: float, shares: Mapping[str, float], spares: int
 ) -> Energy:
     cluster = inputs.cluster
-    if given.pue is not None:
-        cluster = replace(cluster, pue=Fact(given.pue, "set by the user"))
+    if assumed.pue is not None:
+        cluster = replace(cluster, pue=Fact(assumed.pue, "set by the user"))
     in_steps = min(1.0, shares["committed"] + shares["discarded.rollback"])
     return energy(cluster, inputs.accelerators, spares, wall_s, in_steps, inputs.activities)
 
 
-def _cost(inputs: RunInputs, given: RunAssumptions, wall_s: float, energy_kwh: float, spares: int) -> Cost:
-    price = given.usd_per_accelerator_hour
+def _cost(
+    inputs: RunInputs, assumed: RunAssumptions, wall_s: float, energy_kwh: float, spares: int
+) -> RunCost:
+    price = assumed.usd_per_accelerator_hour
     return cost(
         accelerators=inputs.accelerators,
         spare_accelerators=spares,
         wall_s=wall_s,
         usd_per_accelerator_hour=inputs.cluster.accelerator.price_per_hour.value if price is None else price,
         energy_kwh=energy_kwh,
-        usd_per_kwh=given.usd_per_kwh,
-        electricity_in_price=given.electricity_in_price,
-        stored_bytes=given.checkpoints_kept * inputs.checkpoint_bytes,
-        usd_per_gb_month=given.usd_per_gb_month,
+        usd_per_kwh=assumed.usd_per_kwh,
+        electricity_in_price=assumed.electricity_in_price,
+        stored_bytes=assumed.checkpoints_kept * inputs.checkpoint_bytes,
+        usd_per_gb_month=assumed.usd_per_gb_month,
     )
 
 
@@ -345,12 +358,14 @@ def _percentiles(values: Floats) -> Percentiles:
 
 
 def _warnings(
-    inputs: RunInputs, given: RunAssumptions, tier: TierCost, durable: TierCost, plan: CheckpointPlan
+    inputs: RunInputs, assumed: RunAssumptions, tier: TierCost, durable: TierCost, plan: CheckpointPlan
 ) -> Iterator[str]:
-    if given.recovery == "spare" and _spare_nodes(inputs, given) < (needed := _spares_needed(inputs, given)):
+    if assumed.recovery == "spare" and _spare_nodes(inputs, assumed) < (
+        needed := _spares_needed(inputs, assumed)
+    ):
         yield (
-            f"{given.spare_nodes} spare nodes: with fewer than {needed} a failure finds none more often than "
-            f"{1 - given.spare_confidence:.0%} of the time, and that wait is not counted"
+            f"{assumed.spare_nodes} spare nodes: with fewer than {needed} a failure finds none more often than "
+            f"{1 - assumed.spare_confidence:.0%} of the time, and that wait is not counted"
         )
     host_bytes = host_bytes_per_node(tier, durable)
     if host_bytes > inputs.cluster.host_memory_bytes.value:
@@ -369,13 +384,13 @@ def _warnings(
         yield f"the layout uses {inputs.accelerators} accelerators of a cluster of {inputs.cluster.accelerators}"
 
 
-def _sources(inputs: RunInputs, given: RunAssumptions, plan: CheckpointPlan) -> dict[str, str]:
-    """Returns the source of each figure; a value that is not its default is the user's."""
+def _sources(inputs: RunInputs, assumed: RunAssumptions, plan: CheckpointPlan) -> dict[str, str]:
+    """Return the source of each figure; a value that is not its default is the user's."""
     cluster, user = inputs.cluster, "set by the user"
     usual = RunAssumptions()
 
     def of(name: str, source: str) -> str:
-        return source if getattr(given, name) == getattr(usual, name) else user
+        return source if getattr(assumed, name) == getattr(usual, name) else user
 
     return {
         "power": cluster.accelerator.power_w.source,
@@ -391,16 +406,19 @@ def _sources(inputs: RunInputs, given: RunAssumptions, plan: CheckpointPlan) -> 
         "storage price": of("usd_per_gb_month", STORAGE_USD_PER_GB_MONTH.source),
         "accelerator price": of("usd_per_accelerator_hour", cluster.accelerator.price_per_hour.source),
         **{f"recovery.{phase.name}": phase.source for phase in plan.frequent.recovery},
-        **{f"correlated.{one.name}": f"{one.takes_down}; {one.evidence}" for one in CORRELATED_DOMAINS},
+        **{
+            f"correlated.{domain.name}": f"{domain.takes_down}; {domain.evidence}"
+            for domain in CORRELATED_DOMAINS
+        },
     }
 
 
 def _plain(value: object) -> Any:
-    """Values that JSON knows."""
+    """Return the value as types that JSON supports."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -1,13 +1,13 @@
-"""Failure rates: how often something breaks, what it takes with it, how many spares that calls for; and the causes of single failures.
+"""Failure rates: frequency and extent of failures, and the spares that they require; and the causes of single failures.
 
-A rate is counted in device-days, so that it carries over to a fleet of any size: accelerators fail by the
+A rate is counted in device-days, so that it applies to a fleet of any size: accelerators fail by the
 accelerator-day, hosts and their software by the node-day. The typical rates are the counts of the largest run
 that published its causes one by one (Llama 3 405B, arXiv:2407.21783, Table 5: 419 unexpected interruptions of
-16,384 H100 in 54 days). Three fleets that published a rate of nodes differ by a factor of 2.8, and nobody
-knows which of them the next fleet will resemble; so every rate is a range, and what is estimated from it
-should be a range too.
+16,384 H100 in 54 days). Three fleets that published a rate of nodes differ by a factor of 2.8. It is unknown
+which of them the next fleet will resemble, so every rate is a range, and estimates from it
+should be ranges too.
 
-Failures are taken as memoryless and independent. They are not quite: see ``CORRELATED_DOMAINS``. A simulated fleet (``phalanx simulate``)
+Failures are modeled as memoryless and independent. They are not quite: see ``CORRELATED_DOMAINS``. A simulated fleet (``phalanx simulate``)
 draws the cause of each failure, whose scope decides how it is detected and what is lost.
 """
 
@@ -33,7 +33,7 @@ _LLAMA3 = "Llama 3 405B, arXiv:2407.21783, Table 5: 54 days of 16,384 H100"
 _LLAMA3_ACCELERATOR_DAYS = 54 * 16_384
 _LLAMA3_NODE_DAYS = _LLAMA3_ACCELERATOR_DAYS / 8
 
-# Failures per 1,000 days of an 8-GPU node. The range of one fleet against another is what the classes inherit.
+# Failures per 1,000 days of an 8-GPU node. The classes inherit the range between fleets.
 FLEETS: Mapping[str, tuple[float, str]] = {
     "Meta RSC-2": (2.34, "8k A100, arXiv:2410.21680"),
     "Llama 3 405B": (1000 * 419 / _LLAMA3_NODE_DAYS, _LLAMA3),
@@ -54,7 +54,7 @@ class FailureClass:
     typical: float
     high: float
     takes_node: bool
-    """True if the node must be repaired; otherwise the same machines go on after a restart."""
+    """True if the node must be repaired; otherwise the same machines continue after a restart."""
     source: str
 
     def per_s(self, cluster: Cluster, accelerators: int, level: RateLevel) -> float:
@@ -121,8 +121,9 @@ CLASSES: tuple[FailureClass, ...] = (
 
 @dataclass(frozen=True)
 class CorrelatedDomain:
-    """Machines that go together. No primary source states a rate of these: they are stated, not modeled
-    one by one, and enter as the share of failures that a copy in a peer's memory does not survive."""
+    """Machines that fail together. No primary source states a rate of these. They are listed, not modeled
+    one by one, and enter as the share of failures that a copy in a peer's memory does not survive.
+    """
 
     name: str
     takes_down: str
@@ -166,8 +167,12 @@ def failures_per_s(
     number = cluster.accelerators if accelerators is None else accelerators
     if number < 1:
         raise FailureModelError(f"accelerators must be at least 1, is {number}")
-    chosen = [one for one in classes if takes_node is None or one.takes_node == takes_node]
-    return sum(one.per_s(cluster, number, level) for one in chosen)
+    chosen = [
+        failure_class
+        for failure_class in classes
+        if takes_node is None or failure_class.takes_node == takes_node
+    ]
+    return sum(failure_class.per_s(cluster, number, level) for failure_class in chosen)
 
 
 def mtti_s(per_s: float) -> float:
@@ -188,24 +193,27 @@ def classes_at_node_rate(per_1000_node_days: float, per_node: int = 8) -> tuple[
             f"failures per 1,000 node-days must be positive and finite, is {per_1000_node_days}; published: "
             + ", ".join(f"{name} {rate:.2f}" for name, (rate, _) in FLEETS.items())
         )
-    now = sum(one.typical * (per_node if one.device == "accelerator" else 1) for one in CLASSES)
-    factor = per_1000_node_days / now
+    published_rate = sum(
+        failure_class.typical * (per_node if failure_class.device == "accelerator" else 1)
+        for failure_class in CLASSES
+    )
+    factor = per_1000_node_days / published_rate
     return tuple(
         FailureClass(
-            one.name,
-            one.device,
-            one.low * factor,
-            one.typical * factor,
-            one.high * factor,
-            one.takes_node,
-            f"scaled to {per_1000_node_days:g} failures per 1,000 node-days; {one.source}",
+            failure_class.name,
+            failure_class.device,
+            failure_class.low * factor,
+            failure_class.typical * factor,
+            failure_class.high * factor,
+            failure_class.takes_node,
+            f"scaled to {per_1000_node_days:g} failures per 1,000 node-days; {failure_class.source}",
         )
-        for one in CLASSES
+        for failure_class in CLASSES
     )
 
 
 def nodes_in_repair(node_losses_per_s: float, repair_s: float) -> float:
-    """Returns the mean number of nodes in repair: Little's law, for any distribution of the repair time."""
+    """Return the mean number of nodes in repair: Little's law, for any distribution of the repair time."""
     if repair_s < 0:
         raise FailureModelError(f"repair_s must not be negative, is {repair_s}")
     return node_losses_per_s * repair_s
@@ -216,9 +224,9 @@ _NEARLY_NORMAL = 1e6
 
 
 def spares_needed(node_losses_per_s: float, repair_s: float, confidence: float = 0.99) -> int:
-    """The smallest number of spare nodes that suffices with probability ``confidence`` at a random moment.
+    """Return the smallest number of spare nodes that suffices with probability ``confidence`` at a random moment.
 
-    Nodes in repair are Poisson with mean rate x repair time whatever the distribution of that time (Palm's
+    Nodes in repair are Poisson with mean rate x repair time for any distribution of that time (Palm's
     theorem for the M/G/infinity queue; the limit of the binomial of ByteRobust, arXiv:2509.16293, for many
     nodes).
     """
@@ -237,7 +245,7 @@ def spares_needed(node_losses_per_s: float, repair_s: float, confidence: float =
     return min(int(np.searchsorted(below, confidence)), len(counts) - 1)
 
 
-# Causes of single failures, as simulations of a fleet draw them. Causes and shares are Llama 3's; DEFAULT_RATE lies in the range of FLEETS.
+# Causes of single failures, for simulations of a fleet. Causes and shares are Llama 3's; DEFAULT_RATE is within the range of FLEETS.
 # Times to repair are not published by cause; they are assumptions, and marked as such.
 
 
@@ -299,7 +307,7 @@ SWITCH_LOST = Cause("switch", FailureScope.SWITCH, 2 * HOUR_S)
 
 
 def draw_cause(random_numbers: random.Random) -> Cause:
-    """Draws the cause of one interruption."""
+    """Draw the cause of one interruption."""
     if random_numbers.random() < CO_OCCURRING:
         return SWITCH_LOST if random_numbers.random() < WHOLE_SWITCH else RACK_LOST
     return random_numbers.choices(CAUSES, list(LLAMA3_INTERRUPTIONS.values()))[0]

@@ -1,16 +1,16 @@
-"""The share of a run's time that ends up in its weights, when machines fail; and how that share scatters.
+"""Goodput: the share of a run's time that ends up in its weights despite failures, and its distribution.
 
-Failures are memoryless with mean time ``M`` between them. A run computes ``tau`` seconds, stands still
-``delta`` seconds for a checkpoint, and so on; a failure costs a recovery of ``R`` seconds, which may itself
+Failures are memoryless with mean time ``M`` between them. A run computes ``tau`` seconds, stalls
+``delta`` seconds for a checkpoint, and so on. A failure costs a recovery of ``R`` seconds, which may itself
 be interrupted, and the work since the last checkpoint. The mean wall time of one interval is then (Daly 2006,
 "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
 Systems 22)
 
     T = M e^(R/M) (e^((tau + delta)/M) - 1)
 
-and tau / T is the goodput. Both fractions are exact, so is the optimum below, and so is the split of T into
-what the goodput ledger would show. A ``Risk`` is one kind of failure with its checkpoint tier. Two nest:
-within an interval of the rare risk (a whole rack, a corrupt copy: back to durable storage), the frequent one
+and tau / T is the goodput. Both fractions are exact, and so are the optimum below and the split of T into
+the buckets of the goodput ledger. A ``Risk`` is one kind of failure with its checkpoint tier. Two nest:
+within an interval of the rare risk (a complete rack, a corrupt copy: back to durable storage), the frequent one
 (a node: back to a peer's memory) only makes the run slower.
 
 The same process is simulated draw by draw for the distribution: many runs at once, one failure of each per
@@ -68,8 +68,9 @@ class Risk:
 
 
 def interval_s(risk: Risk, at_least_s: float = 0.0, step_s: float = 0.0) -> float:
-    """The best interval that is possible: a whole number of steps, and not before the last save has
-    drained."""
+    """The best possible interval: an integer number of steps, and at least as long as the last save takes to
+    drain.
+    """
     best = max(optimal_interval_s(risk.mtti_s, risk.stall_s), at_least_s, step_s)
     if step_s == 0 or math.isinf(best):
         return best
@@ -102,7 +103,7 @@ def breakdown(risk: Risk, interval_s: float) -> dict[str, float]:
     """Shares of wall time by the ledger's names. They sum to 1; "committed" is the goodput.
 
     A second belongs to phase [a, b) of the recovery if the last failure was that long ago, which the
-    memoryless process makes e^(-a/M) - e^(-b/M) of all time. What is left is work, or a stall, that a failure
+    memoryless process makes e^(-a/M) - e^(-b/M) of all time. The remainder is work, or a stall, that a failure
     undid.
     """
     good = efficiency(risk, interval_s)
@@ -133,8 +134,9 @@ def nested_breakdown(frequent: Risk, interval: float, rare: Risk, rare_interval_
 
 
 def _interrupted(rare: Risk, frequent: Risk) -> Risk:
-    """The rare risk with the mean length of its recovery when frequent failures begin it anew: M (e^(R/M) -
-    1)."""
+    """The rare risk with the mean length of its recovery when frequent failures restart it: M (e^(R/M) -
+    1).
+    """
     if math.isinf(frequent.mtti_s) or rare.recovery_s == 0:
         return rare
     ratio = rare.recovery_s / frequent.mtti_s
@@ -144,7 +146,7 @@ def _interrupted(rare: Risk, frequent: Risk) -> Risk:
 
 
 def _with_losses(shares: dict[str, float], risk: Risk) -> dict[str, float]:
-    """The shares of kept time, with the recovery's phases and, for what is left up to 1, work undone."""
+    """The shares of kept time, with the recovery's phases and, for the remainder up to 1, undone work."""
     begin_s = 0.0
     for phase in risk.recovery:
         end_s = begin_s + phase.duration_s
@@ -159,10 +161,11 @@ def _with_losses(shares: dict[str, float], risk: Risk) -> dict[str, float]:
 # --- the distribution ---------------------------------------------------------------------------
 
 HOPELESS = 0.1
-"""A run with less goodput than this is said never to finish."""
+"""Goodput below which a run is reported as never finishing."""
 MOST_FAILURES = 4000
-"""Simulated of one run. Runs with more are sums of so many independent parts that the central limit theorem
-gives the rest."""
+"""Most simulated failures of one run. A run with more is a sum of so many independent parts that the central limit theorem
+gives the remainder.
+"""
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,8 @@ def _until_failure(
     plan: CheckpointPlan, runs: _Runs, gap_s: Floats, is_rare: NDArray[np.bool_]
 ) -> tuple[_Runs, NDArray[np.intp], Floats]:
     """The runs after their next failure, which comes after ``gap_s``; and which finished before it, and
-    when."""
+    when.
+    """
     interval_s = plan.interval_s
     # The stall of both tiers per interval; the durable tier's is spread over the intervals of the other.
     stall_s = plan.frequent.stall_s + plan.rare.stall_s * interval_s / plan.rare_interval_s
@@ -261,7 +265,7 @@ def _until_failure(
     done_s = runs.done_s + interval_s * np.floor(np.maximum(usable_s, 0) / (interval_s + stall_s))
     done_s = np.where(is_rare, plan.rare_interval_s * np.floor(done_s / plan.rare_interval_s), done_s)
     next_s = np.where(is_rare, plan.rare.recovery_s, plan.frequent.recovery_s)
-    # A recovery that was interrupted is begun anew, the longer one if they differ.
+    # An interrupted recovery starts again, with the longer one if they differ.
     next_s = np.where(usable_s < 0, np.maximum(next_s, runs.recovery_s), next_s)
     on = ~finished
     after = _Runs(

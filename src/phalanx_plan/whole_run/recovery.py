@@ -185,22 +185,22 @@ def recovery_phases(
 
 
 def fleet_share(method: RecoveryMethod, nodes_away: float, nodes: float, replicas: int) -> float:
-    """Returns the mean share of the run's throughput that is left while ``nodes_away`` of its nodes are in repair.
+    """Return the mean share of the run's throughput while ``nodes_away`` of its nodes are in repair.
 
-    With spares in time it is all. Without (``shrink``), a replica stands still while any of its nodes is
-    away: the number away from one replica is Poisson (see ``failures.spares_needed``), so e^-mean of the
-    replicas are whole. Where several replicas share a node, the same holds for nodes.
+    With spares in time it is 1. Without (``shrink``), a replica stops while any of its nodes is
+    away. The number away from one replica is Poisson (see ``failures.spares_needed``), so e^-mean of the
+    replicas are complete. If several replicas share a node, the same holds for nodes.
     """
     if method != "shrink":
         return 1.0
     return math.exp(-nodes_away / min(replicas, nodes))
 
 
-# Start-up time, a closed form for each phase. What each node does by itself (the interpreter, imports from its own disk) takes as long on one
-# node as on 25,000. What passes through one place takes N times as long: files of a shared file system, the coordinator's event loop, the store
-# in which ranks meet. It takes more where that place looks at all nodes again for some of them. The agents attach while their workers import,
-# so the longer of the two counts. ``bench.fleet.start`` measured the costs of one node; those that no test on one machine can show are
-# published figures. The time until a scheduler gives the nodes is not counted.
+# Start-up time, a closed form for each phase. Independent work of each node (the interpreter, imports from its own disk) takes as long
+# on one node as on 25,000. Work at one shared place takes N times as long: files of a shared file system, the coordinator's event loop, the
+# store in which ranks connect. It takes more if that place iterates over all nodes for some of them. The agents attach while their workers
+# import, so the longer of the two counts. ``bench.fleet.start`` measured the costs of one node; published figures replace those that no
+# test on one machine can show. The wait for a scheduler's nodes is not counted.
 
 
 _BENCH = "bench.fleet.start, 2026-11-25, one core of a shared machine"
@@ -209,7 +209,7 @@ Files = Literal["local", "shared"]
 
 
 class StartError(ValueError):
-    """A start that cannot be; the message names the argument."""
+    """An invalid argument of a start; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class Start:
     nodes: int
     phases: tuple[RecoveryPhase, ...]
     hidden: str
-    """The phase that another one hides, which goes on at the same time."""
+    """The phase that is hidden by another one running at the same time."""
 
     @property
     def total_s(self) -> float:
@@ -303,16 +303,16 @@ def start(
     warmup_s: float = 0.0,
     costs: StartCosts = MEASURED,
 ) -> Start:
-    """The start of a run.
+    """Compute the phases of the start of a run.
 
     Args:
         nodes: Nodes, spares included.
-        workers: Of each node.
-        files: Where Python lies.
+        workers: Workers of each node.
+        files: Where Python is installed.
         by_ssh: The launcher logs into every node, first to check it, then to start it.
-        restore_s: To read the checkpoint (``checkpoint_tiers``); 0 for a run that begins.
-        warmup_s: Compilation and the first step's own excess.
-        costs: Those of one node; the measured ones by default.
+        restore_s: Seconds to read the checkpoint (``checkpoint_tiers``); 0 for a new run.
+        warmup_s: Compilation and the extra time of the first step.
+        costs: Costs of one node; the measured ones by default.
 
     Raises:
         StartError: There are no nodes or workers, or a time is negative.

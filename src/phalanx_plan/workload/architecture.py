@@ -1,10 +1,10 @@
-"""Prices the operations of layers by a software stack: what each computes, moves, exchanges and keeps for backward.
+"""Operations of layers priced for a software stack: what each computes, moves, exchanges and keeps for backward.
 
-A kind of layer says which operations it has (``phalanx.run.kinds``); how many passes over memory they take, by how many kernels,
-and what is kept of them, depends on the software. So a new kind of layer is a new list, a new stack a new set of facts, and
+A kind of layer lists its operations (``phalanx.run.kinds``). Their passes over memory, their kernels
+and their kept tensors depend on the software. So a new kind of layer is a new list, a new stack a new set of facts, and
 neither a new formula. ``phalanx_plan.step_cost.layer_costs`` turns the priced lists into seconds and bytes.
 
-What is kept for backward follows Korthikanti et al. (arXiv 2205.05198, section 4) with
+The kept tensors follow Korthikanti et al. (arXiv 2205.05198, section 4) with
 fused attention (arXiv 2307.08691), which keeps its inputs, its result and one number for each row and head.
 """
 
@@ -28,7 +28,7 @@ from phalanx.run.kinds.operations import (
     Pointwise,
     Rotation,
 )
-from phalanx_plan.workload.stacks import Stack, Workload
+from phalanx_plan.workload.stacks import Stack, TrainingWorkload
 
 _PERMUTING = 8
 """Kernels that sort tokens by expert: histogram, prefix sums, indices, and the copy."""
@@ -57,7 +57,7 @@ class Layer:
         return Layer(self.operations + other.operations, self.kept + other.kept)
 
 
-def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
+def layers(workload: TrainingWorkload, stack: Stack) -> dict[str, Layer]:
     """The operations of each of ``KINDS`` on one micro-batch."""
     model = workload.model
     ahead = prediction_ahead.depths(model) * prediction_ahead.operations(model)
@@ -73,7 +73,7 @@ def layers(workload: Workload, stack: Stack) -> dict[str, Layer]:
     }
 
 
-def _priced(operation: Operation, workload: Workload, stack: Stack) -> Layer:
+def _priced(operation: Operation, workload: TrainingWorkload, stack: Stack) -> Layer:
     """One operation as ``stack`` carries it out."""
     match operation:
         case KeptTensor():
@@ -159,7 +159,7 @@ def _rotation(rotation: Rotation, stack: Stack) -> Layer:
     return Layer((moved,))
 
 
-def _core(core: AttentionCore, workload: Workload, stack: Stack) -> Layer:
+def _core(core: AttentionCore, workload: TrainingWorkload, stack: Stack) -> Layer:
     """Attention, which keeps its result for its own backward; a narrow output projection keeps it once more in its format."""
     width = core.heads * core.value_width
     result = KeptTensor("core", "tokens", width, "tensor")
@@ -176,10 +176,11 @@ def _core(core: AttentionCore, workload: Workload, stack: Stack) -> Layer:
     return Layer((core, moved), (result, softmax, operand))
 
 
-def _capping(core: AttentionCore, workload: Workload) -> tuple[Pointwise, ...]:
-    """What soft-capped scores move, which no fused kernel computes: half of the square, in fp32, a few rows at a time.
+def _capping(core: AttentionCore, workload: TrainingWorkload) -> tuple[Pointwise, ...]:
+    """Memory traffic of soft-capped scores, which no fused kernel computes: half of the square, in fp32, a few rows at a time.
 
-    Scaled, bent, masked, summed, normalized and narrowed; backward computes them again, with their slopes (``phalanx.model.layers.attention.attend``).
+    They are scaled, capped, masked, summed, normalized and narrowed. Backward computes them again, with their slopes
+    (``phalanx.model.layers.attention.attend``).
     """
     scores = round(core.heads * core.keys(workload.seq_len) / 2)
     return (
@@ -224,7 +225,7 @@ def _sorting(copies: int, stack: Stack) -> tuple[float, float]:
 
 
 def _around_experts(around: AroundExperts, stack: Stack) -> Layer:
-    """Prices experts' padding, activation and biases where the kernels around them do not do it on their way."""
+    """Price experts' padding, activation and biases that need separate kernels."""
     outer, inner = around.outer, around.inner
     # Gates and values are clamped and joined; backward they are masked by what was clamped, and joined.
     clamps = Layer(
@@ -237,12 +238,12 @@ def _around_experts(around: AroundExperts, stack: Stack) -> Layer:
     )
     # Rows read and written into the experts, and out of them; backward the same for their gradients.
     padding = Layer((Pointwise("dispatch", "routed", 4 * outer, 4 * outer, kernels=2),))
-    asked = (
+    separate = (
         (stack.experts.clamps_apart, clamps),
         (stack.experts.weighs_biases, biases),
         (stack.experts.pads_apart, padding),
     )
-    return sum((layer for is_asked, layer in asked if is_asked), Layer())
+    return sum((layer for is_separate, layer in separate if is_separate), Layer())
 
 
 def _dropout(dropout: Dropout, stack: Stack) -> Layer:
@@ -265,5 +266,5 @@ def _loss_passes(stack: Stack) -> tuple[float, float]:
     if stack.kernels.fused_pointwise:
         # To fp32, the maximum, exponentials and their sum; the gradient, to 16 bits.
         return 12, 5
-    # Each of these steps and a division by itself: 38 bytes forward, 14 backward. All that eager code moves is counted thrice.
+    # Each of these steps and a division is a separate pass: 38 bytes forward, 14 backward. All traffic of eager code is counted three times.
     return 19 / 3, 7 / 3

@@ -1,16 +1,16 @@
-"""Layouts of the planner: one with names (``PlannedLayout``), many as arrays (``Candidates``), and what each recomputes.
+"""Layouts of the planner: one with names (``PlannedLayout``), many as arrays (``Candidates``), and their recomputation.
 
-A search computes with arrays of codes (``Candidates``); whatever leaves it is a ``PlannedLayout``, whose
-schedule, recomputation and precision are names. ``LAYOUT_FIELDS`` is the one place that says how a field is called in
-``--layout``, ``--require`` and everything that is printed.
+A search computes with arrays of codes (``Candidates``); its results are ``PlannedLayout``, whose
+schedule, recomputation and precision are names. ``LAYOUT_FIELDS`` defines the name of a field in
+``--layout``, ``--require`` and all printed text.
 
-A search looks at millions of layouts. As objects they would cost a microsecond each before anything is computed; as a
-structure of integer arrays every formula of the planner is written once, for one layout and for ten million alike. An array
-may have length one along an axis that its field does not depend on: the whole space is then the product of the axes, and a
+A search evaluates millions of layouts. As objects they would cost a microsecond each before anything is computed. As a
+structure of integer arrays, one formula serves one layout and ten million. An array
+may have length one along an axis that its field does not depend on. The complete space is then the product of the axes, and a
 quantity is computed only over the axes it depends on.
 
-The modes of ``Candidates`` are those of programs that offer a few. Others let their users name what is computed
-again in backward: Megatron Core its ``recompute_modules``, whose names are understood beside the planner's own (``PARTS``).
+The modes of ``Candidates`` are those of programs that offer a few. Other software lets its users name the recomputed
+parts: Megatron Core its ``recompute_modules``, whose names are accepted beside the planner's own (``PARTS``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlannedLayout:
     expert_tensor: int = 1
     replicate: int = 1
     shard: int = 1
-    """Data-parallel ranks that state is sharded over, whatever ``zero`` says is sharded."""
+    """Data-parallel ranks that the state sharded by ``zero`` is divided over."""
     zero: int = 3
     """0: nothing is sharded over data-parallel ranks; 1: the optimizer's state; 2: gradients too; 3: weights too."""
     micro_batch: int = 1
@@ -106,15 +106,15 @@ class LayoutField:
 
     name: str
     short: str = ""
-    """Its other name, beside ``name``; both are understood."""
+    """Its short name, accepted beside ``name``."""
     not_in_layout: str = ""
-    """Why ``--layout`` does not take it."""
+    """Reason why ``--layout`` rejects it."""
     not_in_require: str = ""
-    """Why ``--require`` does not take it."""
+    """Reason why ``--require`` rejects it."""
 
     @property
     def shown(self) -> str:
-        """Its name in what is printed."""
+        """Its name in printed text."""
         return self.short or self.name
 
 
@@ -149,7 +149,7 @@ _SHORT = {field.name: field.shown for field in LAYOUT_FIELDS}
 
 
 def layout_field(word: str) -> LayoutField | None:
-    """The field that is called ``word``, in short or in full; ``None`` if none is."""
+    """Return the field with the short or full name ``word``; ``None`` if there is none."""
     return next((field for field in LAYOUT_FIELDS if word in (field.name, field.shown)), None)
 
 
@@ -205,7 +205,7 @@ PARTS = (
 )
 """Parts of a layer whose results may be kept or computed again."""
 DENSE_PARTS = frozenset({"norm", "projection", "core", "out", "residual", "widen", "activation", "down"})
-"""Those that a layer without experts and latent attention has."""
+"""Parts of a layer without experts and latent attention."""
 
 
 @dataclass(frozen=True)
@@ -218,12 +218,12 @@ class Recompute:
     """Parts of which one of two equal products is computed again, and the other's result kept."""
 
     def share(self, part: str) -> float:
-        """Returns the share of a part's work and results that is computed again."""
+        """Return the share of a part's work and results that is computed again."""
         return 1.0 if part in self.parts else 0.5 if part in self.halves else 0.0
 
     @property
-    def whole(self) -> bool:
-        """True if nothing but a layer's input is kept."""
+    def keeps_only_input(self) -> bool:
+        """True if only a layer's input is kept."""
         return self.parts == frozenset(PARTS)
 
 
@@ -261,7 +261,7 @@ class Candidates:
     stages_per_rank: Ints
     replicate: Ints
     shard: Ints
-    """Data-parallel ranks that state is sharded over, whatever ``zero`` says is sharded."""
+    """Data-parallel ranks that the state sharded by ``zero`` is divided over."""
     zero: Ints
     """0: nothing is sharded over data-parallel ranks; 1: the optimizer's state; 2: gradients too; 3: weights too."""
     micro_batch: Ints
@@ -302,7 +302,7 @@ class Candidates:
         return self.shard * self.context * self.tensor // (self.expert * self.expert_tensor)
 
     def rows(self, index: slice | Ints | Bools) -> Candidates:
-        """Those at ``index`` of the last axis."""
+        """Return the candidates at ``index`` of the last axis."""
         length = self.shape[-1]
         return Candidates(
             **{field.name: at_last(getattr(self, field.name), index, length) for field in fields(self)}
@@ -310,7 +310,7 @@ class Candidates:
 
     def at(self, index: int, modes: Sequence[Recompute]) -> PlannedLayout:
         """The layout at a flat index of ``shape``; ``modes`` are what ``recompute`` indexes."""
-        place = tuple(int(one) for one in np.unravel_index(index, self.shape))
+        place = tuple(int(index_on_axis) for index_on_axis in np.unravel_index(index, self.shape))
         codes = {name: _pick(array, along, place) for name, array, along in self._varying}
         names = {
             "schedule": SCHEDULES[codes.pop("schedule")],
@@ -347,22 +347,22 @@ _DENSE_CODES = 1 << 22
 
 
 def distinct(columns: Sequence[Ints]) -> tuple[tuple[Ints, ...], Ints]:
-    """The combinations of non-negative ``columns``, which broadcast, that occur; and which of them each entry has."""
+    """Return the combinations of non-negative ``columns``, which broadcast, that occur; and each entry's index among them."""
     first, row = occurrences(columns)
     wide = np.broadcast_arrays(*columns)
     return tuple(column.ravel()[first] for column in wide), row
 
 
 def occurrences(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Where each combination of non-negative ``columns``, which broadcast, occurs first; and which of them each entry has."""
+    """Return the first index of each combination of non-negative ``columns``, which broadcast; and each entry's index among them."""
     code, span = np.zeros(1, dtype=np.int64), 1
     wide = np.broadcast_arrays(*columns)
     for column in columns:
-        values, which = _numbered(column, int(column.max()) + 1)
+        values, codes = _numbered(column, int(column.max()) + 1)
         if span * len(values) > _DENSE_CODES:
             occurring, code = _numbered(code, span)
             span = len(occurring)
-        code, span = code * len(values) + which, span * len(values)
+        code, span = code * len(values) + codes, span * len(values)
     occurring, row = _numbered(np.broadcast_to(code, wide[0].shape), span)
     first = np.empty(len(occurring), dtype=np.int64)
     first[row.ravel()[::-1]] = np.arange(row.size - 1, -1, -1)
@@ -370,10 +370,10 @@ def occurrences(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
 
 
 def _numbered(code: Ints, span: int) -> tuple[Ints, Ints]:
-    """The values below ``span`` that occur, ascending, and which of them each entry is."""
+    """Return the values below ``span`` that occur, ascending, and each entry's index among them."""
     if span > max(_DENSE_CODES, code.size):
-        values, which = np.unique(code, return_inverse=True)
-        return values, which.reshape(code.shape)
+        values, codes = np.unique(code, return_inverse=True)
+        return values, codes.reshape(code.shape)
     occurs = np.zeros(span, dtype=bool)
     occurs[code] = True
     number = np.cumsum(occurs) - 1
@@ -451,6 +451,6 @@ def parts_of(model: ModelSpec) -> frozenset[str]:
 
 
 def with_modes(modes: tuple[Recompute, ...], texts: Iterable[str]) -> tuple[Recompute, ...]:
-    """``modes`` and those that ``texts`` name by their parts."""
-    known = {mode.name: mode for mode in modes}
-    return (*modes, *(mode_of_parts(text) for text in dict.fromkeys(texts) if text not in known))
+    """Return ``modes`` with those that ``texts`` name by their parts."""
+    names = {mode.name: mode for mode in modes}
+    return (*modes, *(mode_of_parts(text) for text in dict.fromkeys(texts) if text not in names))

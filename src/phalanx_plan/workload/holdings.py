@@ -1,13 +1,13 @@
-"""Division of a model, for arrays of layouts: layers and ends on every pipeline rank, and the parameters of each kind that a rank holds.
+"""Division of a model, for arrays of layouts: layers and ends on every pipeline rank, and the parameters of each kind on a rank.
 
-Ranks that hold alike are one *place*, represented by the earliest of them, which holds most micro-batches in flight. A place
-that has no more of anything than an earlier one can be neither the fullest nor the slowest, and is left out; so the worst rank is
-found among two or three places instead of among all ranks. Layers are divided as ``phalanx.model.facts.shape``
-divides them, by the same dynamic programme in arrays, solved once for all numbers of stages.
+Ranks with equal contents are one *place*, represented by the earliest of them, which has most micro-batches in flight. A place
+that has no more of anything than an earlier one can be neither the fullest nor the slowest, and is left out. So the worst rank is
+among two or three places instead of all ranks. Layers are divided by the dynamic program of ``phalanx.model.facts.shape``, in arrays,
+solved once for all numbers of stages.
 
-The same division as ``phalanx.model.facts.holdings`` makes for one rank of one layout: a matrix over tensor ranks (experts over expert
+The division is that of ``phalanx.model.facts.holdings`` for one rank of one layout: a matrix over tensor ranks (experts over expert
 ranks), then over the ranks that share state. These divide by rows, ``ceil(rows / ranks)`` each, as this project does, or one flat
-buffer into equal parts (``Stack.shards``). The rank with the largest share is meant throughout.
+buffer into equal parts (``Stack.shards``). All figures are those of the rank with the largest share.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec, OptimizerSpec
 from phalanx_plan.workload.architecture import KINDS
 from phalanx_plan.workload.candidates import Candidates, Floats, Ints, at_last, distinct
-from phalanx_plan.workload.stacks import Stack, Workload
+from phalanx_plan.workload.stacks import Stack, TrainingWorkload
 
 # Layers of each kind on every pipeline rank.
 
 
 @dataclass(frozen=True)
-class Places:
+class PipelinePlaces:
     """Kinds of ranks of each pipeline that can be the worst, shape (pipelines, kinds); fewer kinds are filled up with the first."""
 
     dense: Ints
@@ -70,21 +70,25 @@ class Places:
         return dense, mixture, embedding, head
 
 
-def places(workload: Workload, stack: Stack, pipelines: list[tuple[int, int, bool]]) -> Places:
+def places(
+    workload: TrainingWorkload, stack: Stack, pipelines: list[tuple[int, int, bool]]
+) -> PipelinePlaces:
     """The places of each pipeline, given as (ranks, stages on each, whether they go down and up like a V)."""
     sizes_of = _splits(workload, stack, {ranks * per_rank for ranks, per_rank, _ in pipelines})
     mixture = tuple(is_mixture(workload.model, layer) for layer in range(workload.model.layers))
-    found = [
+    all_kinds = [
         _kinds(
             sizes_of[ranks * per_rank], mixture, ranks, per_rank, folded, tied=workload.model.tie_embeddings
         )
         for ranks, per_rank, folded in pipelines
     ]
-    longest = max(map(len, found))
-    table = np.array([kinds + kinds[:1] * (longest - len(kinds)) for kinds in found], dtype=np.int64)
+    longest = max(map(len, all_kinds))
+    table = np.array([kinds + kinds[:1] * (longest - len(kinds)) for kinds in all_kinds], dtype=np.int64)
     dense, mixed, embedding, head, rank = np.moveaxis(table, 2, 0)
-    whole = (mixture.count(False), mixture.count(True))
-    return Places(dense, mixed, embedding, head, rank, whole, np.array([len(kinds) for kinds in found]))
+    layer_counts = (mixture.count(False), mixture.count(True))
+    return PipelinePlaces(
+        dense, mixed, embedding, head, rank, layer_counts, np.array([len(kinds) for kinds in all_kinds])
+    )
 
 
 _PlaceRow = tuple[int, int, int, int, int]
@@ -98,7 +102,7 @@ def _kinds(
     before = [0, *accumulate(mixture)]
     bounds = [0, *accumulate(sizes)]
     mixtures = [before[end] - before[begin] for begin, end in pairwise(bounds)]
-    found: list[_PlaceRow] = []
+    rows: list[_PlaceRow] = []
     last = len(sizes) - 1
     for rank in range(ranks):
         stages = [
@@ -106,23 +110,23 @@ def _kinds(
         ]
         total, mixed = (sum(amounts[stage] for stage in stages) for amounts in (sizes, mixtures))
         first, end = 0 in stages, last in stages
-        held = (total - mixed, mixed, first or (tied and end), end)
-        if not any(all(map(operator.ge, earlier, held)) for earlier in found):
-            found.append((*held, rank))
-    return tuple(found)
+        amounts_of_rank = (total - mixed, mixed, first or (tied and end), end)
+        if not any(all(map(operator.ge, earlier, amounts_of_rank)) for earlier in rows):
+            rows.append((*amounts_of_rank, rank))
+    return tuple(rows)
 
 
-def split(workload: Workload, stack: Stack, stages: int) -> tuple[int, ...]:
+def split(workload: TrainingWorkload, stack: Stack, stages: int) -> tuple[int, ...]:
     """Layers of each of ``stages`` stages. Raises ``ValueError`` when there are more stages than layers."""
     return _splits(workload, stack, {stages})[stages]
 
 
-def most_stages(workload: Workload, stack: Stack) -> int:
+def most_stages(workload: TrainingWorkload, stack: Stack) -> int:
     """The largest number of stages; an even split may give the first and the last stage nothing but the model's ends."""
     return workload.model.layers + (2 if stack.split == "even" else 0)
 
 
-def _splits(workload: Workload, stack: Stack, counts: set[int]) -> dict[int, tuple[int, ...]]:
+def _splits(workload: TrainingWorkload, stack: Stack, counts: set[int]) -> dict[int, tuple[int, ...]]:
     layers, most = workload.model.layers, most_stages(workload, stack)
     if max(counts) > most:
         raise ValueError(f"{layers} layers cannot be divided into {max(counts)} stages: take at most {most}")
@@ -212,7 +216,7 @@ class HoldingsTable:
 
 @dataclass(frozen=True)
 class Holdings:
-    """A ``HoldingsTable`` looked up in the candidates' axes, field by field as they are asked for."""
+    """A ``HoldingsTable`` looked up in the candidates' axes; each field is looked up when it is read."""
 
     table: HoldingsTable
     row: Ints
@@ -284,25 +288,25 @@ def _holdings(
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
     ahead = [p for p in by_kind[KINDS.index("head")] if p.in_block]
     return HoldingsTable(
-        dense=tuple(_sum(_dense(p, degrees) for p in found if not p.stacked) for found in by_kind),
-        experts=tuple(_sum(_stacked(p, degrees) for p in found if p.stacked) for found in by_kind),
+        dense=tuple(_sum(_dense(p, degrees) for p in parameters if not p.stacked) for parameters in by_kind),
+        experts=tuple(_sum(_stacked(p, degrees) for p in parameters if p.stacked) for parameters in by_kind),
         dense_share=tuple(
-            _sum(_dense_share(p, degrees, whole_rows=whole_rows) for p in found if not p.stacked)
-            for found in by_kind
+            _sum(_dense_share(p, degrees, whole_rows=whole_rows) for p in parameters if not p.stacked)
+            for parameters in by_kind
         ),
         experts_share=tuple(
-            _sum(_stacked_share(p, degrees, whole_rows=whole_rows) for p in found if p.stacked)
-            for found in by_kind
+            _sum(_stacked_share(p, degrees, whole_rows=whole_rows) for p in parameters if p.stacked)
+            for parameters in by_kind
         ),
         block=tuple(
-            _sum(_stacked(p, degrees) if p.stacked else _dense(p, degrees) for p in found)
-            for found in (*by_kind[:2], [], ahead)
+            _sum(_stacked(p, degrees) if p.stacked else _dense(p, degrees) for p in parameters)
+            for parameters in (*by_kind[:2], [], ahead)
         ),
         moment_bytes_share=()
         if optimizer is None
         else tuple(
-            _sum(_adamw_share(p, degrees, optimizer) for p in found if not takes_matrix(optimizer, p))
-            for found in by_kind
+            _sum(_adamw_share(p, degrees, optimizer) for p in parameters if not takes_matrix(optimizer, p))
+            for parameters in by_kind
         ),
     )
 
@@ -361,16 +365,16 @@ def _adamw_share(parameter: Parameter, degrees: _Degrees, optimizer: OptimizerSp
 
 def _adamw_row_bytes(optimizer: OptimizerSpec, dims: int, columns: Floats) -> Floats:
     """Bytes of AdamW's moments of one row of a parameter, for each number of columns."""
-    lengths, which = np.unique(np.ceil(columns), return_inverse=True)
+    lengths, length_index = np.unique(np.ceil(columns), return_inverse=True)
     leading = (1,) * (dims - 1)
     rows = [adamw_state(optimizer, (*leading, int(length))) for length in lengths]
     sizes = np.array([float(sum(tensor.bytes for tensor in tensors)) for tensors in rows])
-    return sizes[which].reshape(np.shape(columns))
+    return sizes[length_index].reshape(np.shape(columns))
 
 
 @dataclass(frozen=True)
 class OwnedMatrices:
-    """Whole matrices that an optimizer gives to owners among the ranks of a stage: what the fullest and the busiest have."""
+    """Matrices that an optimizer assigns to owners among the ranks of a stage, undivided: figures of the fullest and the busiest owner."""
 
     state_bytes: Floats
     """State of the fullest owner; the other fields are of the busiest owner, by FLOP."""
@@ -387,11 +391,11 @@ def owned_matrices(
     """The matrices of owners where a rank has ``counts`` of each of ``KINDS``; see ``phalanx.model.facts.holdings``."""
     degrees = (candidates.tensor, candidates.dense_shard, candidates.expert, candidates.expert_tensor)
     columns, row = distinct([*(count.astype(np.int64) for count in counts), *degrees])
-    found = [
+    rows = [
         _most_owned(optimizer, model, key[:4], *key[4:])
         for key in zip(*(c.tolist() for c in columns), strict=True)
     ]
-    return OwnedMatrices(*(np.array(column, dtype=np.float64)[row] for column in zip(*found, strict=True)))
+    return OwnedMatrices(*(np.array(column, dtype=np.float64)[row] for column in zip(*rows, strict=True)))
 
 
 @lru_cache(maxsize=1 << 14)

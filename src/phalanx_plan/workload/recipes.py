@@ -1,8 +1,8 @@
 """Performance recipes of Megatron-Bridge: dispatcher, overlap, CUDA graphs and recomputation by model, accelerator and release.
 
-What a layout does not say of NVIDIA-NeMo/Megatron-Bridge's fast runs is in the recipe of a release
+The recipe of a release completes the layout of NVIDIA-NeMo/Megatron-Bridge's fast runs
 (scripts/performance/configs/*/*_workload_base_configs.py and src/megatron/bridge/perf_recipes, tags v0.2.0 to v0.6.0, containers
-25.11 to 26.08). ``RECIPES`` transcribes them; the first that matches holds. Runs without a recipe state what is known of them
+25.11 to 26.08). ``RECIPES`` transcribes them; the first that matches is used. Runs without a recipe state their circumstances
 themselves (``Circumstances``).
 """
 
@@ -159,9 +159,9 @@ def _holds(recipe: PerformanceRecipe, run: Circumstances, release: float) -> boo
     )
 
 
-def with_recipe(stack: Stack, run: Circumstances, known: PerformanceRecipe | None) -> Stack:
-    """The stack as the run's recipe sets it, or as its circumstances do where no recipe is ``known``."""
-    recipe = known or _stated(run)
+def with_recipe(stack: Stack, run: Circumstances, published: PerformanceRecipe | None) -> Stack:
+    """Return the stack configured by the run's recipe, or by its circumstances if no recipe is ``published``."""
+    recipe = published or _stated(run)
     experts, attention, kernels, overlap = stack.experts, stack.attention, stack.kernels, stack.overlap
     if recipe.flex:
         experts = replace(experts, dispatch="hybrid" if recipe.flex == "hybridep" else "once per node")
@@ -171,7 +171,12 @@ def with_recipe(stack: Stack, run: Circumstances, known: PerformanceRecipe | Non
         apart = not recipe.whole_graph
         experts = replace(experts, weighs_biases=apart, clamps_apart=apart)
         attention = replace(attention, turns_apart=True)
-    if known and re.search("fp8|fp4", run.precision) and recipe.flex != "hybridep" and not recipe.whole_graph:
+    if (
+        published
+        and re.search("fp8|fp4", run.precision)
+        and recipe.flex != "hybridep"
+        and not recipe.whole_graph
+    ):
         experts = replace(experts, pads_apart=True)  # TEGroupedMLP's Fp8Padding; HybridEP pads as it sorts
     if recipe.narrow_attention:
         attention = replace(attention, narrow=True)

@@ -1,12 +1,12 @@
 """Software that has trained published runs: stacks of other software as data, and each software's own habits.
 
-``SOFTWARE`` says of each what it does unlike its stack; ``stack_of_software`` is that in the circumstances of one run. Published
+``SOFTWARE`` lists the differences of each from its stack; ``stack_of_software`` applies them in the circumstances of one run. Published
 runs are judged with these facts (``python -m validation``), and ``phalanx plan --stack NAME`` plans with the same. Nothing here is
 fitted: fitted factors (``phalanx_plan.evidence``) are kept by the names in this table.
 
 Sources: gradients of NeMo's and Megatron-Bridge's performance recipes are reduced in bf16 (grad_reduce_in_fp32 = False; the
 memory that NVIDIA/dgxc-benchmarking prints after a step agrees with no other size); llm-foundry's and torchtitan's benchmarks
-reduce gradients as their READMEs say; Megatron 2021 as arXiv 2104.04473.
+reduce gradients as in their READMEs; Megatron 2021 as arXiv 2104.04473.
 
 Transformer Engine's grouped products run on four streams. Megatron Core weights rows at experts' activation since 0.13 (commit
 2659630, "Memory efficient token permutation"); DeepSeek-V3 keeps that activation's inputs in fp8 (arXiv 2412.19437, section 3.3.3), and its kernel of the backward pass makes the weighted product
@@ -41,7 +41,7 @@ from phalanx_plan.workload.stacks import (
     DataExchange,
     ExpertPath,
     KeptActivations,
-    Kernels,
+    KernelFacts,
     Overlap,
     ParameterState,
     Stack,
@@ -57,7 +57,7 @@ _MEGATRON_STATES = (
     ParameterState("moments", 8, 1, optimizer=True),
 )
 _MEGATRON_SCHEDULES = ("1f1b", "interleaved")
-_ACCUMULATING = Kernels(accumulating_bytes=8)
+_ACCUMULATING = KernelFacts(accumulating_bytes=8)
 _OF_2022 = replace(_ACCUMULATING, small_gradients=True, random_states=4, checkpoint_states=12)
 _ATTENTION_OF_2022 = AttentionPath(flash=False, rotary=False)
 
@@ -86,7 +86,7 @@ FSDP = Stack(
     schedules=_MEGATRON_SCHEDULES,
     split="balanced",
     data=DataExchange(reduces_each_micro_batch=True),
-    kernels=Kernels(fused_pointwise=False),
+    kernels=KernelFacts(fused_pointwise=False),
     activations=KeptActivations(gathered_inputs=True, wide_operands=True),
 )
 DEEPSPEED = Stack(
@@ -154,8 +154,8 @@ Adjustment = Callable[[Stack, Circumstances], Stack]
 
 
 @dataclass(frozen=True)
-class Software:
-    """One software: the stack whose facts hold, and what it does otherwise."""
+class TrainingSoftware:
+    """One software: its stack, and its differences from it."""
 
     name: str
     stack: str
@@ -164,7 +164,7 @@ class Software:
     gradient_bytes: float = 0.0
     """Bytes per parameter of a gradient, kept and reduced, where it is not the stack's usual format."""
     compiled: bool = True
-    """True if pointwise operations are fused, by a compiler or by hand, even where the row does not say so."""
+    """True if pointwise operations are fused, by a compiler or by hand, even if the row does not state it."""
     attention: Literal["", "flash-1", "flash-2"] = ""
     """Generation of fused attention, where it is older than the accelerator's profile supposes."""
     logit_bytes: float = 0.0
@@ -259,7 +259,7 @@ def _permutes_apart(stack: Stack, _run: Circumstances) -> Stack:
 
 
 def _torchtitan(stack: Stack, run: Circumstances) -> Stack:
-    """torchtitan: its default rotate method is all-gather. How times grow with the ranks says that pieces were contiguous."""
+    """torchtitan: its default rotate method is all-gather. Its times by number of ranks show that pieces were contiguous."""
     stack = replace(stack, attention=AttentionPath(exchange="gather", balanced=False))
     # It compiles the loss too since January 2025.
     return _with_logits(stack, _FUSED_LOSS) if run.compiled == "model and loss" else stack
@@ -268,8 +268,8 @@ def _torchtitan(stack: Stack, run: Circumstances) -> Stack:
 def _nanotron(stack: Stack, run: Circumstances) -> Stack:
     """nanotron as in its scaling benchmarks: stages are cut by cost, and gradients accumulated in fp32.
 
-    Those that autograd leaves in bf16 meet a further micro-batch's activations only where there is one. That gathered inputs are
-    kept is what the memory of its runs says, over all degrees of tensor parallelism.
+    The gradients that autograd leaves in bf16 exist beside a further micro-batch's activations only if there is one. The memory of its runs
+    shows, over all degrees of tensor parallelism, that gathered inputs are kept.
     """
     activations = replace(stack.activations, gathered_inputs=True)
     stack = replace(stack, split="balanced", activations=activations)
@@ -287,8 +287,8 @@ performance recipes of Megatron-Bridge set (cross_entropy_fusion_impl = "te").""
 SOFTWARE = {
     software.name: software
     for software in (
-        Software("llm-foundry", "fsdp", compiled=False, attention="flash-1", logit_bytes=_FUSED_LOSS),
-        Software(
+        TrainingSoftware("llm-foundry", "fsdp", compiled=False, attention="flash-1", logit_bytes=_FUSED_LOSS),
+        TrainingSoftware(
             "torchtitan",
             "fsdp",
             (_torchtitan,),
@@ -296,8 +296,8 @@ SOFTWARE = {
             attention="flash-2",
             logit_bytes=_EAGER_LOSS,
         ),
-        Software("maxtext", "xla"),
-        Software(
+        TrainingSoftware("maxtext", "xla"),
+        TrainingSoftware(
             "nanotron",
             "megatron",
             (_nanotron,),
@@ -305,34 +305,34 @@ SOFTWARE = {
             attention="flash-2",
             logit_bytes=_IN_PLACE_LOSS,
         ),
-        Software("bigscience", "deepspeed", (_bloom,)),
-        Software("mt-nlg", "deepspeed"),
-        Software("deepspeed-zero3", "deepspeed-zero3"),
-        Software("megatron-2022", "megatron-2022"),
-        Software("megatron-2021", "megatron-2022"),
-        Software("megatron-2020", "megatron-2022"),
-        Software("vtrain", "megatron-2022"),
-        Software("megascale", "megatron"),
+        TrainingSoftware("bigscience", "deepspeed", (_bloom,)),
+        TrainingSoftware("mt-nlg", "deepspeed"),
+        TrainingSoftware("deepspeed-zero3", "deepspeed-zero3"),
+        TrainingSoftware("megatron-2022", "megatron-2022"),
+        TrainingSoftware("megatron-2021", "megatron-2022"),
+        TrainingSoftware("megatron-2020", "megatron-2022"),
+        TrainingSoftware("vtrain", "megatron-2022"),
+        TrainingSoftware("megascale", "megatron"),
         # arXiv 2412.19437, sections 3.2.3 and 3.3.2
-        Software(
+        TrainingSoftware(
             "deepseek",
             "deepseek",
             scales_blocks=True,
             recompute="norm+latent_up+activation+expert_activation",
         ),
         # xformers' kernel of SwiGLU keeps its inputs and makes the product of gates again (ops/swiglu_op.py).
-        Software("llama-3", "fsdp-accumulating", compiled=False, recompute="activation"),
-        Software("simumax", "megatron"),
-        Software("parallel-folding", "megatron", (_weighs_afterwards, _permutes_apart)),
-        Software("nemo", "megatron", (_weighs_afterwards,), gradient_bytes=2.0),
-        Software(
+        TrainingSoftware("llama-3", "fsdp-accumulating", compiled=False, recompute="activation"),
+        TrainingSoftware("simumax", "megatron"),
+        TrainingSoftware("parallel-folding", "megatron", (_weighs_afterwards, _permutes_apart)),
+        TrainingSoftware("nemo", "megatron", (_weighs_afterwards,), gradient_bytes=2.0),
+        TrainingSoftware(
             "megatron-bridge",
             "megatron",
             (_bridge, _megatron_core),
             gradient_bytes=2.0,
             logit_bytes=_FUSED_LOSS,
         ),
-        Software("megatron-core", "megatron", (_megatron_core,)),
+        TrainingSoftware("megatron-core", "megatron", (_megatron_core,)),
     )
 }
 """Software by name."""
@@ -349,14 +349,14 @@ _STACKS = {
             FSDP,
             name="xla",
             states=replace(FSDP.states, unit_gradient_bytes=0.0),
-            kernels=Kernels(launch_s=0.0),
+            kernels=KernelFacts(launch_s=0.0),
             allocator=Allocator(context_bytes=0.3e9, communicator_bytes=0.0, fragmentation=0.0),
         ),
         4.0,
     ),
     # Llama 3's, by its report (arXiv 2407.21783, section 3.3.2): FSDP whose weights stay gathered after forward, gradients summed over
     # micro-batches in fp32 and reduced in fp32, stages of one layer each that leave first and last a layer less, and keys and
-    # values gathered. What PyTorch fuses or hides beyond that, it does not say.
+    # values gathered. The report does not state what else PyTorch fuses or hides.
     "fsdp-accumulating": replace(
         FSDP,
         name="fsdp-accumulating",
@@ -377,7 +377,7 @@ _STACKS = {
         FSDP,
         name="deepspeed-zero3",
         data=replace(FSDP.data, reduce_bytes=2.0, gathers_per_block=_PARAMETERS_OF_A_BLOCK),
-        kernels=Kernels(),
+        kernels=KernelFacts(),
         attention=AttentionPath(flash=False),
         activations=replace(FSDP.activations, dropout=True),
     ),
@@ -392,7 +392,9 @@ _ATTENTION = {
 (30-50 % and 25-35 % on A100 before, 335 TFLOP/s of an H100 after); the first on an H100 is assumed in the same proportion."""
 
 
-def stack_of_software(software: Software, run: Circumstances, recipe: PerformanceRecipe | None) -> Stack:
+def stack_of_software(
+    software: TrainingSoftware, run: Circumstances, recipe: PerformanceRecipe | None
+) -> Stack:
     """The stack of ``software`` in these circumstances, as its ``recipe`` sets it if it follows one."""
     stack = _STACKS[software.stack]
     if run.zero == 3 and 3 not in stack.zero_stages:
@@ -414,7 +416,7 @@ def stack_of_software(software: Software, run: Circumstances, recipe: Performanc
     return replace(stack, kernels=replace(stack.kernels, fused_pointwise=fused))
 
 
-def profile_of_software(profile: Profile, software: Software, precision: str) -> Profile:
+def profile_of_software(profile: Profile, software: TrainingSoftware, precision: str) -> Profile:
     """An accelerator's constants, with the attention that the software has and the products of the format."""
     blocks = profile.constants.matmul.get("fp8_block")
     if blocks and (software.scales_blocks or re.search(r"block|fine-grained", precision)):

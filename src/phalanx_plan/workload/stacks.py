@@ -66,7 +66,7 @@ class States:
     slot_bin_bytes: float = 0.0
     """Integer sums of slots' gradients, held from the first slot of a step to the last: whole below ZeRO-3, from it on shares."""
     optimizer: OptimizerSpec | None = None
-    """This project's own optimizer, whose state is known tensor by tensor; ``None`` where every parameter has what ``kept`` says."""
+    """This project's own optimizer, whose state is known tensor by tensor; ``None`` if ``kept`` describes every parameter."""
     shards: Literal["flat", "rows"] = "flat"
     """Unit that data-parallel ranks divide: one flat buffer, or each parameter by whole rows (of stacked experts: whole experts)."""
 
@@ -112,7 +112,7 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelFacts:
     """Kernel fusion, casts, and the host's cost to launch kernels."""
 
     fused_pointwise: bool = True
@@ -241,7 +241,7 @@ class Stack:
     """True if ``interleaved``, ``zbv`` and ``dualpipev`` run any number of micro-batches."""
     data: DataExchange = DataExchange()
     overlap: Overlap = Overlap()
-    kernels: Kernels = Kernels()
+    kernels: KernelFacts = KernelFacts()
     attention: AttentionPath = AttentionPath()
     experts: ExpertPath = ExpertPath()
     activations: KeptActivations = KeptActivations()
@@ -282,7 +282,7 @@ PHALANX = Stack(
     schedules=("gpipe", "1f1b", "interleaved", "zbv", "dualpipev"),
     split="balanced",
     any_micro_batches=True,
-    kernels=Kernels(fused_pointwise=False),
+    kernels=KernelFacts(fused_pointwise=False),
     activations=KeptActivations(gathered_inputs=True),
     loss=Loss(chunk=2048),
 )
@@ -290,7 +290,7 @@ PHALANX = Stack(
 
 
 @dataclass(frozen=True)
-class Workload:
+class TrainingWorkload:
     """Model, sequence length and batch of a step, independent of the software."""
 
     model: ModelSpec
@@ -321,15 +321,15 @@ def _counts(model: ModelSpec, seq_len: int) -> ModelCounts:
     return count(model, seq_len)
 
 
-def workload_of(spec: RunSpec, *, keep_slots: bool = True) -> Workload:
-    """The workload of a run file; without ``keep_slots``, slots are as the layout likes them."""
+def workload_of(spec: RunSpec, *, keep_slots: bool = True) -> TrainingWorkload:
+    """Return the workload of a run file; without ``keep_slots``, the layout chooses the slots."""
     model = resolve(spec.model, spec.data.vocab_size)
     slots = spec.train.slots if keep_slots else 0
-    return Workload(model, spec.train.seq_len, spec.train.batch_size, slots)
+    return TrainingWorkload(model, spec.train.seq_len, spec.train.batch_size, slots)
 
 
 def stack_of(spec: RunSpec) -> Stack:
-    """This project's own stack as a run file sets it: the optimizer's state, format of computing, chunks of the loss."""
+    """Return this project's own stack configured by a run file: the optimizer's state, compute format, chunks of the loss."""
     narrow = compute_format(spec.precision, device_of(spec.runtime, has_gpu=True)) == "bf16"
     model = resolve(spec.model, spec.data.vocab_size)
     master, gradients, moments = PHALANX.states.kept
@@ -355,7 +355,7 @@ def stack_of(spec: RunSpec) -> Stack:
             reduces_once=spec.train.reduction != "reproducible",
         ),
         overlap=Overlap(tensor=0.5 if spec.parallel.async_tensor else 0.0),
-        kernels=Kernels(
+        kernels=KernelFacts(
             fused_pointwise=spec.runtime.compile,
         ),
         attention=AttentionPath(exchange="gather" if spec.parallel.context_mode == "allgather" else "ring"),
@@ -377,10 +377,10 @@ def _mean_moment_bytes(optimizer: OptimizerSpec, model: ModelSpec) -> float:
 
 
 @dataclass(frozen=True)
-class Job:
-    """A workload, the stack that trains it, and the cluster: the subject of every estimate."""
+class TrainingJob:
+    """A workload, its training stack, and the cluster: the input of every estimate."""
 
-    workload: Workload
+    workload: TrainingWorkload
     stack: Stack
     cluster: Cluster
     profile: Profile

@@ -11,7 +11,7 @@ from phalanx.run.layout import Layout
 from phalanx_plan.report.analyses import TraceEvent, perfetto, step_timeline
 from phalanx_plan.step_cost.estimate import estimate
 from phalanx_plan.workload.candidates import PlannedLayout
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 from plan.jobs import LAYOUTS, job, planned
 
 MORE = {
@@ -21,7 +21,7 @@ MORE = {
 }
 
 
-def case(name: str) -> tuple[Job, PlannedLayout]:
+def case(name: str) -> tuple[TrainingJob, PlannedLayout]:
     if name in LAYOUTS:
         return job(), MORE[name]
     return job(stack="phalanx", batch=64 if name == "zbv" else 40_000, cluster="h100:64"), MORE[name]

@@ -15,7 +15,7 @@ from phalanx_plan.report.elements import (
     DOLLARS,
     ENERGY,
     POWER,
-    Unit,
+    DisplayUnit,
     counted,
     unit_for,
     written,
@@ -34,7 +34,7 @@ ALL = {
 @pytest.mark.parametrize("units", ALL.values(), ids=ALL.keys())
 @given(value=st.floats(1e-3, 1e12))
 def test_a_figure_can_be_read_back_and_is_at_least_one_where_a_unit_allows_it(
-    units: tuple[Unit, ...], value: float
+    units: tuple[DisplayUnit, ...], value: float
 ) -> None:
     number, name = written(value, units).split()
     (unit,) = [unit for unit in units if unit.name == name]
@@ -49,7 +49,7 @@ def test_a_toy_run_takes_seconds_and_cents_and_a_large_one_days_and_millions() -
     assert written(0.0148, DOLLARS) == "0.0148 $"
     assert written(6.2e7, DOLLARS) == "62 M$"
     assert written(12_243.7, DOLLARS) == "12,240 $"
-    assert Unit("M$", 1e6)(1.4526e9, digits=3) == "1,450"
+    assert DisplayUnit("M$", 1e6)(1.4526e9, digits=3) == "1,450"
     assert counted(1.0237e14) == "102.4 T"
     assert written(6.178e-3, ENERGY) == "6.178 Wh"
 

@@ -8,28 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx_plan.scaling.optimum import Budget, BudgetError, read_budget
+from phalanx_plan.scaling.optimum import BudgetError, TrainingBudget, read_budget
 
 
 @pytest.mark.parametrize(
     ("text", "budget"),
     [
-        ("40M$", Budget(40e6, "usd")),
-        ("$40M", Budget(40e6, "usd")),
-        ("40M USD", Budget(40e6, "usd")),
-        ("1_000 $", Budget(1000, "usd")),
-        ("1e25FLOP", Budget(1e25, "flop")),
-        ("1e25 FLOPs", Budget(1e25, "flop")),
-        ("10ZFLOP", Budget(1e22, "flop")),
-        ("30d", Budget(30, "days")),
-        ("12 hours", Budget(0.5, "days")),
-        ("2 weeks", Budget(14, "days")),
-        ("1M gpu-hours", Budget(1e6, "gpu-hours")),
-        ("1 GPU-hours", Budget(1, "gpu-hours")),
-        ("10k gpu-days", Budget(240_000, "gpu-hours")),
+        ("40M$", TrainingBudget(40e6, "usd")),
+        ("$40M", TrainingBudget(40e6, "usd")),
+        ("40M USD", TrainingBudget(40e6, "usd")),
+        ("1_000 $", TrainingBudget(1000, "usd")),
+        ("1e25FLOP", TrainingBudget(1e25, "flop")),
+        ("1e25 FLOPs", TrainingBudget(1e25, "flop")),
+        ("10ZFLOP", TrainingBudget(1e22, "flop")),
+        ("30d", TrainingBudget(30, "days")),
+        ("12 hours", TrainingBudget(0.5, "days")),
+        ("2 weeks", TrainingBudget(14, "days")),
+        ("1M gpu-hours", TrainingBudget(1e6, "gpu-hours")),
+        ("1 GPU-hours", TrainingBudget(1, "gpu-hours")),
+        ("10k gpu-days", TrainingBudget(240_000, "gpu-hours")),
     ],
 )
-def test_an_amount_and_its_unit_are_read(text: str, budget: Budget) -> None:
+def test_an_amount_and_its_unit_are_read(text: str, budget: TrainingBudget) -> None:
     assert read_budget(text).unit == budget.unit
     assert read_budget(text).amount == pytest.approx(budget.amount)
 
@@ -50,6 +50,6 @@ def test_any_words_are_read_or_refused(text: str) -> None:
 
 @given(st.floats(1e-3, 1e14), st.sampled_from(["usd", "days", "gpu-hours", "flop"]))
 def test_a_written_budget_reads_as_itself(amount: float, unit: str) -> None:
-    budget = Budget(min(amount, 36_000.0) if unit == "days" else min(amount, 9e12), unit)  # type: ignore[arg-type]
+    budget = TrainingBudget(min(amount, 36_000.0) if unit == "days" else min(amount, 9e12), unit)  # type: ignore[arg-type]
     assert read_budget(str(budget)).amount == pytest.approx(budget.amount, rel=0.01)
     assert read_budget(str(budget)).unit == unit

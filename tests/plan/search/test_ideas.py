@@ -21,14 +21,14 @@ def test_three_plans_divide_the_model_differently_and_say_what_they_give_up(
     model: str, cluster: str, batch: int
 ) -> None:
     found = ideas(model, cluster, batch)
-    layouts = [idea.found.layout for idea in found]
+    layouts = [idea.estimate.layout for idea in found]
     ways = {
         tuple(getattr(one, axis) > 1 for axis in ("tensor", "context", "pipeline", "expert"))
         for one in layouts
     }
     assert len(ways) == len(found) == 3
-    assert [idea.found.step_s for idea in found] == sorted(idea.found.step_s for idea in found)
-    assert all(idea.found.fits for idea in found)
+    assert [idea.estimate.step_s for idea in found] == sorted(idea.estimate.step_s for idea in found)
+    assert all(idea.estimate.fits for idea in found)
     for idea in found[1:]:
         assert idea.gives_up[0].startswith("a step ")
     assert len({idea.title for idea in found}) == 3
@@ -40,7 +40,7 @@ def test_three_plans_divide_the_model_differently_and_say_what_they_give_up(
 def test_where_the_best_plan_gathers_its_weights_another_keeps_them(
     model: str, cluster: str, batch: int
 ) -> None:
-    best, *others = (idea.found for idea in ideas(model, cluster, batch))
+    best, *others = (idea.estimate for idea in ideas(model, cluster, batch))
     assert best.layout.zero == 3
     assert min(other.layout.zero for other in others) < 3
     assert max(other.step_s for other in others) < 1.3 * best.step_s
@@ -48,4 +48,4 @@ def test_where_the_best_plan_gathers_its_weights_another_keeps_them(
 
 def test_a_model_that_is_never_divided_still_has_other_plans() -> None:
     found = ideas("llama-100m", "h100:8", 64)
-    assert len({short(idea.found.layout) for idea in found}) == len(found) > 1
+    assert len({short(idea.estimate.layout) for idea in found}) == len(found) > 1

@@ -10,7 +10,7 @@ from phalanx.hardware.catalog import cluster
 from phalanx.run.spec import MlaSpec, RunSpec
 from phalanx_plan.search.layout_text import read_layout
 from phalanx_plan.search.options import Options, requirement
-from phalanx_plan.search.query import Aim, RequestError, job_of, run_of_model, with_modes_asked
+from phalanx_plan.search.query import Aim, PlanRequestError, job_of, run_of_model, with_requested_modes
 from phalanx_plan.search.search import search
 from phalanx_plan.step_cost.estimate import estimate
 from phalanx_plan.workload.candidates import LAYOUT_FIELDS, Candidates, PlannedLayout, layout_field
@@ -27,7 +27,7 @@ def test_parts_that_are_computed_again_are_named_in_a_layout_and_in_a_condition(
     """By Megatron's names or the planner's; the first is as good as naming its parts."""
     named, conditions = "recompute=mlp+norm", ("recompute=core_attn+layernorm",)
     aim = Aim(layout=f"tp=4,{named}", require=conditions, stack="megatron")
-    one = with_modes_asked(job_of(SPEC, cluster("h100:64"), stack="megatron"), aim)
+    one = with_requested_modes(job_of(SPEC, cluster("h100:64"), stack="megatron"), aim)
     layout = read_layout("tp=4,recompute=mlp+norm", SPEC, one)
     again, none, full = (
         estimate(one, replace(layout, recompute=mode)) for mode in (layout.recompute, "none", "full")
@@ -41,14 +41,16 @@ def test_parts_that_are_computed_again_are_named_in_a_layout_and_in_a_condition(
 def test_parts_that_there_are_not_are_refused_by_name_and_the_trainer_s_own_modes_are_none_of_them() -> None:
     aim = Aim(layout="recompute=mlp+nrom")
     with pytest.raises(ValueError, match=r"'nrom' is no part of a layer: join some of .*norm"):
-        with_modes_asked(job_of(SPEC, cluster("h100:64"), stack="megatron"), replace(aim, stack="megatron"))
-    with pytest.raises(RequestError, match="take one of none, selective, full"):
-        read_layout("recompute=mlp+norm", SPEC, with_modes_asked(JOB, aim))
+        with_requested_modes(
+            job_of(SPEC, cluster("h100:64"), stack="megatron"), replace(aim, stack="megatron")
+        )
+    with pytest.raises(PlanRequestError, match="take one of none, selective, full"):
+        read_layout("recompute=mlp+norm", SPEC, with_requested_modes(JOB, aim))
 
 
 def test_a_part_of_experts_is_refused_where_there_are_none() -> None:
-    with pytest.raises(RequestError, match="recompute=moe: the model has no experts"):
-        with_modes_asked(
+    with pytest.raises(PlanRequestError, match="recompute=moe: the model has no experts"):
+        with_requested_modes(
             job_of(SPEC, cluster("h100:64"), stack="megatron"),
             Aim(require=("recompute=moe",), stack="megatron"),
         )
@@ -56,17 +58,17 @@ def test_a_part_of_experts_is_refused_where_there_are_none() -> None:
 
 def test_latents_are_made_again_where_there_are_some_in_dense_models_as_well() -> None:
     aim = Aim(require=("recompute=mla_up_proj",), stack="megatron")
-    with pytest.raises(RequestError, match="recompute=mla_up_proj: the model has no latent attention"):
-        with_modes_asked(job_of(SPEC, cluster("h100:64"), stack="megatron"), aim)
+    with pytest.raises(PlanRequestError, match="recompute=mla_up_proj: the model has no latent attention"):
+        with_requested_modes(job_of(SPEC, cluster("h100:64"), stack="megatron"), aim)
     dense = replace(SPEC, model=replace(SPEC.model, kv_heads=0, mla=MlaSpec(kv_rank=512)))
-    job = with_modes_asked(job_of(dense, cluster("h100:64"), stack="megatron"), aim)
+    job = with_requested_modes(job_of(dense, cluster("h100:64"), stack="megatron"), aim)
     options = Options(require=("recompute=mla_up_proj", "pp=1", "cp=1", "mbs=1"))
     assert {one.layout.recompute for one in search(job, options).best} == {"mla_up_proj"}
 
 
 @pytest.mark.parametrize("switch", ["sequence_parallel", "offload_optimizer", "offload_activations"])
 def test_a_switch_is_on_or_off(switch: str) -> None:
-    with pytest.raises(RequestError, match=f"{switch}=2: write 1 for yes or 0 for no"):
+    with pytest.raises(PlanRequestError, match=f"{switch}=2: write 1 for yes or 0 for no"):
         read(f"dp=64,{switch}=2")
 
 
@@ -112,7 +114,7 @@ def test_every_name_is_read_in_a_layout_and_in_a_condition_or_refused_with_the_r
     assert known is not None
     value = {"schedule": "1f1b", "recompute": "full", "precision": "bf16", "zero": "3"}.get(known.name, "1")
     if known.not_in_layout:
-        with pytest.raises(RequestError, match="dp / fsdp"):
+        with pytest.raises(PlanRequestError, match="dp / fsdp"):
             read(f"{word}={value}")
     else:
         expected = value if value.isalnum() and not value.isdigit() else int(value)
@@ -139,9 +141,9 @@ def test_what_is_printed_is_read_back(text: str) -> None:
 
 def test_a_number_of_accelerators_stands_for_the_data_parallel_ranks() -> None:
     assert read("tp=2,pp=2,gpus=32") == read("tp=2,pp=2,dp=8")
-    with pytest.raises(RequestError, match="no multiple of tp x cp x pp = 4"):
+    with pytest.raises(PlanRequestError, match="no multiple of tp x cp x pp = 4"):
         read("tp=2,pp=2,gpus=30")
-    with pytest.raises(RequestError, match="leave one of them out"):
+    with pytest.raises(PlanRequestError, match="leave one of them out"):
         read("tp=2,gpus=32,dp=8")
 
 

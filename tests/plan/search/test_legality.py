@@ -22,7 +22,7 @@ from phalanx_plan.search.options import Options
 from phalanx_plan.search.query import job_of
 from phalanx_plan.search.space import exclusions, space
 from phalanx_plan.workload.candidates import PlannedLayout, divisors
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 
 MICRO_BATCHES, STAGES = (1, 2, 3), (2, 3)
 SCHEDULES = (("1f1b", 1), *(("interleaved", stages) for stages in STAGES), ("zbv", 2), ("dualpipev", 2))
@@ -69,7 +69,7 @@ def runs(draw: st.DrawFn) -> RunSpec:
     return spec
 
 
-def offered(job: Job, options: Options) -> Iterator[PlannedLayout]:
+def offered(job: TrainingJob, options: Options) -> Iterator[PlannedLayout]:
     """Every layout of the space that no choice on the free axes excludes."""
     candidates = space(job, options).candidates
     masks = exclusions(job, candidates, options).values()

@@ -15,13 +15,13 @@ from phalanx_plan.search.search import NothingFitsError, SearchResult, search
 from phalanx_plan.search.space import exclusions, space
 from phalanx_plan.step_cost.estimate import estimate, estimates, prepare
 from phalanx_plan.workload.candidates import candidates_of
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 from plan.jobs import job
 
 _SMALL = Options(micro_batches=(1, 2), stages_per_rank=(2,), offload=False, require=("tp<=4", "cp<=2"))
 
 
-def with_memory(mine: Job, factor: float) -> Job:
+def with_memory(mine: TrainingJob, factor: float) -> TrainingJob:
     """The same job with so much more memory."""
     accelerator = mine.cluster.accelerator
     memory = Fact(accelerator.memory_bytes.value * factor, "test")

@@ -14,8 +14,8 @@ from phalanx_plan.serving.fleet import nearest, plan_service, split
 from phalanx_plan.serving.workers import (
     DemandError,
     Objectives,
+    RequestTraffic,
     Service,
-    Traffic,
     read_objectives,
     read_traffic,
     workers_of,
@@ -24,13 +24,13 @@ from phalanx_plan.serving.workers import (
 SMALL = Service(
     resolve(PRESETS["llama3-8b"]),
     cluster("h100:8"),
-    Traffic(2000, 500, 0.3, 20),
+    RequestTraffic(2000, 500, 0.3, 20),
     Objectives(1.0, 0.05),
 )
 
 
 def test_traffic_and_objectives_are_read_with_their_units() -> None:
-    assert read_traffic("in=2k, out=500,hit=0.3,rate=40") == Traffic(2000, 500, 0.3, 40)
+    assert read_traffic("in=2k, out=500,hit=0.3,rate=40") == RequestTraffic(2000, 500, 0.3, 40)
     assert read_objectives("ttft=1s,tpot=50ms") == Objectives(1.0, 0.05)
     assert read_objectives("") == Objectives()
 
@@ -94,14 +94,14 @@ def test_more_requests_never_take_fewer_accelerators() -> None:
 def test_more_accelerators_never_serve_less() -> None:
     most = []
     for count in (2, 4, 8, 16):
-        traffic = Traffic(2000, 500, 0.3)
+        traffic = RequestTraffic(2000, 500, 0.3)
         good, _ = plan_service(replace(SMALL, cluster=cluster(f"h100:{count}"), traffic=traffic))
         most.append(max(each.rate for each in good))
     assert most == sorted(most)
 
 
 def test_prefill_and_decode_workers_share_the_published_day_as_deepseek_did() -> None:
-    day = Traffic(prompt=608e9, text=168e9)
+    day = RequestTraffic(prompt=608e9, text=168e9)
     assert split(day, 73.7e3, 14.8e3) == pytest.approx(95.5 / 131.4, rel=1e-3)
 
 

@@ -13,7 +13,7 @@ from phalanx.model.facts.shape import count
 from phalanx.run.kinds.whole_model import resolve
 from phalanx_plan.serving.step_cost import (
     Division,
-    Step,
+    ServingStep,
     pass_s,
     rank_token_bytes,
     requests_held,
@@ -65,22 +65,22 @@ def test_more_memory_holds_more_requests() -> None:
 
 
 def test_a_step_gets_no_slower_with_faster_memory_and_no_faster_with_more_rows_or_pages() -> None:
-    step = Step(DEEPSEEK, H800, Division(1, 144), "fp8", 64, 4000)
+    step = ServingStep(DEEPSEEK, H800, Division(1, 144), "fp8", 64, 4000)
     faster = replace(step, cluster=with_value(H800, "accelerator.memory_bytes_per_s", 5e12))
     assert step_s(faster) < step_s(step)
     assert step_s(step) < step_s(replace(step, rows=128))
-    assert step_s(step) < step_s(replace(step, held=8000))
+    assert step_s(step) < step_s(replace(step, attended_tokens=8000))
 
 
 def test_one_row_of_a_dense_model_takes_about_the_time_to_read_its_weights() -> None:
     place = cluster("h200:8")
-    step = Step(LLAMA, place, Division(8), "bf16", 1, 128)
+    step = ServingStep(LLAMA, place, Division(8), "bf16", 1, 128)
     reading = weight_bytes(LLAMA, Division(8), "bf16") / place.accelerator.memory_bytes_per_s.value
     assert reading < step_parts(step)["products"] < 1.6 * reading
 
 
 def test_overlapping_halves_never_take_less_than_the_larger_of_both_parts() -> None:
-    step = Step(DEEPSEEK, H800, Division(1, 32), "fp8", 8192, 4000, prefill=True)
+    step = ServingStep(DEEPSEEK, H800, Division(1, 32), "fp8", 8192, 4000, prefill=True)
     parts = step_parts(step)
     exchange = parts["exchange"]
     assert step_s(step, overlap=True) >= max(exchange, sum(parts.values()) - exchange)

@@ -20,9 +20,9 @@ def test_the_two_terms_that_the_search_compares_are_the_sum_of_all_kinds() -> No
     evaluation = prepare(mine, one(Layout(pipeline=4, shard=4, tensor=4), zero=1))
     for kind in range(len(evaluation.table)):
         place = evaluation.table[kind]
-        candidates, held = evaluation.candidates, evaluation.held
-        state = lasting_bytes(mine, candidates, held, place)
-        activations = passing_bytes(mine, candidates, held, evaluation.costs, evaluation.pipes, place)
+        candidates, holdings = evaluation.candidates, evaluation.holdings
+        state = lasting_bytes(mine, candidates, holdings, place)
+        activations = passing_bytes(mine, candidates, holdings, evaluation.costs, evaluation.pipes, place)
         assert state + activations == pytest.approx(total(evaluation.memory(kind)))
 
 

@@ -10,7 +10,7 @@ from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
 from phalanx_plan.step_cost.estimate import estimate
-from phalanx_plan.workload.stacks import PHALANX, Job, Stack
+from phalanx_plan.workload.stacks import PHALANX, Stack, TrainingJob
 from plan.jobs import job, planned
 
 WIDE = ModelSpec(layers=2, dim=512, heads=8, ffn_dim=1536, vocab_size=8192)
@@ -19,7 +19,7 @@ ON_CPUS = replace(PHALANX, states=replace(PHALANX.states, keeps_spent_sums=True)
 
 def bytes_after_backward(replicas: int, stack: Stack) -> float:
     """What stands beside weights, one set of gradients and moments when activations are gone."""
-    mine: Job = job(WIDE, f"a100:{replicas}", batch=4, seq_len=64, stack=stack)
+    mine: TrainingJob = job(WIDE, f"a100:{replicas}", batch=4, seq_len=64, stack=stack)
     memory = estimate(mine, planned(Layout(replicate=replicas), zero=2)).memory
     gone = ("activations", "recomputed layer", "gradients of activations", "logits")
     return sum(memory[kind] for kind in (*gone, "exchange between replicas"))

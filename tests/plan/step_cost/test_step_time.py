@@ -19,7 +19,7 @@ from phalanx_plan.step_cost.estimate import estimate, prepare
 from phalanx_plan.step_cost.memory import total
 from phalanx_plan.step_cost.step_time import scale_tax
 from phalanx_plan.workload.software import MEGATRON
-from phalanx_plan.workload.stacks import Job, Kernels
+from phalanx_plan.workload.stacks import KernelFacts, TrainingJob
 from plan.jobs import LAYOUTS, job, one, planned, small_gpt
 
 
@@ -28,7 +28,9 @@ def faster(fact: Fact, factor: float) -> Fact:
     return dataclasses.replace(fact, value=fact.value * factor)
 
 
-def with_rates(mine: Job, *, memory: float = 1, domain: float = 1, fabric: float = 1, host: float = 1) -> Job:
+def with_rates(
+    mine: TrainingJob, *, memory: float = 1, domain: float = 1, fabric: float = 1, host: float = 1
+) -> TrainingJob:
     """``mine`` with bandwidths multiplied."""
     old: Cluster = mine.cluster
     accelerator = dataclasses.replace(
@@ -74,7 +76,7 @@ def test_a_pipeline_of_equal_stages_idles_for_one_micro_batch_less_than_its_rank
 ) -> None:
     # Narayanan et al., arXiv 2104.04473, section 2.2.1: (p - 1) / m. The vocabulary is so small that the ends weigh nothing.
     model = ModelSpec(layers=16, dim=2048, heads=16, kv_heads=16, ffn_dim=8192, vocab_size=64, ffn="gelu")
-    unhosted = dataclasses.replace(MEGATRON, kernels=Kernels(accumulating_bytes=8, launch_s=0.0))
+    unhosted = dataclasses.replace(MEGATRON, kernels=KernelFacts(accumulating_bytes=8, launch_s=0.0))
     mine = job(model, f"h100:{ranks}", batch=micro_batches, seq_len=2048, stack=unhosted)
     found = estimate(mine, planned(Layout(pipeline=ranks), zero=0))
     busy = sum(found.time[term] for term in ("matmul", "attention", "pointwise"))

@@ -8,11 +8,11 @@ from phalanx.model.facts.shape import count
 from phalanx.run.layout import Layout
 from phalanx_plan.step_cost.traffic import Flow, flows
 from phalanx_plan.workload.candidates import PlannedLayout
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 from plan.jobs import job, planned
 
 
-def sent(work: Job, layout: PlannedLayout, axis: str, **how: bool) -> float:
+def sent(work: TrainingJob, layout: PlannedLayout, axis: str, **how: bool) -> float:
     """Bytes that a rank sends along an axis, to each of its neighbors in a chain."""
     return sum(flow.sent_bytes for flow in flows(work, layout, **how) if flow.axis == axis)
 

@@ -14,11 +14,11 @@ from phalanx.run.layout import Layout
 from phalanx_plan.step_cost.layer_costs import layer_costs
 from phalanx_plan.workload.architecture import KINDS, Layer, layers
 from phalanx_plan.workload.candidates import RECOMPUTE
-from phalanx_plan.workload.stacks import Job
+from phalanx_plan.workload.stacks import TrainingJob
 from plan.jobs import job, one
 
 
-def whole_model(mine: Job) -> list[Layer]:
+def whole_model(mine: TrainingJob) -> list[Layer]:
     """Every layer and both ends."""
     model, found = mine.workload.model, layers(mine.workload, mine.stack)
     blocks = [found["mixture" if is_mixture(model, layer) else "dense"] for layer in range(model.layers)]

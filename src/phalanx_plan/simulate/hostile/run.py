@@ -21,12 +21,12 @@ from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.requests import CannotShrinkError, choose
 from phalanx.fleet.core.state import FleetPhase
 from phalanx_plan.simulate.hostile.node import SimulatedNode
-from phalanx_plan.simulate.hostile.world import World
+from phalanx_plan.simulate.hostile.world import HostileWorld
 
 # The faults of a hostile world, each a function of the world and its random numbers.
 
 
-def strike_somewhere(world: World) -> None:
+def strike_somewhere(world: HostileWorld) -> None:
     """Commits one fault, drawn from the world's random numbers."""
     names, weights = zip(*((name, weight) for name, (weight, _) in _FAULTS.items()), strict=True)
     name = world.random.choices(names, weights)[0]
@@ -34,23 +34,23 @@ def strike_somewhere(world: World) -> None:
     _FAULTS[name][1](world)
 
 
-def _somebody(world: World) -> SimulatedNode:
+def _somebody(world: HostileWorld) -> SimulatedNode:
     return world.nodes[world.random.choice(list(world.nodes))]
 
 
-def _crash(world: World, node: SimulatedNode) -> None:
+def _crash(world: HostileWorld, node: SimulatedNode) -> None:
     node.crash(silently=world.random.random() < 0.3)
     world.clock.after(world.random.uniform(0.5, 30), node.start)
 
 
-def _rack(world: World) -> None:
+def _rack(world: HostileWorld) -> None:
     domain = _somebody(world).domain
     for node in world.nodes.values():
         if node.domain == domain and world.random.random() < 0.9:
             world.clock.after(world.random.uniform(0, 0.2), partial(_crash, world, node))
 
 
-def _link(world: World) -> None:
+def _link(world: HostileWorld) -> None:
     node = _somebody(world)
     group = node.group
     if group is None:
@@ -60,12 +60,12 @@ def _link(world: World) -> None:
             other.break_collective()
 
 
-def _cut_all(world: World) -> None:
+def _cut_all(world: HostileWorld) -> None:
     for node in world.nodes.values():
         _isolate(world, node)
 
 
-def _isolate(world: World, node: SimulatedNode) -> None:
+def _isolate(world: HostileWorld, node: SimulatedNode) -> None:
     def mend() -> None:
         node.cut = False
 
@@ -76,26 +76,26 @@ def _isolate(world: World, node: SimulatedNode) -> None:
         world.clock.after(world.random.uniform(0.1, 15), mend)
 
 
-def _coordinator(world: World) -> None:
+def _coordinator(world: HostileWorld) -> None:
     world.coordinator.crash()
     world.clock.after(world.random.uniform(0.1, 20), world.coordinator.start)
 
 
-def _head(world: World) -> None:
+def _head(world: HostileWorld) -> None:
     """The machine of the head is lost, and everything on it."""
     node = world.nodes.get(world.coordinator.node)
     if node is not None:
         _crash(world, node)
 
 
-def _fall(world: World) -> None:
+def _fall(world: HostileWorld) -> None:
     """The head falls in the middle of its next decision that needs a claim, and is started again some time later."""
     head = world.coordinator
     head.falls = world.random.choice(("before", "after"))
     world.clock.after(world.random.uniform(5, 25), head.start)
 
 
-def _stand_still(world: World) -> None:
+def _stand_still(world: HostileWorld) -> None:
     """The head's process is stopped and goes on later, when another may have taken over."""
     head = world.coordinator
     if head.up:
@@ -103,7 +103,7 @@ def _stand_still(world: World) -> None:
         world.clock.after(world.random.uniform(1, 40), head.go_on)
 
 
-def _part(world: World) -> None:
+def _part(world: HostileWorld) -> None:
     """The network falls into two parts."""
     for node in world.nodes.values():
         node.side = world.random.randint(0, 1)
@@ -115,13 +115,13 @@ def _part(world: World) -> None:
     world.clock.after(world.random.uniform(1, 40), mend)
 
 
-def _accuse(world: World, reason: Literal["straggler", "health"]) -> None:
+def _accuse(world: HostileWorld, reason: Literal["straggler", "health"]) -> None:
     name = _somebody(world).name
     world.coordinator.hear(m.Suspect(name, reason, "a test"))
     world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
 
 
-def _sicken(world: World) -> None:
+def _sicken(world: HostileWorld) -> None:
     node = _somebody(world)
     node.sick = True
     world.ever_sick.add(node.name)
@@ -133,7 +133,7 @@ def _sicken(world: World) -> None:
     world.clock.after(world.random.uniform(1, 20), heal)
 
 
-def _cannot_train(world: World) -> None:
+def _cannot_train(world: HostileWorld) -> None:
     """One node alone says that the run cannot go on, where the others can do without it."""
     name, state = _somebody(world).name, world.coordinator.state
     heard = world.coordinator.up and not world.coordinator.stopped
@@ -144,7 +144,7 @@ def _cannot_train(world: World) -> None:
     world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
 
 
-def _corrupt(world: World) -> None:
+def _corrupt(world: HostileWorld) -> None:
     node = _somebody(world)
     group = node.group
     if group is None or not group.running or not node.computes(group.epoch) or group.tainted(group.step + 1):
@@ -155,7 +155,7 @@ def _corrupt(world: World) -> None:
     world.clock.after(world.random.uniform(0, 3), lambda: _report(world, found))
 
 
-def _report(world: World, found: m.Suspect) -> None:
+def _report(world: HostileWorld, found: m.Suspect) -> None:
     """Reports a corruption until a head that knows the node has heard it, and has not fallen before it could say so in a claim."""
     head = world.coordinator
     head.start()
@@ -168,13 +168,13 @@ def _report(world: World, found: m.Suspect) -> None:
         world.clock.after(1.0, lambda: _report(world, found))
 
 
-def _drain(world: World) -> None:
+def _drain(world: HostileWorld) -> None:
     name = _somebody(world).name
     world.coordinator.hear(m.Drain(name))
     world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
 
 
-def _give_back(world: World) -> None:
+def _give_back(world: HostileWorld) -> None:
     """An operator gives nodes back, and wants them again later."""
     state, before = world.coordinator.state, world.conditions.settings
     try:
@@ -187,7 +187,7 @@ def _give_back(world: World) -> None:
     world.clock.after(world.random.uniform(1, 30), lambda: world.coordinator.hear(again))
 
 
-def _take_away(world: World) -> None:
+def _take_away(world: HostileWorld) -> None:
     """A scheduler takes a machine away with grace, or without waiting for the fleet to let it go."""
     node = _somebody(world)
     node.going = True
@@ -195,13 +195,13 @@ def _take_away(world: World) -> None:
         world.clock.after(world.random.uniform(0.1, 20), partial(_end_of_grace, world, node))
 
 
-def _end_of_grace(world: World, node: SimulatedNode) -> None:
+def _end_of_grace(world: HostileWorld, node: SimulatedNode) -> None:
     if node.going:
         node.going = False
         _crash(world, node)
 
 
-_FAULTS: dict[str, tuple[float, Callable[[World], None]]] = {
+_FAULTS: dict[str, tuple[float, Callable[[HostileWorld], None]]] = {
     "worker killed": (4, lambda world: _somebody(world).kill_worker()),
     "worker hung": (3, lambda world: _somebody(world).hang(seen=world.random.random() < 0.7)),
     "node lost": (4, lambda world: _crash(world, _somebody(world))),
@@ -250,7 +250,7 @@ class WorldOutcome:
 
 def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
     """Runs the world of one seed. Raises BrokenInvariant, with the command that reproduces it."""
-    world = World(seed, step)
+    world = HostileWorld(seed, step)
     try:
         return _run(world)
     except Exception as error:
@@ -260,7 +260,7 @@ def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
         ) from error
 
 
-def _run(world: World) -> WorldOutcome:
+def _run(world: HostileWorld) -> WorldOutcome:
     """Lets faults strike for a minute, then lets the fleet recover."""
     for node in world.nodes.values():
         world.clock.after(world.random.uniform(0, 2), node.start)
@@ -284,7 +284,7 @@ def _run(world: World) -> WorldOutcome:
     )
 
 
-def _next_fault(world: World, mean_s: float) -> None:
+def _next_fault(world: HostileWorld, mean_s: float) -> None:
     """Strikes now, and again after a random time."""
     if world.clock.now_s >= FAULTS_END_S - 5:
         return
@@ -295,7 +295,7 @@ def _next_fault(world: World, mean_s: float) -> None:
     world.clock.after(world.random.expovariate(1 / (mean_s * hurry)), lambda: _next_fault(world, mean_s))
 
 
-def _make_peace(world: World) -> None:
+def _make_peace(world: HostileWorld) -> None:
     """Ends all faults: the network is reliable, every machine comes back, every node is admitted."""
     world.loss = world.repeat = 0.0
     world.delay_s = min(world.delay_s, 0.1)
@@ -312,7 +312,7 @@ def _make_peace(world: World) -> None:
     world.clock.after(2.0, partial(_tell, world, whole))
 
 
-def _tell(world: World, request: m.CoreEvent) -> None:
+def _tell(world: HostileWorld, request: m.CoreEvent) -> None:
     """Tells the head what an operator wants, once there is one."""
     if world.coordinator.up:
         world.coordinator.hear(request)
@@ -320,7 +320,7 @@ def _tell(world: World, request: m.CoreEvent) -> None:
         world.clock.after(1.0, partial(_tell, world, request))
 
 
-def _recover(world: World) -> None:
+def _recover(world: HostileWorld) -> None:
     """Waits until all wanted nodes train. Raises BrokenInvariant if they do not within the bound."""
     conditions, state = world.conditions, world.coordinator.state
     settings = conditions.settings

@@ -24,7 +24,7 @@ from phalanx_plan.simulate.hostile.node import SimulatedNode
 from phalanx_plan.simulate.hostile.training import Disk, Group, GroupMember, draw_conditions
 
 
-class World:
+class HostileWorld:
     """A small fleet and everything around it."""
 
     def __init__(self, seed: int, step: CoreStep) -> None:
