@@ -87,14 +87,14 @@ def choices(
                     f"{', '.join(map(str, _divisors(shape.seats)))}"
                 )
             try:
-                placed = place_units(topology, size, shape.seats // size, spares, whole=no_straddling)
+                placed = place_units(topology, size, shape.seats // size, spares, no_straddling=no_straddling)
             except TopologyError as error:
                 refused = error
                 continue
             seats = [""] * shape.seats
             for name, seat in zip(placed.nodes, sequence, strict=True):
                 seats[seat] = name
-            usable = size * most_units(topology, size, whole=True)
+            usable = size * most_units(topology, size, no_straddling=True)
             cost = price(topology, seats, flows, shape.ranks_per_node)
             ranked.append(Choice(size, placement_order, placed, tuple(seats), cost, usable))
     if not ranked:

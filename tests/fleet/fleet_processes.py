@@ -18,7 +18,7 @@ import tomli_w
 import forked_python
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, read_fleet_file
 from phalanx.fleet.control.security import make_token
-from phalanx.observe.logs.read_blocks import Span, forward, streams
+from phalanx.observe.logs.read_blocks import LineBounds, forward, streams
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import DataSpec, FleetSpec, ModelSpec, RunSpec, TrainSpec
@@ -149,7 +149,7 @@ class Fleet:
         workers = streams(RunDirectory(self.run_dir))
         for worker in workers:
             said = (
-                [line.text for block in forward(worker, Span()) for line in block.lines]
+                [line.text for block in forward(worker, LineBounds()) for line in block.lines]
                 if not worker.raw
                 else []
             )

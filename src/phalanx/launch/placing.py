@@ -235,14 +235,14 @@ class PlacedUnits:
         return sum(unit.depth < self.levels for unit in self.units)
 
 
-def most_units(topology: Topology, unit: int, *, whole: bool = False) -> int:
-    """The number of units that the free nodes give; only those inside one of the narrowest domains if ``whole``."""
+def most_units(topology: Topology, unit: int, *, no_straddling: bool = False) -> int:
+    """The number of units that the free nodes give; only those inside one of the narrowest domains if ``no_straddling``."""
     counts = [len(names) for names in topology.free_in_domains.values()]
-    return sum(count // unit for count in counts) if whole else sum(counts) // unit
+    return sum(count // unit for count in counts) if no_straddling else sum(counts) // unit
 
 
 def place_units(
-    topology: Topology, unit: int, units: int, spares: int = 0, *, whole: bool = False
+    topology: Topology, unit: int, units: int, spares: int = 0, *, no_straddling: bool = False
 ) -> PlacedUnits:
     """Choose the nodes of ``units`` units of ``unit`` nodes, and ``spares`` more.
 
@@ -251,7 +251,7 @@ def place_units(
         unit: Nodes of one unit.
         units: How many.
         spares: Nodes beside them; they are taken where most units are.
-        whole: Refuses units that straddle the narrowest domains.
+        no_straddling: Refuses units that straddle the narrowest domains.
 
     Raises:
         TopologyError: There are too few nodes.
@@ -266,10 +266,10 @@ def place_units(
     depth = len(topology.levels)
     chosen = _keep(_cut(free, unit, depth), topology.nodes, units)
     torn = sum(placed.depth < depth for placed in chosen)
-    if whole and torn:
+    if no_straddling and torn:
         raise TopologyError(
             f"{torn} of {units} units of {unit} nodes would straddle domains of level {topology.levels[-1].name}: at most "
-            f"{most_units(topology, unit, whole=True)} units fit whole. Ask for so many, take a smaller unit, or allow straddling"
+            f"{most_units(topology, unit, no_straddling=True)} units fit whole. Ask for so many, take a smaller unit, or allow straddling"
         )
     return PlacedUnits(tuple(chosen), _spread(free, chosen, spares), depth)
 

@@ -21,7 +21,7 @@ import zstandard
 from phalanx.data.errors import FormatError, MissingPackageError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions, Span
-from phalanx.data.formats.read import Format, Kind, documents, recognize, require_text, spans
+from phalanx.data.formats.read import FileFormat, Kind, documents, recognize, require_text, spans
 
 TWO_LINES = b'{"text": "a"}\n{"text": "b"}\n'
 TABLE = pa.table({"content": ["a", "b"], "n": [1, 2]})
@@ -51,7 +51,7 @@ def written(path: Path, content: bytes) -> Path:
     ],
 )
 def test_text_and_json_lines_are_told_apart(tmp_path: Path, name: str, content: bytes, kind: Kind) -> None:
-    assert recognize(written(tmp_path / name, content)) == Format(kind)
+    assert recognize(written(tmp_path / name, content)) == FileFormat(kind)
 
 
 def test_the_content_of_a_compressed_file_decides_again(tmp_path: Path) -> None:
@@ -61,21 +61,21 @@ def test_the_content_of_a_compressed_file_decides_again(tmp_path: Path) -> None:
         (lzma.compress, Compression.XZ),
         (zstandard.compress, Compression.ZSTD),
     ):
-        assert recognize(written(tmp_path / "a.dat", pack(TWO_LINES))) == Format(Kind.JSONL, compression)
-        assert recognize(written(tmp_path / "a.dat", pack(b"Roses"))) == Format(Kind.TEXT, compression)
-        assert recognize(written(tmp_path / f"a.jsonl.{compression.value}", pack(b"{"))) == Format(
+        assert recognize(written(tmp_path / "a.dat", pack(TWO_LINES))) == FileFormat(Kind.JSONL, compression)
+        assert recognize(written(tmp_path / "a.dat", pack(b"Roses"))) == FileFormat(Kind.TEXT, compression)
+        assert recognize(written(tmp_path / f"a.jsonl.{compression.value}", pack(b"{"))) == FileFormat(
             Kind.JSONL, compression
         )
 
 
 def test_tables_are_known_whatever_they_are_called(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "a.txt")
-    assert recognize(tmp_path / "a.txt") == Format(Kind.PARQUET)
+    assert recognize(tmp_path / "a.txt") == FileFormat(Kind.PARQUET)
     pa.feather.write_feather(TABLE, tmp_path / "b.txt")
-    assert recognize(tmp_path / "b.txt") == Format(Kind.ARROW)
+    assert recognize(tmp_path / "b.txt") == FileFormat(Kind.ARROW)
     with pa.ipc.new_stream(tmp_path / "c.txt", TABLE.schema):
         pass
-    assert recognize(tmp_path / "c.txt") == Format(Kind.ARROW)
+    assert recognize(tmp_path / "c.txt") == FileFormat(Kind.ARROW)
 
 
 def a_zip() -> bytes:
@@ -160,9 +160,9 @@ def test_a_field_that_is_not_there_is_told_with_those_that_are(tmp_path: Path, n
 def test_columns_of_text_of_any_sort_are_read(tmp_path: Path, column: pa.Array) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"meta": [{"a": 1}] * 4, "text": column}), path)
-    require_text(path, Format(Kind.PARQUET))
-    (span,) = spans(path, Format(Kind.PARQUET), 1)
-    assert list(documents(path, "a", Format(Kind.PARQUET), span)) == [
+    require_text(path, FileFormat(Kind.PARQUET))
+    (span,) = spans(path, FileFormat(Kind.PARQUET), 1)
+    assert list(documents(path, "a", FileFormat(Kind.PARQUET), span)) == [
         Document("a#0", "é"),
         Document("a#1", "b"),
         BadDocument(path, "row 3", "its 'text' is null"),
@@ -174,7 +174,7 @@ def test_a_column_that_is_no_text_is_refused_with_those_that_are(tmp_path: Path)
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [{"a": "b"}], "body": ["a"]}), path)
     with pytest.raises(FormatError, match=r"holds struct<.*, not text, in its column 'text'; name .*: body"):
-        require_text(path, Format(Kind.PARQUET))
+        require_text(path, FileFormat(Kind.PARQUET))
 
 
 def test_bytes_in_a_table_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_bytes_in_a_table_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None
     text = pa.array([b"a", b"\xff", b"b"], pa.binary()).view(pa.string())
     for column in (text, text.cast(pa.binary())):
         pq.write_table(pa.table({"text": column}), path)
-        found = list(documents(path, "a", Format(Kind.PARQUET), Span(0, 1)))
+        found = list(documents(path, "a", FileFormat(Kind.PARQUET), Span(0, 1)))
         assert [str(document) for document in found if isinstance(document, BadDocument)] == [
             f"{path}, row 2: is not UTF-8 text (byte 0xff: invalid start byte)"
         ]
@@ -207,8 +207,8 @@ def test_offsets_that_lead_out_of_a_table_are_damage_and_not_followed(tmp_path: 
     offsets, wild = (np.array([0, 301, end], dtype=np.int32).tobytes() for end in (801, 1 << 30))
     assert path.read_bytes().count(offsets) == 1
     path.write_bytes(path.read_bytes().replace(offsets, wild))
-    (span,) = spans(path, Format(Kind.ARROW), 1)
-    (bad,) = documents(path, "a", Format(Kind.ARROW), span)
+    (span,) = spans(path, FileFormat(Kind.ARROW), 1)
+    (bad,) = documents(path, "a", FileFormat(Kind.ARROW), span)
     assert "is damaged" in str(bad)
 
 
@@ -231,7 +231,7 @@ def test_offsets_that_lead_out_of_a_table_are_damage_and_not_followed(tmp_path: 
 def test_a_bad_line_is_named_and_the_others_are_read(tmp_path: Path, line: bytes, reason: str) -> None:
     path = written(tmp_path / "a.jsonl", b'{"text": "before"}\n\n' + line + b'\r\n{"text": "after"}\n')
     options = ReadOptions(line_bytes=1_000_000)
-    found = list(documents(path, "a", Format(Kind.JSONL), Span(0, path.stat().st_size), options))
+    found = list(documents(path, "a", FileFormat(Kind.JSONL), Span(0, path.stat().st_size), options))
     assert [document.text for document in found if isinstance(document, Document)] == ["before", "after"]
     (bad,) = (document for document in found if isinstance(document, BadDocument))
     assert bad.place == "line 3"
@@ -251,7 +251,7 @@ def test_a_bad_line_is_named_and_the_others_are_read(tmp_path: Path, line: bytes
 )
 def test_lines_as_others_write_them_are_read(tmp_path: Path, line: bytes, text: str) -> None:
     path = written(tmp_path / "a.jsonl", line + b"\n")
-    (found,) = documents(path, "a", Format(Kind.JSONL), Span(0, len(line) + 1))
+    (found,) = documents(path, "a", FileFormat(Kind.JSONL), Span(0, len(line) + 1))
     assert found == Document("a@0", text)
 
 
@@ -263,6 +263,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     for package in ("pyarrow.parquet", "zstandard"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackageError, match=r"pip install 'phalanx-train\[prepare\]'"):
-        spans(tmp_path / "a.parquet", Format(Kind.PARQUET), 1)
+        spans(tmp_path / "a.parquet", FileFormat(Kind.PARQUET), 1)
     with pytest.raises(MissingPackageError, match=r"pip install 'phalanx-train\[prepare\]'"):
         recognize(packed)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions, Span
-from phalanx.data.formats.read import Format, Kind, documents, recognize, spans
+from phalanx.data.formats.read import FileFormat, Kind, documents, recognize, spans
 
 texts = st.text(st.sampled_from('ab\n\r"\\é日👩 {}'), max_size=12)
 short = ReadOptions(document_bytes=10, row_bytes=24)
@@ -74,7 +74,7 @@ def test_any_cut_of_text_gives_each_byte_once(
     path = folder / "cut.txt"
     path.write_bytes(content.encode())
     options = ReadOptions(document_bytes=document_bytes)
-    form = Format(Kind.TEXT)
+    form = FileFormat(Kind.TEXT)
     size = len(content.encode())
     whole = list(documents(path, path.name, form, Span(0, size), options))
     assert in_spans(path, span_bytes, options) == (whole if content else [])

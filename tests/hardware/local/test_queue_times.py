@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.hardware.local.device import Event, QueueTimes
+from phalanx.hardware.local.device import QueueEvent, QueueTimes
 from phalanx.parallel.mesh.comm_clock import CommClock
 
 
@@ -19,12 +19,12 @@ class Device:
     def work(self, ms: float) -> None:
         self.now_ms[self.queue] += ms
 
-    def event(self) -> Event:
+    def event(self) -> QueueEvent:
         self.made += 1
         return Noted(self)
 
 
-class Noted(Event):
+class Noted(QueueEvent):
     def __init__(self, device: Device) -> None:
         self.device = device
 

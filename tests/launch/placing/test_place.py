@@ -130,7 +130,7 @@ def test_torn_units_are_refused_if_they_must_be_whole() -> None:
     with pytest.raises(
         TopologyError, match=r"1 of 2 units of 4 nodes would straddle domains of level leaf: at most 1"
     ):
-        place_units(tree([4, 2, 2]), 4, 2, whole=True)
+        place_units(tree([4, 2, 2]), 4, 2, no_straddling=True)
 
 
 def test_nodes_that_are_taken_are_not_placed() -> None:
@@ -142,7 +142,7 @@ def test_nodes_that_are_taken_are_not_placed() -> None:
 def test_usable_nodes_fall_with_the_size_of_units() -> None:
     # 18 trays of a rack, one of them dead: units of 16 leave one tray over, of 9 eight.
     racks = tree([17] * 4)
-    assert [unit * most_units(racks, unit, whole=True) for unit in (16, 9, 1)] == [64, 36, 68]
+    assert [unit * most_units(racks, unit, no_straddling=True) for unit in (16, 9, 1)] == [64, 36, 68]
 
 
 @given(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.observe.logs.masking import MASKED, Mask
+from phalanx.observe.logs.masking import MASKED, SecretMask
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 
@@ -36,7 +36,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 )
 def test_a_credential_is_masked_where_it_stands(text: str) -> None:
     value = SECRET.replace("/", "x").replace("+", "y")
-    masked = Mask()(text.format(value))
+    masked = SecretMask()(text.format(value))
     assert value not in masked
     assert MASKED in masked
 
@@ -53,7 +53,7 @@ def test_a_credential_is_masked_where_it_stands(text: str) -> None:
     ],
 )
 def test_a_token_whose_prefix_tells_whose_it_is_is_masked_without_being_known(token: str) -> None:
-    assert Mask()(f"using {token} now") == f"using {MASKED} now"
+    assert SecretMask()(f"using {token} now") == f"using {MASKED} now"
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_a_token_whose_prefix_tells_whose_it_is_is_masked_without_being_known(to
     ],
 )
 def test_what_is_no_credential_stays(text: str) -> None:
-    assert Mask()(text) == text
+    assert SecretMask()(text) == text
 
 
 def test_the_values_of_secret_variables_are_masked_wherever_they_stand() -> None:
-    mask = Mask.of_environment(
+    mask = SecretMask.of_environment(
         {
             "MY_SERVICE_TOKEN": SECRET,
             "DB_PASSWORD": "correct horse",
@@ -98,7 +98,7 @@ def test_the_values_of_secret_variables_are_masked_wherever_they_stand() -> None
     st.text(max_size=60),
 )
 def test_a_known_secret_passes_nowhere(secret: str, before: str, after: str) -> None:
-    mask = Mask([secret])
+    mask = SecretMask([secret])
     if mask(secret) == MASKED:  # else it is a common word or a number
         assert secret not in mask(before + secret + after)
 
@@ -115,4 +115,4 @@ def test_a_known_secret_passes_nowhere(secret: str, before: str, after: str) -> 
     ],
 )
 def test_no_text_makes_a_pattern_backtrack(text: str) -> None:
-    Mask()(text)  # with a pattern that backtracks it would not end before the time limit of every test
+    SecretMask()(text)  # with a pattern that backtracks it would not end before the time limit of every test

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from observe.rank_frames import read
 from phalanx.checkpoint.save.saver import AsyncSaver
 from phalanx.fleet.health.stragglers import StragglerWatch
-from phalanx.hardware.local.device import Event, QueueTimes
+from phalanx.hardware.local.device import QueueEvent, QueueTimes
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Message
 from phalanx.observe.ledger import Bucket
@@ -79,7 +79,7 @@ def every(spec: RunSpec, steps: int) -> RunSpec:
     return dataclasses.replace(spec, observe=ObserveSpec(ranks_every_steps=steps))
 
 
-class Moment(Event):
+class Moment(QueueEvent):
     """A place in the queue of a device on which all has happened when a call returns: this processor."""
 
     def record(self) -> None:

@@ -16,7 +16,7 @@ import click
 from phalanx.run.sections import TrainSpec
 
 if TYPE_CHECKING:
-    from phalanx.data.formats.read import Format
+    from phalanx.data.formats.read import FileFormat
     from phalanx.data.preparing.files import Files
     from phalanx.data.preparing.prepare import PreparedDataset
     from phalanx.data.stored.index import DatasetIndex
@@ -69,7 +69,7 @@ def lines_of_counts(counts: Mapping[str, int]) -> Iterator[str]:
             yield f"  {name}: {count:,}"
 
 
-def lines_of_files(formats: Iterable[Format], files: Files) -> Iterator[str]:
+def lines_of_files(formats: Iterable[FileFormat], files: Files) -> Iterator[str]:
     """Yield lines such as "3 files: 1 jsonl (12,031 documents), 2 parquet (8,000 documents)", and on unread
     files.
     """
@@ -90,7 +90,7 @@ def lines_of_files(formats: Iterable[Format], files: Files) -> Iterator[str]:
         yield f"not read, since links to folders are not followed: {_paths(files.linked)}; name them to have them read"
 
 
-def facts_of_files(formats: Iterable[Format], files: Files) -> dict[str, object]:
+def facts_of_files(formats: Iterable[FileFormat], files: Files) -> dict[str, object]:
     """Return the facts of ``lines_of_files`` for JSON."""
     documents = files.report.documents
     return {

@@ -28,7 +28,7 @@ from phalanx.data.formats.document import (
 )
 from phalanx.data.formats.json_lines import BOM, fields_of, parse_object, read_lines
 
-# Format of a file by its first bytes: text, JSON lines, Parquet or Arrow. Text and JSON lines may be compressed.
+# The format of a file by its first bytes: text, JSON lines, Parquet or Arrow. Text and JSON lines may be compressed.
 #
 # File names matter only if the content is ambiguous. A single line with a JSON object is JSON lines only in a file named so. A file named
 # ``.jsonl`` is JSON lines even if its first line is broken, so that the line is reported instead of trained on as text. Known formats that cannot
@@ -96,7 +96,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Format:
+class FileFormat:
     """Content type and compression of a file."""
 
     kind: Kind
@@ -106,7 +106,7 @@ class Format:
         return self.kind.value + (f".{self.compression.value}" if self.compression.value else "")
 
 
-def recognize(path: Path, *, may_be_damaged: bool = False) -> Format:
+def recognize(path: Path, *, may_be_damaged: bool = False) -> FileFormat:
     """Return the format of the file at ``path`` from its content. An empty file is text. With ``may_be_damaged``, JSON lines are accepted if only later lines are damaged.
 
     Raises ``FormatError`` for unsupported files, and ``MissingPackageError`` if a required package is not installed.
@@ -127,19 +127,19 @@ def recognize(path: Path, *, may_be_damaged: bool = False) -> Format:
     if head.startswith(b"PAR1"):
         if size < 12 or tail != b"PAR1":
             raise FormatError(path, "is a Parquet file that ends early", "copy it again")
-        return Format(Kind.PARQUET)
+        return FileFormat(Kind.PARQUET)
     if head.startswith(b"ARROW1\0\0") or _begins_arrow_stream(head, size):
-        return Format(Kind.ARROW)
+        return FileFormat(Kind.ARROW)
     for magic, compression in _COMPRESSIONS:
         if head.startswith(magic):
             return _recognize_compressed(path, compression, may_be_damaged)
     if _ZSTD_SKIPPABLE.match(head):
         return _recognize_compressed(path, Compression.ZSTD, may_be_damaged)
     with path.open("rb") as file:
-        return Format(_kind_of_text(path, head, file))
+        return FileFormat(_kind_of_text(path, head, file))
 
 
-def _recognize_compressed(path: Path, compression: Compression, may_be_damaged: bool) -> Format:
+def _recognize_compressed(path: Path, compression: Compression, may_be_damaged: bool) -> FileFormat:
     try:
         head = read_head(path, compression, _HEAD_BYTES)
         with open_stream(path, compression) as stream:
@@ -154,7 +154,7 @@ def _recognize_compressed(path: Path, compression: Compression, may_be_damaged: 
         if kind is Kind.TEXT or not may_be_damaged:
             with open_stream(path, compression) as stream:
                 stream.read(_HEAD_BYTES)
-        return Format(kind, compression)
+        return FileFormat(kind, compression)
     except DamagedError as error:
         raise FormatError(path, f"is damaged: {error}", "copy it again") from error
 
@@ -210,7 +210,9 @@ DEFAULTS = ReadOptions()
 _LINES_LOOKED_AT = 20
 
 
-def spans(path: Path, file_format: Format, span_bytes: int, options: ReadOptions = DEFAULTS) -> list[Span]:
+def spans(
+    path: Path, file_format: FileFormat, span_bytes: int, options: ReadOptions = DEFAULTS
+) -> list[Span]:
     """Return the spans of a file in order, each of ``span_bytes`` or slightly more as stored; none for an empty file.
 
     Plain text is cut at document boundaries, so ``options.document_bytes`` must be the same as for reading. Raises ``CorpusError`` if the file
@@ -221,15 +223,15 @@ def spans(path: Path, file_format: Format, span_bytes: int, options: ReadOptions
     with _named(path):
         size = path.stat().st_size
         match file_format:
-            case Format(Kind.PARQUET):
+            case FileFormat(Kind.PARQUET):
                 tables.require_packages()
                 return tables.parquet_spans(path, span_bytes)
-            case Format(Kind.ARROW):
+            case FileFormat(Kind.ARROW):
                 tables.require_packages()
                 return tables.arrow_spans(path, span_bytes)
-            case Format(Kind.TEXT, Compression.NONE):
+            case FileFormat(Kind.TEXT, Compression.NONE):
                 return text_spans(path, size, span_bytes, options)
-            case Format(Kind.JSONL, Compression.NONE):
+            case FileFormat(Kind.JSONL, Compression.NONE):
                 starts = range(0, size, span_bytes)
                 ends = (min(start + span_bytes, size) for start in starts)
                 return [Span(start, end, 0, end - start) for start, end in zip(starts, ends, strict=True)]
@@ -240,7 +242,7 @@ def spans(path: Path, file_format: Format, span_bytes: int, options: ReadOptions
 def documents(
     path: Path,
     name: str,
-    file_format: Format,
+    file_format: FileFormat,
     span: Span,
     options: ReadOptions = DEFAULTS,
     on_bytes: OnBytes | None = None,
@@ -267,7 +269,7 @@ def documents(
         yield BadDocument(path, "", f"is damaged: {error}; nothing after that is read")
 
 
-def require_text(path: Path, file_format: Format, options: ReadOptions = DEFAULTS) -> None:
+def require_text(path: Path, file_format: FileFormat, options: ReadOptions = DEFAULTS) -> None:
     """Raises ``FormatError`` if none of the first rows has the field that the options name.
 
     The message lists the existing fields. Plain text has no fields and is accepted.
@@ -293,7 +295,7 @@ def require_text(path: Path, file_format: Format, options: ReadOptions = DEFAULT
 def _stream_documents(
     path: Path,
     name: str,
-    file_format: Format,
+    file_format: FileFormat,
     span: Span,
     options: ReadOptions,
     on_bytes: OnBytes | None,

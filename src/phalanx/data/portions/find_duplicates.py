@@ -31,7 +31,7 @@ from phalanx.data.dedup import (
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions
-from phalanx.data.formats.read import Format, Kind, documents
+from phalanx.data.formats.read import FileFormat, Kind, documents
 from phalanx.data.formats.tables import columns_read
 from phalanx.data.portions.planning.plan import PREPARATION, Piece, PreparationPlan, bring_parquet_footer
 from phalanx.data.portions.planning.raw_files import LocalBytes, require_unchanged, scratch_folder
@@ -99,11 +99,11 @@ def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDo
             raise PreparationError(local.named(str(error))) from error
 
 
-def _bring(local: LocalBytes, piece: Piece, form: Format, nbytes: int, options: ReadOptions) -> None:
+def _bring(local: LocalBytes, piece: Piece, form: FileFormat, nbytes: int, options: ReadOptions) -> None:
     if not local.is_copy:
         return
     span = piece.span
-    if form == Format(Kind.JSONL, Compression.NONE):
+    if form == FileFormat(Kind.JSONL, Compression.NONE):
         local.bring(max(0, span.start - 1), span.stop)
         # The last line of the span may end after it, or exactly at its last byte.
         local.bring_line_end(span.stop - 1)

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from phalanx.data.errors import CorpusError, FormatError
 from phalanx.data.formats.document import BadDocument, Document, ReadOptions
-from phalanx.data.formats.read import Format, Kind, documents, recognize, require_text, spans
+from phalanx.data.formats.read import FileFormat, Kind, documents, recognize, require_text, spans
 from phalanx.run.directory.files import files_below
 from phalanx.store.open_store import is_remote, is_url
 
@@ -41,7 +41,7 @@ class CorpusFile:
 
     name: str
     path: Path
-    format: Format
+    format: FileFormat
     bytes: int
     modified_ns: int
 
@@ -119,7 +119,7 @@ class Files:
         json_files = (
             file.path
             for file in self.files
-            if file.format == Format(Kind.TEXT) and file.path.suffix == ".json"
+            if file.format == FileFormat(Kind.TEXT) and file.path.suffix == ".json"
         )
         return [path for path in json_files if _begins_rows(path)]
 
@@ -191,7 +191,7 @@ def _corpus_file(
         raise FormatError(Path(ascii(str(path))), "has a name that is not UTF-8", "rename it") from None
     form = recognize(path, may_be_damaged=on_bad == "skip")
     if json_as_text and form.kind is Kind.JSONL:
-        form = Format(Kind.TEXT, form.compression)
+        form = FileFormat(Kind.TEXT, form.compression)
     state = path.stat()
     require_text(path, form, options)
     return CorpusFile(name, path, form, state.st_size, state.st_mtime_ns)
@@ -227,7 +227,9 @@ def _without_descriptions(files: list[CorpusFile], named: set[Path]) -> tuple[li
 
 
 def _is_facts(file: CorpusFile) -> bool:
-    return file.format == Format(Kind.TEXT) and file.path.suffix == ".json" and not _begins_rows(file.path)
+    return (
+        file.format == FileFormat(Kind.TEXT) and file.path.suffix == ".json" and not _begins_rows(file.path)
+    )
 
 
 def _begins_rows(path: Path) -> bool:

@@ -185,7 +185,7 @@ def keep_freed_memory(device: torch.device) -> bool:
 _NS_PER_MS = 1e6
 
 
-class Event(Protocol):
+class QueueEvent(Protocol):
     """A place in a queue of which the device notes the time when it comes there."""
 
     @abstractmethod
@@ -205,11 +205,11 @@ class QueueTimes:
         event: Makes events, which are used again.
     """
 
-    def __init__(self, queue: Callable[[], object], event: Callable[[], Event]) -> None:
+    def __init__(self, queue: Callable[[], object], event: Callable[[], QueueEvent]) -> None:
         self._queue, self._make = queue, event
         self._own = queue()
-        self._free: list[Event] = []
-        self._spans: list[tuple[Event, Event]] = []
+        self._free: list[QueueEvent] = []
+        self._spans: list[tuple[QueueEvent, QueueEvent]] = []
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -234,7 +234,7 @@ class QueueTimes:
         self._free += [event for span in self._spans for event in span]
         self._spans = []
 
-    def _recorded(self) -> Event:
+    def _recorded(self) -> QueueEvent:
         event = self._free.pop() if self._free else self._make()
         event.record()
         return event
@@ -245,8 +245,8 @@ def queue_times(device: torch.device) -> QueueTimes | None:
     if not on_gpu(device):
         return None
 
-    def event() -> Event:
-        made: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def event() -> QueueEvent:
+        made: QueueEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         return made
 
     return QueueTimes(lambda: torch.cuda.current_stream(device), event)

@@ -25,7 +25,7 @@ from typing import BinaryIO, TextIO
 from phalanx.observe.logs.assemble import Assembler, Record, clean, shortened
 from phalanx.observe.logs.line import Level, begun_text
 from phalanx.observe.logs.log_file import LogOrder, taken_from
-from phalanx.observe.logs.masking import Mask
+from phalanx.observe.logs.masking import SecretMask
 from phalanx.observe.logs.recorder import Place, Recorder
 
 _LONG = 4096
@@ -43,7 +43,7 @@ class Capture:
             with suppress(OSError, ValueError):
                 self.place = Place(order.place)
         self._recorder = Recorder(
-            order, order.path, Mask.of_environment(os.environ), self.place, self._complain
+            order, order.path, SecretMask.of_environment(os.environ), self.place, self._complain
         )
         self._lock = threading.RLock()
         self._forked, self._tee = False, tee

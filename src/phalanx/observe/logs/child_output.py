@@ -20,7 +20,7 @@ from contextlib import suppress
 from phalanx.observe.logs.assemble import Assembler, Record
 from phalanx.observe.logs.line import Level, ended_text
 from phalanx.observe.logs.log_file import VARIABLE, LogOrder
-from phalanx.observe.logs.masking import Mask
+from phalanx.observe.logs.masking import SecretMask
 from phalanx.observe.logs.recorder import PER_LINE, Place, Recorder
 
 _PIPE_BYTES = 1 << 20
@@ -66,7 +66,7 @@ class ChildOutput:
         os.set_blocking(self._reading, False)
         self._order = order
         self._recorder = Recorder(
-            order, order.raw, Mask.of_environment({**os.environ, **secrets}), self.place, on_trouble
+            order, order.raw, SecretMask.of_environment({**os.environ, **secrets}), self.place, on_trouble
         )
         self._assembler = Assembler()
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")

@@ -112,17 +112,17 @@ def secret_values(environment: Mapping[str, str]) -> set[str]:
     }
 
 
-def run_file_mask(table: Mapping[str, object]) -> Mask:
+def run_file_mask(table: Mapping[str, object]) -> SecretMask:
     """Return a mask for a run file and its fields: it knows the values of secrets in ``launch.environment``, as older versions allowed them."""
     launch = table.get("launch")
     texts = launch.get("environment") if isinstance(launch, Mapping) else None
     parts = [str(text).partition("=") for text in texts] if isinstance(texts, list | tuple) else []
-    mask = Mask.of_environment({name: value for name, _, value in parts})
+    mask = SecretMask.of_environment({name: value for name, _, value in parts})
     mask.add(*(value for name, _, value in parts if SECRET_NAME.search(name)))
     return mask
 
 
-class Mask:
+class SecretMask:
     """Replaces secrets in a text."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
@@ -131,7 +131,7 @@ class Mask:
         self.add(*secrets)
 
     @classmethod
-    def of_environment(cls, environment: Mapping[str, str]) -> Mask:
+    def of_environment(cls, environment: Mapping[str, str]) -> SecretMask:
         """Return a mask of the values of variables whose names mark them as secret."""
         return cls(secret_values(environment))
 

@@ -91,7 +91,7 @@ _CLOCK = re.compile(r"(\d\d):(\d\d):(\d\d) ")
 
 
 @dataclass(frozen=True)
-class Block:
+class LineBlock:
     """Some lines of a writer, in the direction of reading, with their keys, and the key of the last line that was read for them."""
 
     keys: Sequence[float]
@@ -100,7 +100,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Span:
+class LineBounds:
     """The lines that a reader wants; others may be left out unread."""
 
     since: float = 0.0
@@ -109,7 +109,7 @@ class Span:
     """Lines of information may be left out if it is ``warning`` or ``error``."""
 
 
-def forward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[Block]:
+def forward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Iterator[LineBlock]:
     """The writer's lines, oldest first."""
     key = 0.0
     for path in stream.files:
@@ -128,7 +128,7 @@ def forward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[Bl
                     return
 
 
-def backward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[Block]:
+def backward(stream: Stream, span: LineBounds, block_bytes: int = BLOCK) -> Iterator[LineBlock]:
     """The writer's lines, newest first."""
     key = float("inf")
     for path in reversed(stream.files):
@@ -140,7 +140,7 @@ def backward(stream: Stream, span: Span, block_bytes: int = BLOCK) -> Iterator[B
                 lines = lines[::-1]
                 keys = list(accumulate((line.t for line in lines), min, initial=key))[1:]
                 key = keys[-1] if keys else key
-                yield Block(keys, lines, key)
+                yield LineBlock(keys, lines, key)
                 if key < span.since:
                     return
 
@@ -197,9 +197,9 @@ def _on_the_day(written: float, hours: int, minutes: int, seconds: int) -> float
     return at if at <= written + 1 else at - 86_400
 
 
-def _block(lines: Sequence[LogLine], before: float = 0.0) -> Block:
+def _block(lines: Sequence[LogLine], before: float = 0.0) -> LineBlock:
     keys = list(accumulate((line.t for line in lines), max, initial=before))
-    return Block(keys[1:], lines, keys[-1])
+    return LineBlock(keys[1:], lines, keys[-1])
 
 
 def _is_older(path: Path, since: float) -> bool:
@@ -230,7 +230,7 @@ def _first_of(file: BinaryIO, since: float, near_bytes: int) -> int:
     return low
 
 
-def _pieces(file: BinaryIO, span: Span, block_bytes: int) -> Iterator[list[LogLine]]:
+def _pieces(file: BinaryIO, span: LineBounds, block_bytes: int) -> Iterator[list[LogLine]]:
     rest, dropping = b"", False
     while piece := file.read(block_bytes):
         if dropping:
@@ -245,7 +245,7 @@ def _pieces(file: BinaryIO, span: Span, block_bytes: int) -> Iterator[list[LogLi
         yield _decoded(rest, span)  # torn, or just being written
 
 
-def _pieces_back(path: Path, span: Span, block_bytes: int) -> Iterator[list[LogLine]]:
+def _pieces_back(path: Path, span: LineBounds, block_bytes: int) -> Iterator[list[LogLine]]:
     with open_regular(path) as file:
         end, rest, dropping = file.seek(0, os.SEEK_END), b"", False
         while end > 0:
@@ -263,7 +263,7 @@ def _pieces_back(path: Path, span: Span, block_bytes: int) -> Iterator[list[LogL
                 yield _decoded(piece, span)
 
 
-def _decoded(block: bytes, span: Span) -> list[LogLine]:
+def _decoded(block: bytes, span: LineBounds) -> list[LogLine]:
     if span.at_least not in ("warning", "error"):
         return _whole(block)
     *lines, last = block.rstrip(b"\n").split(b"\n")

@@ -25,8 +25,8 @@ from phalanx.observe.logs.line import FirstFailure, LogLine, decode_lines, sever
 from phalanx.observe.logs.line import first_failure as first_failure_of
 from phalanx.observe.logs.read_blocks import (
     BLOCK,
-    Block,
-    Span,
+    LineBlock,
+    LineBounds,
     Stream,
     backward,
     forward,
@@ -154,9 +154,11 @@ class LogQuery:
                 raise LogQueryError(f"{self.grep!r} is no regular expression: {error}") from error
 
     @property
-    def span(self) -> Span:
+    def span(self) -> LineBounds:
         """The bounds within which files have to be read."""
-        return Span(self.since or 0.0, self.until if self.until is not None else float("inf"), self.level)
+        return LineBounds(
+            self.since or 0.0, self.until if self.until is not None else float("inf"), self.level
+        )
 
     def selects(self, line: LogLine) -> bool:
         """True if the line is wanted."""
@@ -208,7 +210,7 @@ def newest_lines(
 class _Buffer:
     """The selected lines of one process that were read and not yet handed out."""
 
-    def __init__(self, blocks: Iterator[Block], query: LogQuery, sign: int) -> None:
+    def __init__(self, blocks: Iterator[LineBlock], query: LogQuery, sign: int) -> None:
         self._blocks, self._query, self._sign = blocks, query, sign
         self._keys: Sequence[float] = ()
         self._lines: Sequence[LogLine] = ()
@@ -238,7 +240,7 @@ class _Buffer:
         return self._keys[begin : self._at], self._lines[begin : self._at]
 
 
-def _merged(processes: Iterable[Iterator[Block]], query: LogQuery, sign: int) -> Iterator[LogLine]:
+def _merged(processes: Iterable[Iterator[LineBlock]], query: LogQuery, sign: int) -> Iterator[LogLine]:
     """Merges what was read of each process, in the direction of reading."""
     buffers = deque(_Buffer(blocks, query, sign) for blocks in processes)
     while buffers:
@@ -291,7 +293,7 @@ def _end_of(stream: Stream, most: int = 400) -> list[LogLine]:
     try:
         if stream.raw:
             return raw_lines(stream, stream.files[-1])[-most:]
-        last = next(backward(stream, Span(at_least="error"), 64 << 10), None)
+        last = next(backward(stream, LineBounds(at_least="error"), 64 << 10), None)
     except OSError:
         return []
     return list(last.lines[:most]) if last is not None else []

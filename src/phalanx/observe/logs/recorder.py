@@ -19,7 +19,7 @@ from msgspec import UNSET
 from phalanx.observe.logs.assemble import Record
 from phalanx.observe.logs.line import Level, LogLine, encode
 from phalanx.observe.logs.log_file import LogFile, LogOrder
-from phalanx.observe.logs.masking import Mask
+from phalanx.observe.logs.masking import SecretMask
 from phalanx.run.directory.files import read_small
 
 _TOKEN_FILES = ("fleet.token", "fleet.operator-token")
@@ -35,13 +35,13 @@ class Recorder:
         self,
         order: LogOrder,
         path: Path,
-        mask: Mask,
+        mask: SecretMask,
         place: Place,
         on_trouble: Callable[[str], None] = lambda _words: None,
     ) -> None:
         self._order, self._mask, self._place = order, mask, place
         self._file = LogFile(path, order.bounds, self._lost, on_trouble)
-        self._bucket, self._reserve = Bucket(), Bucket(256 << 10, 1 << 20)
+        self._bucket, self._reserve = TokenBucket(), TokenBucket(256 << 10, 1 << 20)
         self._left_out, self._left_out_bytes = 0, 0
         self._looked_s, self._seen = 0.0, dict[str, int]()
 
@@ -131,7 +131,7 @@ PER_LINE = 200
 """Bytes that a line costs beside its text."""
 
 
-class Bucket:
+class TokenBucket:
     """Lets ``per_s`` bytes a second through, and ``most`` at once."""
 
     def __init__(

@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from phalanx import version as of_package
-from phalanx.observe.logs.masking import MASKED, Mask, secret_values
+from phalanx.observe.logs.masking import MASKED, SecretMask, secret_values
 from phalanx.run.resolve import SECRET_NAME
 
 PACKAGES = (
@@ -77,12 +77,12 @@ def environment_record() -> dict[str, object]:
     }
 
 
-def command_line(words: Sequence[str] | None = None, mask: Mask | None = None) -> str:
+def command_line(words: Sequence[str] | None = None, mask: SecretMask | None = None) -> str:
     """The command that a process was started with, as a shell takes it, without secrets.
 
     A rank was started by a launcher with words of its own: ``PHALANX_COMMAND`` has those that a person typed.
     """
-    mask = mask or Mask.of_environment(os.environ)
+    mask = mask or SecretMask.of_environment(os.environ)
     recorded = os.environ.get("PHALANX_COMMAND", "") if words is None else ""
     shown = mask(recorded or shlex.join(words or sys.orig_argv))
     return shown if len(shown) <= _LONGEST_COMMAND else f"{shown[:_LONGEST_COMMAND]} ..."
@@ -91,7 +91,7 @@ def command_line(words: Sequence[str] | None = None, mask: Mask | None = None) -
 def variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment variables that libraries and we act by, sorted; of those whose names speak of a secret, that they are set."""
     environment = os.environ if environment is None else environment
-    mask = Mask.of_environment(environment)
+    mask = SecretMask.of_environment(environment)
     names = sorted(name for name in environment if _VARIABLES.fullmatch(name) and name not in _OF_ONE_PROCESS)
     return {
         name: MASKED if SECRET_NAME.search(name) else mask(environment[name])[:_LONGEST_VALUE]
@@ -352,7 +352,7 @@ def _masked_file(patch: str) -> str:
     name = _NAME_OF_PATCH.match(patch)
     is_code = name is None or _CODE_FILE.search(name[1] or name[2]) is not None
     if not is_code and "\nGIT binary patch\n" not in patch:
-        patch = Mask()(patch)
+        patch = SecretMask()(patch)
     return _TOKENS.sub(MASKED, _QUOTED.sub(rf"\1\2{MASKED}\2", patch))
 
 

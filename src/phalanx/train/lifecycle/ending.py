@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from phalanx.observe.logs.log_file import last_text
-from phalanx.observe.logs.masking import Mask
+from phalanx.observe.logs.masking import SecretMask
 from phalanx.run.directory.files import read_small, write_atomically
 
 STOP_WORDS = (
@@ -80,7 +80,7 @@ def report_failure(error: Exception, log: Path, attempt: int, rank: int | None =
     """
     print(f"error: {error}", file=sys.stderr, flush=True)
     remedy = error.remedy if isinstance(error, RunFailedError) else ""
-    mask = Mask.of_environment(os.environ)
+    mask = SecretMask.of_environment(os.environ)
     message, remedy = (mask(text.encode(errors="backslashreplace").decode()) for text in (str(error), remedy))
     failure = Failure(type(error).__name__, message, attempt, rank, remedy)
     with suppress(OSError):

@@ -23,7 +23,7 @@ from phalanx.checkpoint.interop.dcp.metadata import (
     METADATA,
     DcpError,
     FolderIndex,
-    Piece,
+    SavedPiece,
     StoredShape,
     read_index,
 )
@@ -211,7 +211,7 @@ class _Folder:
             self._last = name, tensor
         return self._last[1]
 
-    def _read(self, name: str, stored: StoredShape, piece: Piece) -> torch.Tensor:
+    def _read(self, name: str, stored: StoredShape, piece: SavedPiece) -> torch.Tensor:
         path = self.directory / piece.file
         try:
             with path.open("rb") as stream:

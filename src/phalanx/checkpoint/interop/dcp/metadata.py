@@ -34,7 +34,7 @@ class DcpError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedPiece:
     """A rectangular part of a tensor, and its byte range in a file, as ``torch.save`` wrote it."""
 
     offset: Extent
@@ -50,7 +50,7 @@ class StoredShape:
 
     shape: Extent
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _dtype_of(entry: _Tensor) -> str:
 
 def _pieces(
     directory: Path, name: str, entry: _Tensor, shape: Extent, places: Mapping[tuple[str, Extent], object]
-) -> Iterator[Piece]:
+) -> Iterator[SavedPiece]:
     covered = 0
     for listed in _expected(list, entry.field("chunks")):
         chunk = _expected(_Chunk, listed)
@@ -237,7 +237,7 @@ def _pieces(
         )
 
 
-def _piece(directory: Path, name: str, offset: Extent, sizes: Extent, info: _StorageInfo) -> Piece:
+def _piece(directory: Path, name: str, offset: Extent, sizes: Extent, info: _StorageInfo) -> SavedPiece:
     file = _expected(str, info.field("relative_path"))
     start, length = _expected(int, info.field("offset")), _expected(int, info.field("length"))
     if info.field("transform_descriptors"):
@@ -249,7 +249,7 @@ def _piece(directory: Path, name: str, offset: Extent, sizes: Extent, info: _Sto
         raise DcpError(f"{directory}: {METADATA} puts {name} in {file!r}, which is not a file of the folder")
     if start < 0 or length < 0 or start + length > path.stat().st_size:
         raise DcpError(f"{path}: is shorter than in {METADATA}; copy the folder again")
-    return Piece(offset, sizes, file, start, length)
+    return SavedPiece(offset, sizes, file, start, length)
 
 
 def _extent(sizes: object) -> Extent:

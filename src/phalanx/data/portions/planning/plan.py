@@ -22,7 +22,7 @@ from phalanx.data.dedup import require_rensa
 from phalanx.data.errors import CorpusError, PreparationError
 from phalanx.data.formats.compressed import Compression
 from phalanx.data.formats.document import ReadOptions, Span
-from phalanx.data.formats.read import Format, Kind, recognize, require_text, spans
+from phalanx.data.formats.read import FileFormat, Kind, recognize, require_text, spans
 from phalanx.data.portions.planning.raw_files import LocalBytes, RawFile, list_raw_files, scratch_folder
 from phalanx.data.portions.planning.recipe import (
     PreparationRecipe,
@@ -70,7 +70,7 @@ class PreparationPlan:
     """"bytes", "bpe" for one that is trained, or "file:" and the fingerprint of an existing one."""
     portion_bytes: int
     files: tuple[RawFile, ...]
-    formats: tuple[Format, ...]
+    formats: tuple[FileFormat, ...]
     """The format of each file."""
     portions: tuple[tuple[Piece, ...], ...]
     software: dict[str, str]
@@ -144,7 +144,7 @@ def make_plan(
     if files is None:
         files = list_raw_files(recipe.source, folder, out)
     portion_bytes = recipe.output.portion_bytes or default_portion_bytes(sum(file.nbytes for file in files))
-    formats: list[Format] = []
+    formats: list[FileFormat] = []
     pieces: list[Piece] = []
     with scratch_folder("phalanx-plan-") as scratch:
         for number, file in enumerate(files):
@@ -196,7 +196,7 @@ def default_portion_bytes(total_bytes: int) -> int:
 
 def _inspected(
     file: RawFile, portion_bytes: int, options: ReadOptions, scratch: Path, source: RawSource
-) -> tuple[Format, list[Span]]:
+) -> tuple[FileFormat, list[Span]]:
     local = LocalBytes(file, scratch)
     try:
         local.bring(0, _HEAD_BYTES)
@@ -334,7 +334,7 @@ def read_plan(store: Store) -> PreparationPlan:
             head["tokenizer"],
             head["portion_bytes"],
             tuple(RawFile(*row[:5]) for row in rows["files"]),
-            tuple(Format(Kind(row[5]), Compression(row[6])) for row in rows["files"]),
+            tuple(FileFormat(Kind(row[5]), Compression(row[6])) for row in rows["files"]),
             tuple(tuple(Piece(row[0], Span(*row[1:])) for row in portion) for portion in rows["portions"]),
             head["software"],
             HeldOutEnd(**head["held_out_end"]) if "held_out_end" in head else None,
