@@ -66,7 +66,7 @@ def show_command(
     \b
       phalanx data show data/web
       phalanx data show s3://bucket/web --json
-      phalanx data show data/chats --record 17       # what is learned stands between ⟦ and ⟧
+      phalanx data show data/chats --record 17       # learned parts are between ⟦ and ⟧
       phalanx data show runs/mix-1f3a9c04 --step 812 --slot 3
     """
     if step is not None:

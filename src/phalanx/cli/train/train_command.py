@@ -100,8 +100,8 @@ def command(options: TrainOptions) -> None:
       phalanx train run.toml --ranks 1 --check-layout "sharding=zero3,ranks=4"
       torchrun --nproc-per-node 2 -m phalanx train run.toml
 
-    Exit codes: 0 finished, 75 stopped on request (start again to go on), 1 failed. With --check-layout: 0 the layouts agree in every bit,
-    1 they part, 2 they could not be compared.
+    Exit codes: 0 finished, 75 stopped on request (run it again to continue), 1 failed. With --check-layout: 0 the
+    layouts agree in every bit, 1 they differ, 2 they could not be compared.
     """
     if len(options.places) > 1:
         raise click.UsageError(

@@ -269,7 +269,7 @@ class Credentials:
         token = self.operator_token if operates else self.token
         earlier = (self.earlier_operators if operates else self.earlier).accepted()
         if not token:
-            raise UnprovenError(f"has no token for {method}")
+            raise UnprovenError(f"has met a process without a token for {method}")
         # The facts that both ends have in common; host, software and clock differ between them.
         common = ((name, value) for name, value in self.facts() if name not in (_SOFTWARE, _CLOCK))
         shared_facts = ", ".join(f"{name} {value}" for name, value in common)

@@ -96,7 +96,7 @@ class Bind(WireMessage, frozen=True):
     A node without it reads it from the run directory.
     """
     nonfinite_step: StepNumber | None = None
-    """The step that is not finite on any node: ``train.on_nonfinite`` applies to it."""
+    """The step that is not finite whichever node computes it: ``train.on_nonfinite`` applies to it."""
 
 
 class Release(WireMessage, frozen=True):

@@ -139,7 +139,7 @@ def _order(state: FleetState, before: StateMark) -> Iterator[str]:
 #
 # - Ending the process is a crash loop: the next coordinator replays the same journal to the same state.
 # - Logging it and continuing sends unreliable commands, and only commands can do harm.
-# - Sending nothing any more is safe, since training goes on without a coordinator, but only until the next
+# - Sending nothing any more is safe, since training continues without a coordinator, but only until the next
 #   fault.
 # - Dropping derived state, and requesting every node's description, is the case of a lost journal, which
 #   agents and core already handle.
@@ -256,7 +256,7 @@ RESTARTED = (m.Restarted(),)
 """First batch of a coordinator: it began, and replayed the journal."""
 UNTOLD = (m.Untold(),)
 """Follows it if the epoch at the end of the journal was never claimed."""
-_REMEDY = "move it away and start again: the run goes on from its newest checkpoint"
+_REMEDY = "move it away and start again: the run continues from its newest checkpoint"
 
 
 class JournalError(RuntimeError):

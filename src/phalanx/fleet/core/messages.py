@@ -249,7 +249,7 @@ class Recorded(WireMessage, frozen=True):
 
 
 class Fatal(WireMessage, frozen=True):
-    """A node cannot go on with the run, for a reason other than the network; perhaps no node can."""
+    """A node cannot continue the run, for a reason other than the network; perhaps no node can."""
 
     epoch: EpochNumber
     node: NodeName

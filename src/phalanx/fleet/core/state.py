@@ -140,7 +140,7 @@ class Distrust(Struct, frozen=True):
 
 
 class Accusation(Struct, frozen=True):
-    """A node's report that the run cannot go on, which no other node has confirmed."""
+    """A node's report that the run cannot continue, which no other node has confirmed."""
 
     node: str
     kind: str
@@ -148,7 +148,7 @@ class Accusation(Struct, frozen=True):
     step: int
     """The last step that was completed then.
 
-    Once a later one is completed, the others have shown that the run can go on.
+    Once a later one is completed, the others have shown that the run can continue.
     """
 
 

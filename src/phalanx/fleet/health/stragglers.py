@@ -115,7 +115,7 @@ def lateness(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return how much slower each rank is than its peers: the fraction, and the number of their deviations.
 
-    ``times_s`` is ``(ranks,)``, of at least one rank that do the same work, as are both results.
+    ``times_s`` is ``(ranks,)``, of at least one rank, all with the same work; both results have its shape.
     """
     # The lower median: of two ranks, the faster one is the measure of the slower one.
     middle = (len(times_s) - 1) // 2

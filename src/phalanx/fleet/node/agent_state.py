@@ -85,7 +85,7 @@ _TEXT_MAX = 2000
 _MEETING_LEAVE_S = 1.0
 """A worker that has not begun to train leaves at once, or not at all: a gloo connect cannot be interrupted."""
 _ABANDONED = (
-    "no coordinator for {:.0f} s (fleet.coordinator_lease_s). Where the run goes on, start this agent again; it finds the coordinator's "
+    "no coordinator for {:.0f} s (fleet.coordinator_lease_s). If the run continues, start this agent again; it finds the coordinator's "
     "address in fleet.json of the run directory"
 )
 _WORKING_PATIENCE = 10
@@ -256,7 +256,7 @@ class AgentState:
             hurried = not planned and worker.leave_by_s == math.inf
             if not NO_EPOCH < worker.epoch <= self.fence:
                 continue
-            if not worker.running:  # It had ended with the run, and the run goes on.
+            if not worker.running:  # It had ended with the run, and the run continues.
                 self.workers[i] = WorkerLife()
                 actions.append(StartProcess(i))
             elif not worker.leaving or hurried:

@@ -72,7 +72,7 @@ class JoinEpoch(_LinkMessage, frozen=True):
     detected_unix_s: float = 0.0
     """Unix time at which the end of the last epoch was detected; 0 if there was none."""
     nonfinite_step: int | None = None
-    """The step that is not finite on any node.
+    """The step that is not finite whichever node computes it.
 
     A non-finite result of any other step is reported, to be computed again.
     """
@@ -228,7 +228,7 @@ class TrainingFinished(_LinkMessage, frozen=True):
 
 
 class RunFailed(_LinkMessage, frozen=True):
-    """This worker cannot go on with the run, and no other rank is to blame: a person must fix the error."""
+    """This worker cannot continue the run, and no other rank is to blame: a person must fix the error."""
 
     epoch: int
     text: str

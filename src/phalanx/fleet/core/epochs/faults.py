@@ -219,7 +219,7 @@ def _parked_all(state: FleetState, event: Rollcall) -> None:
 #
 # Two kinds of report would otherwise end a run, or change its bits, because of one machine.
 #
-# - *The run cannot go on* (``Fatal``): data that cannot be read, another dataset, a model that cannot be
+# - *The run cannot continue* (``Fatal``): data that cannot be read, another dataset, a model that cannot be
 #   built. The node is set aside and the others continue without it. The run ends when a second node reports
 #   the same, or when it cannot be trained without the first.
 # - *A step is not finite* (``Suspect`` with "nonfinite"): a single faulty accelerator makes the loss of the
@@ -234,7 +234,7 @@ def _parked_all(state: FleetState, event: Rollcall) -> None:
 
 
 def fatal(state: FleetState, event: m.Fatal, orders: list[Order]) -> None:
-    """Handle the report that the run cannot go on."""
+    """Handle the report that the run cannot continue."""
     if event.epoch != state.epoch or state.phase not in (*IN_EPOCH, FleetPhase.PARKING):
         state.stale += 1
         return
