@@ -166,12 +166,12 @@ def frame_messages(
     if not framing.continued:
         return text
     # As transformers cuts it: a template that trims a message has trimmed the space behind the mark.
-    text, mark, rest = text.rpartition(_CONTINUED)
+    text, mark, tail = text.rpartition(_CONTINUED)
     if not mark:
         raise FramingError(
             "the model's chat template does not write the last message", "continue_final_message"
         )
-    return text if rest.startswith(" ") else text.rstrip()
+    return text if tail.startswith(" ") else text.rstrip()
 
 
 def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTemplate) -> list[Message]:

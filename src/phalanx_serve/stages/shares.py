@@ -242,8 +242,8 @@ class SharedExperts:
         ends = order.counts.cumsum(0).tolist()
         begin, end = (ends[place - 1] if place else 0 for place in (own.start, own.stop))
         rows = copies_by_expert(tokens, order)[begin:end]
-        here = experts(rows, groups_of_one_slot(order.counts[own.start : own.stop]))
-        return combine(self._assembly.gather(here, 0), order, routing.weights)
+        own_rows = experts(rows, groups_of_one_slot(order.counts[own.start : own.stop]))
+        return combine(self._assembly.gather(own_rows, 0), order, routing.weights)
 
 
 # Weights of a part: only what it needs is read.

@@ -96,9 +96,9 @@ class SharedPages:
 
 
 def _write(descriptor: int, page: bytes) -> None:
-    rest = memoryview(page)
-    while rest:  # a write may end early where memory does
-        rest = rest[os.write(descriptor, rest) :]
+    remaining = memoryview(page)
+    while remaining:  # a write may end early where memory does
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def _all_seals() -> int:

@@ -103,12 +103,12 @@ def _ahead(mine: tuple[Times, Times], reference: tuple[Times, Times]) -> tuple[f
     count = min(len(mine[0]), len(reference[0]))
     if not count:
         return np.inf, -np.inf, 0.0
-    (came, left), (came_there, left_there) = (
+    (entered, exited), (came_there, left_there) = (
         tuple(side[:count].astype(np.int64) for side in sides) for sides in (mine, reference)
     )
     if mine is reference:  # of a rank against itself nothing is open
-        return 0.0, 0.0, float(came.mean())
-    return float((left - came_there).min()), float((came - left_there).max()), float(came.mean())
+        return 0.0, 0.0, float(entered.mean())
+    return float((exited - came_there).min()), float((entered - left_there).max()), float(entered.mean())
 
 
 # Waits.
@@ -334,10 +334,10 @@ def critical_path(
         passage = ordered[rank][place]
         meeting = of_key[passage.key]
         parts.append(PathPart(rank, passage.left_ns, now))
-        came = min(meeting.last_came_ns, passage.left_ns)
-        parts.append(PathPart(rank, came, passage.left_ns, meeting))
+        arrival_ns = min(meeting.last_came_ns, passage.left_ns)
+        parts.append(PathPart(rank, arrival_ns, passage.left_ns, meeting))
         # One that came last went on by itself before; others were kept waiting by it.
-        rank, now = meeting.last, min(came, now - 1)
+        rank, now = meeting.last, min(arrival_ns, now - 1)
     parts.append(PathPart(rank, min(windows[rank][0], now), now))
     return [part for part in parts if part.end_ns > part.begin_ns]
 

@@ -114,9 +114,9 @@ class StepIndex:
         status = os.fstat(stream.fileno())
         before, self._stream = self._stream, (status.st_dev, status.st_ino)
         # A buffer for more than is there would cost ten times the reading: its memory is new, and given back.
-        there = max(0, os.fstat(file.fileno()).st_size - self._at)
-        self.rows_ahead = min(there // RECORD_BYTES, _MOST_ROWS_AHEAD)
-        raw = os.pread(file.fileno(), min(self._chunk_records * RECORD_BYTES, there), self._at)
+        unread_bytes = max(0, os.fstat(file.fileno()).st_size - self._at)
+        self.rows_ahead = min(unread_bytes // RECORD_BYTES, _MOST_ROWS_AHEAD)
+        raw = os.pread(file.fileno(), min(self._chunk_records * RECORD_BYTES, unread_bytes), self._at)
         is_sound = before in (None, self._stream) and os.pread(file.fileno(), len(TITLE), 0) == TITLE
         records = _sound(raw) if is_sound else np.zeros(0, _RECORD)
         self._at += len(raw)
