@@ -93,11 +93,11 @@ class StepIndex:
         self._chunk_records, self._max_gap_bytes_in_chunk = chunk_records, max_gap_bytes_in_chunk
         self.path = path
         self.over = False
-        """There is nothing more to be had from it."""
+        """True at the end of the index."""
         self.read_bytes = 0
-        """Offset in the stream up to which the stretches that were given reach."""
+        """Offset in the stream of the end of the returned parts."""
         self.rows_ahead = 0
-        """Rows for which to make room before the chunk that was read last is taken, so that columns are not moved with every chunk."""
+        """Rows to reserve before the last chunk is taken, so that columns are not moved with every chunk."""
         self._at = len(TITLE)
         self._stream: tuple[int, int] | None = None
 
