@@ -1,9 +1,8 @@
 """Prompts, chat messages and end tokens, as a model was trained on them; and the text side of a served model.
 
-A tokenizer may put a token before each text, and a model that was trained with it writes another text without. A chat model was
-trained on messages framed by special tokens, as the Jinja template that is published with it frames them, and may end a turn by
-another token than a document. All of that is read from the run's tokenizer and, of an imported model, from its publisher's files;
-ids are those of ``transformers``.
+A tokenizer may put a token before each text, and a model that was trained with it generates other text without it. A chat model was
+trained on messages that its published Jinja template frames with special tokens. Its turns may end with another token than a document.
+All of that is read from the run's tokenizer, and for an imported model from its publisher's files. Ids are those of ``transformers``.
 """
 
 from __future__ import annotations
@@ -166,12 +165,12 @@ def frame_messages(
     if not framing.continued:
         return text
     # As transformers cuts it: a template that trims a message has trimmed the space behind the mark.
-    text, mark, rest = text.rpartition(_CONTINUED)
+    text, mark, tail = text.rpartition(_CONTINUED)
     if not mark:
         raise FramingError(
             "the model's chat template does not write the last message", "continue_final_message"
         )
-    return text if rest.startswith(" ") else text.rstrip()
+    return text if tail.startswith(" ") else text.rstrip()
 
 
 def plain_messages(messages: Sequence[Mapping[str, object]], template: ChatTemplate) -> list[Message]:

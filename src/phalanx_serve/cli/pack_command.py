@@ -73,8 +73,8 @@ def _verify(path: Path) -> None:
     click.echo(f"{path}: whole; {index.format}, step {index.step} of {index.run}, weights {index.weights_id}")
 
 
-def _shown(done: int, total: int) -> None:
+def _shown(read_bytes: int, total: int) -> None:
     if sys.stderr.isatty():
-        end = "\n" if done >= total else ""
-        click.echo(f"\r{done / max(1, total):4.0%} of {total:,} bytes", nl=False, err=True)
+        end = "\n" if read_bytes >= total else ""
+        click.echo(f"\r{read_bytes / max(1, total):4.0%} of {total:,} bytes", nl=False, err=True)
         click.echo(end, nl=False, err=True)

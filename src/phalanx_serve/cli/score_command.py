@@ -157,7 +157,7 @@ def _progress(count: int) -> Callable[[int], None] | None:
     """
     if count < 2 or not sys.stderr.isatty():
         return None
-    return lambda done: click.echo(f"\r{done} of {count} texts", err=True, nl=done == count)
+    return lambda scored: click.echo(f"\r{scored} of {count} texts", err=True, nl=scored == count)
 
 
 @dataclass(frozen=True)

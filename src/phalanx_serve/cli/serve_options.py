@@ -279,9 +279,9 @@ def _require_roles(option: str, degrees: Degrees, workers: Sequence[Role]) -> No
             f"{option} names roles, which are those of --workers: give that, or {option} one number"
         )
     if unknown := sorted(set(degrees.by_role) - set(workers)):
-        there = ", ".join(dict.fromkeys(workers))
+        role_names = ", ".join(dict.fromkeys(workers))
         raise click.UsageError(
-            f"{option} names the role {' or '.join(unknown)}, which no worker of --workers has: its roles are {there}"
+            f"{option} names the role {' or '.join(unknown)}, which no worker of --workers has: its roles are {role_names}"
         )
 
 

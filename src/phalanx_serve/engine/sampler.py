@@ -435,11 +435,11 @@ def _masses(scores: Tensor) -> Tensor:
     """Return ``exp(score)`` in units of 2^-40, int64. Scores are at most 0."""
     halvings = (scores * -_OCTAVE).clamp(max=float(63 << _EXPONENT)).round().to(torch.int64)
     fraction = halvings & ((1 << _EXPONENT) - 1)
-    rest = _EXPONENT - _POWER_CELLS
-    cell, inner = fraction >> rest, fraction & ((1 << rest) - 1)
+    remainder = _EXPONENT - _POWER_CELLS
+    cell, inner = fraction >> remainder, fraction & ((1 << remainder) - 1)
     table = _on(scores.device, _power_table)
-    left, right = table[cell], table[cell + 1]
-    return (left - (((left - right) * inner) >> rest)) >> (halvings >> _EXPONENT)
+    lower, right = table[cell], table[cell + 1]
+    return (lower - (((lower - right) * inner) >> remainder)) >> (halvings >> _EXPONENT)
 
 
 # Gumbel numbers
@@ -474,8 +474,8 @@ def gumbel(key: int | Tensor, index: Tensor) -> Tensor:
     cell = (bits >> (_MANTISSA - _CELLS)) - (1023 << _CELLS) + (words & 1) * (_SIDE + 1)
     fraction = (bits >> (_MANTISSA - _CELLS - _FRACTION)) & ((1 << _FRACTION) - 1)
     table = _on(index.device, _gumbel_table)
-    left, right = table[cell], table[cell + 1]
-    fixed = left + (((right - left) * fraction) >> _FRACTION)
+    lower, right = table[cell], table[cell + 1]
+    fixed = lower + (((right - lower) * fraction) >> _FRACTION)
     return fixed.double() * 2.0**-_FRACTION
 
 

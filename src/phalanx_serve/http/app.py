@@ -87,7 +87,7 @@ class Gateway:
     keys: Keys | None = None
     limits: Limits = field(default_factory=Limits)
     reader_s: float = 30.0
-    """Seconds that a client may leave an event unread before its request is cancelled."""
+    """Seconds that a client may leave an event unread before its request is canceled."""
     body_s: float = 30.0
     """Seconds that a client may take to send its body."""
     head_s: float = 60.0
@@ -363,7 +363,7 @@ async def _body(gateway: Gateway, request: Request) -> bytes:
 
 
 class _CancellableResponse(Response):
-    """Response that is cancelled if its client leaves or stops reading."""
+    """Response that is canceled if its client leaves or stops reading."""
 
     def __init__(
         self, gateway: Gateway, generation: GenerationResponse, client: KeyUse | None, *, stream: bool

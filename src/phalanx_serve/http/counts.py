@@ -213,13 +213,17 @@ class Counts:
 
     def _of_streaming(self, load: WorkerLoad) -> Iterator[Metric]:
         """Yield the metrics of streamed weights."""
-        if (done := load.streaming) is None:
+        if (streaming := load.streaming) is None:
             return
         for name, about, value in (
-            ("phalanx_weights_read_bytes", "Bytes of weights that were read.", done.bytes_read),
-            ("phalanx_weights_wait_seconds", "Seconds that passes stood still for weights.", done.wait_s),
-            ("phalanx_experts_needed", "Experts that routers chose, once a pass.", done.experts_needed),
-            ("phalanx_experts_held", "Of those, in memory already or on their way.", done.experts_held),
+            ("phalanx_weights_read_bytes", "Bytes of weights that were read.", streaming.bytes_read),
+            (
+                "phalanx_weights_wait_seconds",
+                "Seconds that passes stood still for weights.",
+                streaming.wait_s,
+            ),
+            ("phalanx_experts_needed", "Experts that routers chose, once a pass.", streaming.experts_needed),
+            ("phalanx_experts_held", "Of those, in memory already or on their way.", streaming.experts_held),
         ):
             yield self._counter(name, about, {"": value}, "")
 

@@ -96,15 +96,15 @@ class StopStrings:
             return "", True
         if not self._stops:
             return text, False
-        seen = self._pending + text
-        stop_at = min((place for stop in self._stops if (place := seen.find(stop)) >= 0), default=-1)
-        certain = len(seen) - self._partial_stop(seen)
+        text_so_far = self._pending + text
+        stop_at = min((place for stop in self._stops if (place := text_so_far.find(stop)) >= 0), default=-1)
+        certain = len(text_so_far) - self._partial_stop(text_so_far)
         if stop_at >= 0 and stop_at <= certain:
             self._pending, self._stopped = "", True
-            return seen[:stop_at], True
+            return text_so_far[:stop_at], True
         # A stop string that begins before the one that was found may still be incomplete.
-        self._pending = seen[certain:]
-        return seen[:certain], False
+        self._pending = text_so_far[certain:]
+        return text_so_far[:certain], False
 
     def flush(self) -> str:
         """Return the text that is held back, at the end of all text."""
@@ -119,10 +119,10 @@ class StopStrings:
         """True once a stop string was found, at the latest by ``flush``."""
         return self._stopped
 
-    def _partial_stop(self, seen: str) -> int:
+    def _partial_stop(self, text: str) -> int:
         """Return the length of the longest end of ``seen`` that begins a stop string without being one."""
-        for length in range(min(len(seen), max(map(len, self._stops), default=1) - 1), 0, -1):
-            end = seen[-length:]
+        for length in range(min(len(text), max(map(len, self._stops), default=1) - 1), 0, -1):
+            end = text[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
                 return length
         return 0

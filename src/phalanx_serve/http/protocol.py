@@ -217,7 +217,7 @@ def prompts_of(body: Completion) -> list[str | list[int]]:
     ids = [part for part in prompt if isinstance(part, int)]
     if len(ids) == len(prompt):
         return [ids]
-    rest = [part for part in prompt if not isinstance(part, int)]
-    if ids or len({type(part) for part in rest}) > 1:
+    prompts = [part for part in prompt if not isinstance(part, int)]
+    if ids or len({type(part) for part in prompts}) > 1:
         raise RefusedError("prompt: either texts, or ids, or lists of ids", "prompt")
-    return rest
+    return prompts

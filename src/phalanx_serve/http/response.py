@@ -356,7 +356,7 @@ class GenerationResponse:
         return usage(self.request.prompt_tokens, self.generated_tokens, self._cached)
 
     async def body(self) -> dict[str, Any]:
-        """Return the full body. Raises RefusedError; then, or if the task is cancelled, all texts are cancelled."""
+        """Return the full body. Raises RefusedError; then, or if the task is canceled, all texts are canceled."""
 
         async def full_choice(index: int) -> dict[str, Any]:
             delta = join_deltas([delta async for delta in self._text(index)])
@@ -452,7 +452,7 @@ def _merge_choice(before: dict[str, Any], choice: dict[str, Any]) -> dict[str, A
 
 
 class _TaskGroup:
-    """Tasks that are all cancelled at the end of the block."""
+    """Tasks that are all canceled at the end of the block."""
 
     async def __aenter__(self) -> _TaskGroup:
         self._tasks: list[asyncio.Task[Any]] = []

@@ -137,13 +137,13 @@ class LayerKVCache:
         window = core.window
         if not window:
             return 0
-        seen = max(0, begin - window + 1)
+        visible_keys = max(0, begin - window + 1)
         if not self._rule.exact:
-            return seen
+            return visible_keys
         # The trainer's block of queries reads its own block of keys and the one before.
         block = max(0, begin // window - 1) * window
         # Capped scores are summed in longer pieces, which would begin elsewhere.
-        return block if core.score.cap else seen - (seen - block) % _CHAIN
+        return block if core.score.cap else visible_keys - (visible_keys - block) % _CHAIN
 
     def _mask_of_heads(self, heads: int, begin: int, end: int, device: torch.device) -> Tensor:
         """Return the mask ``(heads rows, end)`` of all keys for the queries ``begin`` to ``end`` of each head.
@@ -158,6 +158,6 @@ class LayerKVCache:
         if name not in self._masks:
             queries = torch.arange(begin, end, device=device)[:, None]
             keys = torch.arange(first, end, device=device)
-            seen = keys <= queries
-            self._masks[name] = seen & (keys > queries - window) if window else seen
+            visible = keys <= queries
+            self._masks[name] = visible & (keys > queries - window) if window else visible
         return self._masks[name]

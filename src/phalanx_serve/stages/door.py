@@ -58,7 +58,7 @@ class Door:
         they do not connect.
         """
         end = time.monotonic() + BEGIN_S
-        came: SimpleQueue[tuple[int, StageLink]] = SimpleQueue()
+        arrivals: SimpleQueue[tuple[int, StageLink]] = SimpleQueue()
         joined: list[tuple[int, StageLink]] = []
         doorway = Doorway(_MOST_PROVING)
         self.listener.settimeout(_LOOK_S)
@@ -73,9 +73,9 @@ class Door:
                 newcomer = doorway.enter(connection, address[0])
                 # In a thread each, so that a silent peer delays no stage.
                 peer = join_address(*address[:2])
-                Thread(target=self._prove, args=(newcomer, peer, came, doorway), daemon=True).start()
-            while len(joined) < count and not came.empty():
-                joined.append(came.get())
+                Thread(target=self._prove, args=(newcomer, peer, arrivals, doorway), daemon=True).start()
+            while len(joined) < count and not arrivals.empty():
+                joined.append(arrivals.get())
             for departed in [stage for stage in joined if stage[1].ended()]:
                 _log.warning("the stage at %s has left again before all were there", departed[1].peer)
                 joined.remove(departed)
@@ -86,20 +86,20 @@ class Door:
         self,
         newcomer: Newcomer,
         peer: str,
-        came: SimpleQueue[tuple[int, StageLink]],
+        arrivals: SimpleQueue[tuple[int, StageLink]],
         doorway: Doorway,
     ) -> None:
         connection = newcomer.connection
         try:
             link = StageLink(connection, self.token, "server", peer, proof_timeout_s=self.proof_timeout_s)
             doorway.leave(newcomer, proven=True)
-            here = link.receive(m.FROM_STAGE)
+            message = link.receive(m.FROM_STAGE)
         except (WireError, OSError) as error:
             _log.warning("the connection from %s is no stage of this server: %s", peer, error)
             doorway.leave(newcomer, proven=False)
             connection.close()
             return
-        came.put((here.number if isinstance(here, m.Here) else -1, link))
+        arrivals.put((message.number if isinstance(message, m.Here) else -1, link))
 
     def close(self) -> None:
         """End the processes that were started here."""

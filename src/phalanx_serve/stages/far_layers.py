@@ -194,9 +194,9 @@ class FarStages:
     def _send(self, at: Callable[[FarStage, Talk], None], result: Callable[[], _R]) -> Future[_R]:
         """Send a visit through all stages; return a future of its ``result``."""
         self._number += 1
-        done: Future[_R] = Future()
-        self._pass_on(0, _Visit(self._number, at, lambda: done.set_result(result()), done.set_exception))
-        return done
+        future: Future[_R] = Future()
+        self._pass_on(0, _Visit(self._number, at, lambda: future.set_result(result()), future.set_exception))
+        return future
 
     def _pass_on(self, place: int, visit: _Visit) -> None:
         """Queue a visit for the stage at ``place``, or complete it after the last stage."""

@@ -1,21 +1,22 @@
-"""Parts of a model: layers divided among processes, or a share of each layer with the bits of one process; and the weights that a part reads.
+"""Parts of a model: pipeline stages, or a share of each layer with the bits of one process; and the weights that a part reads.
 
-A share of each layer has heads, inner elements, experts and tokens of the vocabulary.
-Tensor parallelism as it is trained (arXiv 1909.08053) divides the last matrix of a layer by its inputs, and adds up what the ranks make of them, so another
-degree is another order of additions. Here every matrix is divided by its *outputs* alone: a row of the result is a sum over all inputs in one process, as if it
-had the whole matrix, and what is inner (heads' results, activations, experts' rows) is put together from all processes before the next matrix reads it.
-That sends more than a sum of results would, by the inner width over the model's, and rounds nothing: any number of processes gives the bits of
-one with exact numerics, whose products have the same bits with a part of a matrix's rows.
+A share of each layer has heads, inner elements, experts and tokens of the vocabulary. Tensor parallelism in training (arXiv 1909.08053)
+divides the last matrix of a layer by its inputs and adds up the ranks' partial sums, so another degree is another order of additions.
 
-| divided | by | put together |
+Here every matrix is divided by its *outputs* alone. A row of the result is a sum over all inputs in one process, as with the full matrix.
+Inner results (of heads, activations, experts) are gathered from all processes before the next matrix reads them. That sends more than a
+sum of results would, by the ratio of the inner width to the model's, and rounds nothing. So any number of processes gives the bits of one with
+exact numerics, whose products have the same bits with a part of a matrix's rows.
+
+| divided | by | gathered |
 |---|---|---|
-| queries, keys, values, sinks, what expands latents | heads | heads' results, before the output matrix |
+| queries, keys, values, sinks, expansion of latents | heads | heads' results, before the output matrix |
 | gate and up of a feed-forward layer | inner elements | activations, before the down matrix |
-| experts | experts, whole ones | rows of all experts, before they are added |
+| experts | experts, undivided | rows of all experts, before they are added |
 | output and down matrices | elements of the hidden state | their results |
 | the output projection | tokens | scores, in the first process alone |
 
-Norms, routers, latents of attention, and with the first process the embedding, are whole.
+Norms, routers and latents of attention are not divided, nor is the embedding, which is in the first process.
 """
 
 from __future__ import annotations
@@ -242,8 +243,8 @@ class SharedExperts:
         ends = order.counts.cumsum(0).tolist()
         begin, end = (ends[place - 1] if place else 0 for place in (own.start, own.stop))
         rows = copies_by_expert(tokens, order)[begin:end]
-        here = experts(rows, groups_of_one_slot(order.counts[own.start : own.stop]))
-        return combine(self._assembly.gather(here, 0), order, routing.weights)
+        own_rows = experts(rows, groups_of_one_slot(order.counts[own.start : own.stop]))
+        return combine(self._assembly.gather(own_rows, 0), order, routing.weights)
 
 
 # Weights of a part: only what it needs is read.

@@ -19,7 +19,7 @@ from typing import Literal
 # Requests and engine outputs.
 
 Outcome = Literal["stop", "length", "cancelled", "error"]
-"""Why a request ended: at a stop token, at ``max_tokens``, because its client cancelled or left, or by the error in ``Ended.text``."""
+"""Why a request ended: at a stop token, at ``max_tokens``, because its client canceled or left, or by the error in ``Ended.text``."""
 
 
 @dataclass(frozen=True)

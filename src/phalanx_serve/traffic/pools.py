@@ -309,8 +309,10 @@ def choose(
     routes = []
     for worker in decoders:
         route = _at(worker, rows, pages, ranked, link)
-        left = rows - PAGE_ROWS * max(worker.held_pages, ranked[0][1] if route.source != NOBODY else 0)
-        if worker.role != "decode" or left <= small_rows or not prefillers:
+        rows_to_compute = rows - PAGE_ROWS * max(
+            worker.held_pages, ranked[0][1] if route.source != NOBODY else 0
+        )
+        if worker.role != "decode" or rows_to_compute <= small_rows or not prefillers:
             routes.append(route)
     for worker in prefillers if pages else ():
         if worker.role == "prefill" and decoders[0].role != "prefill":

@@ -246,9 +246,9 @@ class SimulatedWorker:
         for job in ready:
             if self.jobs.get(job.order.job) is not job:
                 continue
-            done = min(job.rows, max(budget - rows, 1))
-            rows += done
-            job.rows -= done
+            computed = min(job.rows, max(budget - rows, 1))
+            rows += computed
+            job.rows -= computed
             if not job.rows:
                 self._speak(job)
                 job.rows = 1

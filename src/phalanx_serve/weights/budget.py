@@ -110,15 +110,17 @@ def divide_memory(index: PackIndex, dtype: str, memory_bytes: int, buffers: int 
             f"{of_buffer:,}, {LEAST_EXPERTS} experts of {slot:,}), and may use {memory_bytes:,}: give it more (--memory), or pack it in a "
             "narrower format"
         )
-    left = memory_bytes - fixed - LEAST_EXPERTS * slot
-    buffers = min(buffers, left // of_buffer) if of_buffer else 0
+    remaining = memory_bytes - fixed - LEAST_EXPERTS * slot
+    buffers = min(buffers, remaining // of_buffer) if of_buffer else 0
     resident = _resident(
-        {layer: wide_bytes(section, dtype) for layer, section in bodies.items()}, left, buffers * of_buffer
+        {layer: wide_bytes(section, dtype) for layer, section in bodies.items()},
+        remaining,
+        buffers * of_buffer,
     )
     buffers = buffers if len(resident) < len(bodies) else 0
-    left -= buffers * of_buffer + sum(wide_bytes(bodies[layer], dtype) for layer in resident)
-    slots = min(experts, LEAST_EXPERTS + left // slot) if slot else 0
-    used = memory_bytes - left + (slots - LEAST_EXPERTS) * slot if slot else memory_bytes - left
+    remaining -= buffers * of_buffer + sum(wide_bytes(bodies[layer], dtype) for layer in resident)
+    slots = min(experts, LEAST_EXPERTS + remaining // slot) if slot else 0
+    used = memory_bytes - remaining + (slots - LEAST_EXPERTS) * slot if slot else memory_bytes - remaining
     return Residency(buffers, frozenset(resident), slots, used)
 
 
@@ -219,8 +221,8 @@ def divide_budget(
 
     Raises TooLargeError with the least that suffices, and with ways to make a pass smaller (``fewer``).
     """
-    left, least = total - process - computing, least_bytes(index, dtype)
-    if left < least + of_text:
+    remaining, least = total - process - computing, least_bytes(index, dtype)
+    if remaining < least + of_text:
         raise TooLargeError(
             f"streaming this model needs {process + computing + of_text + least:,} bytes of memory ({process:,} for the process, "
             f"{computing:,} for a pass, {of_text:,} for keys and values of one text, {least:,} for the weights that are there at a time), and "
@@ -228,7 +230,7 @@ def divide_budget(
         )
     texts = 1
     if of_text:
-        texts = max(1, min(most_texts, left // _TEXTS_SHARE // of_text, (left - least) // of_text))
-        spare = left - texts * of_text - divide_memory(index, dtype, left - texts * of_text).nbytes
+        texts = max(1, min(most_texts, remaining // _TEXTS_SHARE // of_text, (remaining - least) // of_text))
+        spare = remaining - texts * of_text - divide_memory(index, dtype, remaining - texts * of_text).nbytes
         texts = min(most_texts, texts + spare // of_text)
-    return MemoryBudget(process, computing, texts, of_text, left - texts * of_text)
+    return MemoryBudget(process, computing, texts, of_text, remaining - texts * of_text)

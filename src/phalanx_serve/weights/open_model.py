@@ -156,11 +156,11 @@ def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
     file = open_pack(path)
     file.close()
     if wrong := _not_of(file.index, run, chosen, recorded):
-        there = ", ".join(map(str, sorted(steps))) or "none"
+        packed_steps = ", ".join(map(str, sorted(steps))) or "none"
         again = (
             "and it is packed again"
             if chosen in steps
-            else f"and give a step that is there ({there}): without the checkpoint of step {chosen} it cannot be packed again"
+            else f"and give a step that is there ({packed_steps}): without the checkpoint of step {chosen} it cannot be packed again"
         )
         raise MismatchError(f"{path}: {wrong}; remove it, {again}", [])
     return path

@@ -296,10 +296,10 @@ def optimal_hits(trace: Sequence[ExpertName], capacity: int) -> int:
     Systems Journal 5, 1966).
     """
     following: list[int] = [len(trace)] * len(trace)
-    seen: dict[ExpertName, int] = {}
+    next_use: dict[ExpertName, int] = {}
     for place in range(len(trace) - 1, -1, -1):
-        following[place] = seen.get(trace[place], len(trace) + place)
-        seen[trace[place]] = place
+        following[place] = next_use.get(trace[place], len(trace) + place)
+        next_use[trace[place]] = place
     cached: dict[ExpertName, int] = {}
     furthest: list[tuple[int, ExpertName]] = []
     hits = 0

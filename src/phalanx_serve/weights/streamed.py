@@ -247,8 +247,8 @@ class _StreamedMixture:
         self._backwards = not self._backwards
         results: dict[int, Tensor] = {}
         for place, expert in enumerate(order):
-            left = {(self.layer, attribute) for attribute in order[place:]}
-            data = self.cache.get((self.layer, expert), left, self.weights.turn)
+            still_needed = {(self.layer, other) for other in order[place:]}
+            data = self.cache.get((self.layer, expert), still_needed, self.weights.turn)
             matrix = self.weights.expert_matrix(self.layer, data, name).unsqueeze(0)
             size = torch.tensor([len(parts[expert])])
             results[expert] = product(parts[expert], matrix, groups_of_one_slot(size))

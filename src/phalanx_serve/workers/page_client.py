@@ -138,8 +138,8 @@ class _Pull:
         self.pulled.way = "nixl"
         try:
             with closing(read_pages(self.wire, nixl, offer, self.until_s)) as pages:
-                for name, came in zip(offer.names, pages, strict=False):
-                    self._keep(name, came.page, came.expected, came.actual)
+                for name, arrival in zip(offer.names, pages, strict=False):
+                    self._keep(name, arrival.page, arrival.expected, arrival.actual)
                     self.pulled.over_nixl += 1
                     self._observe_time()
         except NixlError as error:
@@ -177,20 +177,20 @@ class _Pull:
             raise WireError(f"{self.wire.peer}: sends pages without digests")
         # A page is hashed, which holds no lock of Python's, while the next one comes.
         with ThreadPoolExecutor(1) as hashing:
-            came: deque[tuple[bytes, bytes, bytearray, Future[bytes]]] = deque()
+            arrived: deque[tuple[bytes, bytes, bytearray, Future[bytes]]] = deque()
 
             def keep_next() -> None:
-                name, expected, page, actual = came.popleft()
+                name, expected, page, actual = arrived.popleft()
                 self._keep(name, page, expected, actual.result())
 
             for name, expected in zip(names, coming.digests, strict=True):
                 page = bytearray(offer.page_bytes)
                 self.wire.raw.receive_into(memoryview(page))
-                came.append((name, expected, page, hashing.submit(digest, page)))
-                if len(came) > _UNHASHED:
+                arrived.append((name, expected, page, hashing.submit(digest, page)))
+                if len(arrived) > _UNHASHED:
                     keep_next()
                 self._observe_time()
-            while came:
+            while arrived:
                 keep_next()
 
     def _keep(self, name: bytes, page: bytearray | memoryview, expected: bytes, actual: bytes) -> None:

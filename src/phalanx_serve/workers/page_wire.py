@@ -9,8 +9,8 @@ then carries the SHA-256 of each page, so any change on the way is detected. Not
 
 The source writes the pages of a job into an anonymous file (memfd_create(2)) and seals it (fcntl(2), F_ADD_SEALS).
 After that no process, not even the source, can change or shorten it, and a reader may check a page and use it in
-place. The reader opens it through the source, /proc/PID/fd/N, which the kernel allows only to processes of the same
-user (ptrace(2), PTRACE_MODE_READ), and verifies its machine, device and inode.
+place. The reader opens it through the source, /proc/PID/fd/N, and verifies its machine, device and inode. The kernel
+allows that only to processes of the same user (ptrace(2), PTRACE_MODE_READ).
 
 Such a file is in no directory. It needs no /dev/shm, and is freed with the last process that has it open or mapped,
 however that process ends. The end of a lease closes it in the source; a reader keeps its mapping.
@@ -96,9 +96,9 @@ class SharedPages:
 
 
 def _write(descriptor: int, page: bytes) -> None:
-    rest = memoryview(page)
-    while rest:  # a write may end early where memory does
-        rest = rest[os.write(descriptor, rest) :]
+    remaining = memoryview(page)
+    while remaining:  # a write may end early where memory does
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def _all_seals() -> int:

@@ -172,26 +172,26 @@ class ServingWorker:
         )
         self._inbox.put(_Came(order.job, pulled, len(names)))
 
-    def _keep(self, came: _Came) -> None:
+    def _keep(self, arrived: _Came) -> None:
         """Cache pulled pages, and begin their job, which computes the missing ones."""
-        order = self._orders.get(came.job)
+        order = self._orders.get(arrived.job)
         if order is None:
             return
         names = page_names(order.request.prompt + order.request.told, self._engine.root)
         before = dict(zip(names, [self._engine.root, *names], strict=False))
         kept = 0
         with suppress(DeviceMemoryError):  # the rest is computed
-            for name, page in came.pulled.pages.items():
+            for name, page in arrived.pulled.pages.items():
                 if name not in before or not self._engine.write_page(name, page, before[name]):
                     break
                 kept += 1
         self._pulled += kept
-        self._shared += kept if came.pulled.way == "memory" else 0
-        self._over_nixl += min(kept, came.pulled.over_nixl)
-        self._not_pulled += came.requested - kept
-        if came.pulled.failure:
-            _log.info("job %d: %s; the rest is computed", came.job, came.pulled.failure)
-        self._report_unreached(came.pulled.unreached)
+        self._shared += kept if arrived.pulled.way == "memory" else 0
+        self._over_nixl += min(kept, arrived.pulled.over_nixl)
+        self._not_pulled += arrived.requested - kept
+        if arrived.pulled.failure:
+            _log.info("job %d: %s; the rest is computed", arrived.job, arrived.pulled.failure)
+        self._report_unreached(arrived.pulled.unreached)
         self._submit(order)
 
     def _report_unreached(self, reason: str) -> None:

@@ -105,8 +105,8 @@ def comparison_lines(comparison: RunComparison, run_a: Path, run_b: Path) -> Ite
     yield _kinship(comparison)
     for field in comparison.fields:
         yield f"  field of the {field.owner:<6}  {field.path}: {field.one!r} in A, {field.other!r} in B"
-    for name, (left, right) in comparison.record.items():
-        yield f"  recorded             {name}: {left!r} in A, {right!r} in B"
+    for name, (in_a, in_b) in comparison.record.items():
+        yield f"  recorded             {name}: {in_a!r} in A, {in_b!r} in B"
     if comparison.numbers is None:
         yield f"logged: the numbers of all {comparison.steps_compared} common steps are equal"
     else:

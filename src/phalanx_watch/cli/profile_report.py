@@ -93,15 +93,15 @@ def _where(console: Console, table: Mapping[str, Any], step_s: float) -> None:
     grid.add_column("")
     for row in chosen:
         grid.add_column(f"rank {row['rank']}", justify="right")
-    rest = [0.0] * len(chosen)
+    small_columns = [0.0] * len(chosen)
     for number, word in enumerate(words):
         seconds = [float(row["seconds"][number]) for row in chosen]
         if max(seconds) < _LEAST_SHARE * step_s:
-            rest = [before + more for before, more in zip(rest, seconds, strict=True)]
+            small_columns = [before + more for before, more in zip(small_columns, seconds, strict=True)]
             continue
         grid.add_row(word.replace("communication: ", "exposed communication, "), *map(_cell, seconds))
-    if any(rest):
-        grid.add_row("the rest", *map(_cell, rest))
+    if any(small_columns):
+        grid.add_row("the rest", *map(_cell, small_columns))
     grid.add_row("= step", *(_cell(row["step_s"]) for row in chosen), style="bold")
     grid.add_row("of it waiting for other ranks", *(_cell(row["waited_s"]) for row in chosen), style="dim")
     console.print(grid)

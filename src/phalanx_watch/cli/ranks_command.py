@@ -208,8 +208,8 @@ def text_map(picture: HeatMap, unit: float, width: int) -> Iterator[str]:
     for label, values in zip(labels, picture.values, strict=True):
         yield f"{label:>{margin}} {''.join(wide * _bar(value, low, high) for value in values.tolist())}"
     first, last = (f"{picture.column_steps[end]:,}" for end in (0, -1))
-    left = wide * columns - len(last)
-    yield f"{'step':>{margin}} {first if left > len(first) else '':<{max(0, left)}}{last}"
+    padding = wide * columns - len(last)
+    yield f"{'step':>{margin}} {first if padding > len(first) else '':<{max(0, padding)}}{last}"
 
 
 def _range(numbers: NDArray[np.float32]) -> tuple[float, float]:

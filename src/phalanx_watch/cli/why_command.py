@@ -103,7 +103,7 @@ def _print_reason(reason: Reason, now: float) -> None:
 
 def _print_row(name: str, text: str) -> None:
     width = max(_NARROWEST, shutil.get_terminal_size((120, 24)).columns)
-    first, *rest = textwrap.wrap(text, width - 12, break_long_words=False, break_on_hyphens=False) or [""]
+    first, *lines = textwrap.wrap(text, width - 12, break_long_words=False, break_on_hyphens=False) or [""]
     click.echo(f"  {click.style(f'{name:<8}', dim=True)}{first}")
-    for line in rest:
+    for line in lines:
         click.echo(f"  {'':<8}{line}")

@@ -121,8 +121,10 @@ class Guard:
         if any(_equal(value, self._access.token) for value in tokens):
             if scope["path"].startswith("/api/"):
                 return None
-            rest = urlencode([(name, value) for name, value in query if name != "token"])
-            answer = RedirectResponse(_local(scope["path"]) + (f"?{rest}" if rest else ""), 303)
+            remaining_query = urlencode([(name, value) for name, value in query if name != "token"])
+            answer = RedirectResponse(
+                _local(scope["path"]) + (f"?{remaining_query}" if remaining_query else ""), 303
+            )
             answer.set_cookie(self._cookie, self._pass, httponly=True, samesite="strict", path="/")
             return answer
         scheme, _, bearer = headers.get("authorization", "").partition(" ")

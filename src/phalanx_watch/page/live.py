@@ -191,8 +191,8 @@ def _sign(place: RunPlace, now: float) -> object:
     directory = RunDirectory(place.path)
     for name in _FILES:
         try:
-            seen = os.stat(directory.path / name)
-            stamps.append((seen.st_ino, seen.st_size, seen.st_mtime_ns))
+            status = os.stat(directory.path / name)
+            stamps.append((status.st_ino, status.st_size, status.st_mtime_ns))
         except OSError:
             stamps.append(None)
     # A killed server changes no file: only the time shows it.

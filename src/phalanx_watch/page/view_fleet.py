@@ -32,34 +32,34 @@ _NODE = "node "
 
 def fleet_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
     """Return the fleet of a run; without a fleet, only its epochs, which are its attempts."""
-    problem, seen = "", None
+    problem, fleet = "", None
     try:
-        seen = read_fleet_file(place.path)
+        fleet = read_fleet_file(place.path)
     except FleetFileError as error:
         problem = str(error)
     events = runs.thinned(place)
-    return story(events, seen) | {"missing": seen is None, "problem": problem}
+    return story(events, fleet) | {"missing": fleet is None, "problem": problem}
 
 
-def story(events: Sequence[Event], seen: FleetFile | None) -> dict[str, object]:
+def story(events: Sequence[Event], fleet: FleetFile | None) -> dict[str, object]:
     """Return the fleet's state from its file, and its history from the run's events."""
     attempts = attempt_accounts(events)
     recoveries_by_attempt = {
         account.attempt: account for account in recoveries(events, attempts[0].attempt if attempts else 0)
     }
-    happenings = list(seen.happenings[-_MOST_HAPPENINGS:]) if seen else []
-    members = list(seen.members[:_MOST_MEMBERS]) if seen else []
+    happenings = list(fleet.happenings[-_MOST_HAPPENINGS:]) if fleet else []
+    members = list(fleet.members[:_MOST_MEMBERS]) if fleet else []
     return {
-        "now": None if seen is None else _now(seen),
+        "now": None if fleet is None else _now(fleet),
         "members": [msgspec.to_builtins(member) for member in members],
-        "members_left_out": max(0, len(seen.members) - len(members)) if seen else 0,
+        "members_left_out": max(0, len(fleet.members) - len(members)) if fleet else 0,
         "epochs": [_epoch(account) for account in attempts],
         "faults": _faults(events, attempts, recoveries_by_attempt, happenings),
         "happenings": [msgspec.to_builtins(account) for account in happenings],
     }
 
 
-def _now(seen: FleetFile) -> dict[str, object]:
+def _now(fleet: FleetFile) -> dict[str, object]:
     kept = (
         "phase",
         "reason",
@@ -73,7 +73,7 @@ def _now(seen: FleetFile) -> dict[str, object]:
         "restarts",
     )
     more = ("reign", "leader", "stopping", "durable_steps", "unsaved_steps", "written_unix_s", "over")
-    return {name: getattr(seen, name) for name in (*kept, *more)}
+    return {name: getattr(fleet, name) for name in (*kept, *more)}
 
 
 def _epoch(attempt: AttemptAccount) -> dict[str, object]:
@@ -95,10 +95,10 @@ def _faults(
     happenings: Sequence[FleetIncident],
 ) -> list[dict[str, object]]:
     """Return each end of an epoch that another one followed, with the duration and cost of the recovery."""
-    left = _left(events)
+    ends = _left(events)
     faults: list[dict[str, object]] = []
     for before, after in pairwise(attempts):
-        at, reason = left.get(before.attempt, (before.ended_s, before.reason))
+        at, reason = ends.get(before.attempt, (before.ended_s, before.reason))
         node, incident = _named(reason)
         recovery = recoveries_by_attempt.get(after.attempt)
         faults.append(
@@ -136,8 +136,8 @@ def _left(events: Sequence[Event]) -> dict[int, tuple[float, str]]:
 
 def _named(reason: str) -> tuple[str, str]:
     """Return the node that a reason names, and the rest of the text."""
-    head, colon, rest = reason.partition(": ")
-    return (head.removeprefix(_NODE), rest) if colon and head.startswith(_NODE) else ("", reason)
+    head, colon, text = reason.partition(": ")
+    return (head.removeprefix(_NODE), text) if colon and head.startswith(_NODE) else ("", reason)
 
 
 _WORDS = (

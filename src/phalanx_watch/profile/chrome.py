@@ -79,9 +79,9 @@ def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
     spans = _lifetimes(rows, int(cut.pieces["end_ns"][-1]))
     if not len(spans):
         return None
-    made = np.clip(np.searchsorted(cut.pieces["begin_ns"], spans["from"], side="right") - 1, 0, None)
+    allocated = np.clip(np.searchsorted(cut.pieces["begin_ns"], spans["from"], side="right") - 1, 0, None)
     freed = np.clip(np.searchsorted(cut.pieces["begin_ns"], spans["to"], side="right") - 1, 0, None)
-    kinds = _kinds(cut, made, freed)
+    kinds = _kinds(cut, allocated, freed)
     order = np.argsort(np.concatenate([spans["from"], spans["to"]]), kind="stable")
     times = np.concatenate([spans["from"], spans["to"]])[order]
     change = np.concatenate([spans["bytes"], -spans["bytes"]])[order]
@@ -103,7 +103,7 @@ def memory_line(trace: RankTrace, cut: StepPieces) -> MemoryLine | None:
         curves,
         int(total[peak]) + sum(resident.values()),
         float((times[peak] - begin) / 1e9),
-        _live(trace, cut, spans[alive], made[alive], kinds[alive]),
+        _live(trace, cut, spans[alive], allocated[alive], kinds[alive]),
     )
 
 
@@ -121,17 +121,17 @@ def _lifetimes(rows: NDArray[np.void], end_ns: int) -> NDArray[np.void]:
     return np.array(sorted(lifetimes), dtype=[("from", "<i8"), ("to", "<i8"), ("bytes", "<i8")])
 
 
-def _kinds(cut: StepPieces, made: NDArray[np.intp], freed: NDArray[np.intp]) -> NDArray[np.int_]:
+def _kinds(cut: StepPieces, allocated: NDArray[np.intp], freed: NDArray[np.intp]) -> NDArray[np.int_]:
     """Return the kind of each allocation, an index of ``KINDS``."""
     phase, category = cut.pieces["phase"], cut.pieces["category"]
 
     def is_one(word: str) -> NDArray[np.bool_]:
         matches = np.array([name.startswith(word) for name in cut.categories], bool)
-        chosen: NDArray[np.bool_] = matches[category[made]]
+        chosen: NDArray[np.bool_] = matches[category[allocated]]
         return chosen
 
-    later = (phase[freed] != phase[made]) | (cut.pieces["step"][freed] != cut.pieces["step"][made])
-    forward, backward = phase[made] == FORWARD, phase[made] == BACKWARD
+    later = (phase[freed] != phase[allocated]) | (cut.pieces["step"][freed] != cut.pieces["step"][allocated])
+    forward, backward = phase[allocated] == FORWARD, phase[allocated] == BACKWARD
     choices = [is_one(COMM), is_one(OPTIMIZER), is_one(DATA), forward & later, backward & later]
     numbers = [
         KINDS.index(word)
@@ -146,11 +146,11 @@ def _live(
     trace: RankTrace,
     cut: StepPieces,
     spans: NDArray[np.void],
-    made: NDArray[np.intp],
+    allocated: NDArray[np.intp],
     kinds: NDArray[np.int_],
 ) -> list[LiveAllocations]:
     sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for size, piece, kind in zip(spans["bytes"].tolist(), made.tolist(), kinds.tolist(), strict=True):
+    for size, piece, kind in zip(spans["bytes"].tolist(), allocated.tolist(), kinds.tolist(), strict=True):
         event = int(cut.pieces["event"][piece])
         name = "" if event < 0 else trace.names[int(trace.events["name"][event])]
         mark = None if event < 0 else trace.mark(event)

@@ -232,9 +232,9 @@ def measured(
         elif word in (DATA, SAVE):
             rows[word] += seconds
     step_s = sum(cut.step_s for cut in cuts) / count
-    rest = step_s - sum(rows.values())
-    if rest > 1e-9:
-        rows["other"] += rest
+    other_s = step_s - sum(rows.values())
+    if other_s > 1e-9:
+        rows["other"] += other_s
     return {row: seconds for row, seconds in rows.items() if seconds}
 
 

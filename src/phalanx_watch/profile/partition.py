@@ -197,9 +197,9 @@ class _Cut:
         self.steps = tuple((number, int(begin[at]), int(begin[at] + ns[at])) for number, at in steps)
         self.thread = int(self.events["thread"][steps[0][1]]) if steps else -1
         self._of_seq: dict[int, int] = {}
-        """The layer of the forward operation with a sequence number."""
+        """Layer of the forward operation with a sequence number."""
         self.category_at = np.full(len(self.events), -1, np.int64)
-        """By event: what it is spent on, for what a device does on its behalf."""
+        """By event: category of the device work that it launches."""
         self.layer_at = np.zeros(len(self.events), np.int64)
         self.phase_at = np.zeros(len(self.events), np.int64)
 

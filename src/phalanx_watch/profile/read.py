@@ -181,14 +181,14 @@ def make_summary(directory: RunDirectory, name: str, cluster: str | None = None)
         )
     prediction, note = _prediction(directory, order, cluster)
     try:
-        done = analyze(name, traces, order, prediction, [*notes, *([note] if note else [])])
+        analysis = analyze(name, traces, order, prediction, [*notes, *([note] if note else [])])
     except ValueError as error:
         raise ProfileError(f"profile {name} shows nothing: {error}; request a new one") from error
-    write_atomically(folder / TRACE_FILE, packed(done.trace), durable=False)
+    write_atomically(folder / TRACE_FILE, packed(analysis.trace), durable=False)
     write_atomically(
-        folder / SUMMARY_FILE, (json.dumps(done.summary, indent=1) + "\n").encode(), durable=False
+        folder / SUMMARY_FILE, (json.dumps(analysis.summary, indent=1) + "\n").encode(), durable=False
     )
-    return done.summary
+    return analysis.summary
 
 
 def _traces(

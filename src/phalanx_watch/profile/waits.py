@@ -1,4 +1,4 @@
-"""Ranks that wait for ranks, on clocks brought together: common collectives, the last rank to come to each, and the critical path.
+"""Waits between ranks, on synchronized clocks: common collectives, the last rank to arrive at each, and the critical path.
 
 A collective cannot end before its last rank arrives. So a rank's time in it is the wait for that rank, and then the transfer. The wait is
 charged to the last rank. If the last rank did not record, the measured wait is less than the true one.
@@ -6,13 +6,12 @@ charged to the last rank. If the last rank did not record, the measured wait is 
 The critical path is walked backwards from the latest end: along a rank to the end of its last collective with a wait, then to the last rank of
 that collective, at its arrival. Shortening anything outside the path shortens no step.
 
-Clocks are brought together by the barriers that all ranks passed before and after the recorded steps.
-No rank leaves a barrier before the last has come. With clocks that show the true time plus an offset, rank a's time of leaving less rank b's
-time of coming is at least their true difference, which cannot be negative, plus the offset of a less that of b: so every barrier bounds the
-difference of two offsets from above, and with a and b exchanged from below. The closest bounds of many barriers leave an interval; its middle
-is taken and half its width is the error, which no delay of a message can exceed (Cristian 1989, with a barrier in place of a question and
-its answer). A clock may also run fast: where no one difference fits the barriers before and after the recording, each side has an interval of
-its own, and in between the clock is taken to gain evenly.
+Clocks are synchronized by the barriers that all ranks pass before and after the recorded steps. No rank leaves a barrier before the last
+arrives. Let each clock show the true time plus an offset. Rank a's exit minus rank b's entry is then their true difference, which is not
+negative, plus a's offset minus b's. So every barrier bounds the difference of two offsets from above, and with a and b exchanged from below.
+The closest bounds of many barriers leave an interval. Its middle is the estimate and half its width the error, which no message delay can
+exceed (Cristian 1989, with a barrier in place of a request and its response). A clock may also run fast: if no single offset fits the barriers
+before and after the recording, each side has an interval of its own, and the drift in between is linear.
 """
 
 from __future__ import annotations
@@ -103,12 +102,12 @@ def _ahead(mine: tuple[Times, Times], reference: tuple[Times, Times]) -> tuple[f
     count = min(len(mine[0]), len(reference[0]))
     if not count:
         return np.inf, -np.inf, 0.0
-    (came, left), (came_there, left_there) = (
+    (entered, exited), (came_there, left_there) = (
         tuple(side[:count].astype(np.int64) for side in sides) for sides in (mine, reference)
     )
     if mine is reference:  # of a rank against itself nothing is open
-        return 0.0, 0.0, float(came.mean())
-    return float((left - came_there).min()), float((came - left_there).max()), float(came.mean())
+        return 0.0, 0.0, float(entered.mean())
+    return float((exited - came_there).min()), float((entered - left_there).max()), float(entered.mean())
 
 
 # Waits.
@@ -334,10 +333,10 @@ def critical_path(
         passage = ordered[rank][place]
         meeting = of_key[passage.key]
         parts.append(PathPart(rank, passage.left_ns, now))
-        came = min(meeting.last_came_ns, passage.left_ns)
-        parts.append(PathPart(rank, came, passage.left_ns, meeting))
+        arrival_ns = min(meeting.last_came_ns, passage.left_ns)
+        parts.append(PathPart(rank, arrival_ns, passage.left_ns, meeting))
         # One that came last went on by itself before; others were kept waiting by it.
-        rank, now = meeting.last, min(came, now - 1)
+        rank, now = meeting.last, min(arrival_ns, now - 1)
     parts.append(PathPart(rank, min(windows[rank][0], now), now))
     return [part for part in parts if part.end_ns > part.begin_ns]
 

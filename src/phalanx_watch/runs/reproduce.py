@@ -52,16 +52,25 @@ def make_environment(recording: RunRecording, folder: Path, tell: Callable[[str]
     requirements_file.write_text(requirements(Path(recording.packages).read_text()))
     python = _python(str(_table(recording.environment.get("packages")).get("python", "")), tell)
     _run([python, "-m", "venv", str(folder / "venv")], tell)
-    made = folder / "venv" / "bin" / "python"
-    _run([str(made), "-m", "pip", "install", "--quiet", "-r", str(requirements_file)], tell)
+    python_path = folder / "venv" / "bin" / "python"
+    _run([str(python_path), "-m", "pip", "install", "--quiet", "-r", str(requirements_file)], tell)
     source = _code(recording, folder, tell)
     if source is not None:
-        _run([str(made), "-m", "pip", "install", "--quiet", "setuptools>=77"], tell)
+        _run([str(python_path), "-m", "pip", "install", "--quiet", "setuptools>=77"], tell)
         _run(
-            [str(made), "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", str(source)],
+            [
+                str(python_path),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--no-build-isolation",
+                str(source),
+            ],
             tell,
         )
-    return made
+    return python_path
 
 
 def _code(recording: RunRecording, folder: Path, tell: Callable[[str], None]) -> Path | None:
@@ -87,12 +96,12 @@ def _code(recording: RunRecording, folder: Path, tell: Callable[[str], None]) ->
 
 def _python(version: str, tell: Callable[[str], None]) -> str:
     """Return an interpreter of the recorded version, else this one."""
-    here = ".".join(map(str, sys.version_info[:3]))
+    present = ".".join(map(str, sys.version_info[:3]))
     minor = ".".join(version.split(".")[:2])
-    if not version or version == here:
+    if not version or version == present:
         return sys.executable
     other = shutil.which(f"python{minor}")
-    if other is None or minor == ".".join(here.split(".")[:2]):
+    if other is None or minor == ".".join(present.split(".")[:2]):
         other = sys.executable
     tell(f"the run had Python {version}; the environment is made with {other}")
     return other
@@ -100,10 +109,10 @@ def _python(version: str, tell: Callable[[str], None]) -> str:
 
 def _run(words: list[str], tell: Callable[[str], None]) -> None:
     tell(f"$ {' '.join(words)}")
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        end = "\n".join(line for line in done.stdout.splitlines()[-8:])
-        raise RunDirectoryError(f"{words[0]} failed with exit code {done.returncode}:\n{end}")
+    result = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if result.returncode:
+        end = "\n".join(line for line in result.stdout.splitlines()[-8:])
+        raise RunDirectoryError(f"{words[0]} failed with exit code {result.returncode}:\n{end}")
 
 
 def _table(value: object) -> dict[str, object]:
@@ -128,7 +137,7 @@ def free_directory(run_dir: Path) -> Path:
 def again(spec: RunSpec, directory: RunDirectory, into: Path, ranks: int) -> RunSpec:
     """Return the run's spec for training it again on this machine. Its identity is the same."""
     data = found_again(spec.data, directory.read_record())
-    made = replace(
+    spec_again = replace(
         spec,
         run_dir=str(into),
         data=data,
@@ -138,8 +147,8 @@ def again(spec: RunSpec, directory: RunDirectory, into: Path, ranks: int) -> Run
         fleet=FleetSpec(),
         launch=LaunchSpec(),
     )
-    assert identity(made) == identity(spec)
-    return made
+    assert identity(spec_again) == identity(spec)
+    return spec_again
 
 
 def write_run_file(spec: RunSpec, into: Path) -> Path:

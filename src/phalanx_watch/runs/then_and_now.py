@@ -98,30 +98,30 @@ def _data_now(spec: RunSpec, directory: RunDirectory) -> str:
         return f"not to be had: {error}"
 
 
-def changes(was: RunEnvironment, here: RunEnvironment) -> list[Changed]:
+def changes(past: RunEnvironment, present: RunEnvironment) -> list[Changed]:
     """Return the differences, those that surely change bits first."""
     differences = [
-        *_data(was, here),
-        *_probes(was, here),
-        *_code(was, here),
-        *_packages(was.packages, here.packages),
-        *_machine(was, here),
-        *_variables(was.variables, here.variables),
+        *_data(past, present),
+        *_probes(past, present),
+        *_code(past, present),
+        *_packages(past.packages, present.packages),
+        *_machine(past, present),
+        *_variables(past.variables, present.variables),
     ]
     order = ("bits", "perhaps", "no")
     return sorted(differences, key=lambda change: order.index(change.weight))
 
 
-def _data(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
-    if was.data_fingerprint != here.data_fingerprint:
+def _data(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
+    if past.data_fingerprint != present.data_fingerprint:
         remedy = "put the dataset back where it was, or name a copy of it: --set data.path=PATH"
-        yield Changed("data", was.data_fingerprint, here.data_fingerprint, "bits", remedy)
+        yield Changed("data", past.data_fingerprint, present.data_fingerprint, "bits", remedy)
 
 
-def _probes(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
-    if not was.probes or not here.probes:
+def _probes(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
+    if not past.probes or not present.probes:
         return
-    names = [name for name, value in was.probes.items() if here.probes.get(name, value) != value]
+    names = [name for name, value in past.probes.items() if present.probes.get(name, value) != value]
     if names:
         text = ", ".join(names)
         yield Changed(
@@ -133,7 +133,7 @@ def _probes(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
         )
 
 
-def _code(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
+def _code(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
     weights: Mapping[str, tuple[str, Weight]] = {
         "version": ("version of phalanx", "perhaps"),
         "git_commit": ("commit", "perhaps"),
@@ -141,9 +141,9 @@ def _code(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
         "patch_sha256": ("changes against the commit", "perhaps"),
         "untracked": ("untracked files", "no"),
     }
-    commit = was.code.get("git_commit")
+    commit = past.code.get("git_commit")
     for key, (title, weight) in weights.items():
-        before, after = was.code.get(key), here.code.get(key)
+        before, after = past.code.get(key), present.code.get(key)
         if before != after:
             remedy = {
                 "git_commit": f"git checkout {commit}" if commit else "",
@@ -152,20 +152,20 @@ def _code(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
                 else "put the changes away: git stash",
             }.get(key, "")
             yield Changed(title, _text(before), _text(after), weight, remedy)
-    if was.code.get("git_dirty") and "patch_sha256" not in was.code and "untracked" not in was.code:
+    if past.code.get("git_dirty") and "patch_sha256" not in past.code and "untracked" not in past.code:
         yield Changed(
             "changes against the commit", "there were some, which were not kept", "unknown", "perhaps"
         )
 
 
-def _packages(was: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Changed]:
-    names = [name for name in was if was[name] != here.get(name) and name != "phalanx-train"]
+def _packages(past: Mapping[str, str], present: Mapping[str, str]) -> Iterator[Changed]:
+    names = [name for name in past if past[name] != present.get(name) and name != "phalanx-train"]
     core = [name for name in names if name in _CORE or name.startswith("nvidia-")]
     for name in core:
         yield Changed(
             name,
-            was[name],
-            here.get(name, "not installed"),
+            past[name],
+            present.get(name, "not installed"),
             "perhaps",
             "phalanx reproduce RUN_DIR --make-env DIR",
         )
@@ -175,30 +175,30 @@ def _packages(was: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Chang
         more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
         yield Changed(
             "other packages",
-            ", ".join(f"{name} {was[name]}" for name in shown) + more,
-            ", ".join(f"{name} {here.get(name, 'not installed')}" for name in shown) + more,
+            ", ".join(f"{name} {past[name]}" for name in shown) + more,
+            ", ".join(f"{name} {present.get(name, 'not installed')}" for name in shown) + more,
             "no",
         )
 
 
-def _machine(was: RunEnvironment, here: RunEnvironment) -> Iterator[Changed]:
+def _machine(past: RunEnvironment, present: RunEnvironment) -> Iterator[Changed]:
     facts = (
-        ("processor", was.processor, here.processor),
-        ("accelerators", _kinds(was.accelerators), _kinds(here.accelerators)),
-        ("driver", was.driver, here.driver),
+        ("processor", past.processor, present.processor),
+        ("accelerators", _kinds(past.accelerators), _kinds(present.accelerators)),
+        ("driver", past.driver, present.driver),
     )
     # Equal probes have shown that another machine computes with the same bits, as far as probes go.
-    settled = bool(was.probes) and was.probes == here.probes
+    settled = bool(past.probes) and past.probes == present.probes
     for title, before, after in facts:
         if before != after:
             yield Changed(title, before or "none", after or "none", "no" if settled else "perhaps")
 
 
-def _variables(was: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Changed]:
+def _variables(past: Mapping[str, str], present: Mapping[str, str]) -> Iterator[Changed]:
     """Yield the variables that were set then and differ now; variables of run processes only are skipped."""
-    for name in was:
-        if name in here and was[name] != here[name]:
-            yield Changed(name, was[name], here[name], "no")
+    for name in past:
+        if name in present and past[name] != present[name]:
+            yield Changed(name, past[name], present[name], "no")
 
 
 def parse_packages(listed: str) -> dict[str, str]:

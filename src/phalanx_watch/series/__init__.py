@@ -1,1 +1,1 @@
-"""A run's numbers over time: read as they are appended, kept in compact columns, and drawn in as many points as a picture has pixels."""
+"""Numbers of a run over time: read incrementally, stored in compact columns, and reduced to the resolution of a picture."""

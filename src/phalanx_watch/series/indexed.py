@@ -93,11 +93,11 @@ class StepIndex:
         self._chunk_records, self._max_gap_bytes_in_chunk = chunk_records, max_gap_bytes_in_chunk
         self.path = path
         self.over = False
-        """There is nothing more to be had from it."""
+        """True at the end of the index."""
         self.read_bytes = 0
-        """Offset in the stream up to which the stretches that were given reach."""
+        """Offset in the stream of the end of the returned parts."""
         self.rows_ahead = 0
-        """Rows for which to make room before the chunk that was read last is taken, so that columns are not moved with every chunk."""
+        """Rows to reserve before the last chunk is taken, so that columns are not moved with every chunk."""
         self._at = len(TITLE)
         self._stream: tuple[int, int] | None = None
 
@@ -114,9 +114,9 @@ class StepIndex:
         status = os.fstat(stream.fileno())
         before, self._stream = self._stream, (status.st_dev, status.st_ino)
         # A buffer for more than is there would cost ten times the reading: its memory is new, and given back.
-        there = max(0, os.fstat(file.fileno()).st_size - self._at)
-        self.rows_ahead = min(there // RECORD_BYTES, _MOST_ROWS_AHEAD)
-        raw = os.pread(file.fileno(), min(self._chunk_records * RECORD_BYTES, there), self._at)
+        unread_bytes = max(0, os.fstat(file.fileno()).st_size - self._at)
+        self.rows_ahead = min(unread_bytes // RECORD_BYTES, _MOST_ROWS_AHEAD)
+        raw = os.pread(file.fileno(), min(self._chunk_records * RECORD_BYTES, unread_bytes), self._at)
         is_sound = before in (None, self._stream) and os.pread(file.fileno(), len(TITLE), 0) == TITLE
         records = _sound(raw) if is_sound else np.zeros(0, _RECORD)
         self._at += len(raw)

@@ -158,24 +158,24 @@ class RunSeries:
         self._index = StepIndex(index_beside(self.directory.events), chunk_records=chunk_records)
         self._more = False
         self.restarts = 0
-        """How often the file turned out to be another one than before."""
+        """Number of times that the file was replaced."""
         self._begin()
 
     def _begin(self) -> None:
         self.table = StepTable()
         self.marks: deque[CurveMark] = deque(maxlen=MOST_MARKS)
         self.starts: deque[Event] = deque(maxlen=MOST_STARTS)
-        """The events of kind ``RunStarted``."""
+        """Events of kind ``RunStarted``."""
         self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
-        """For every event that is no step, the number of rows before it and the offset of its line."""
+        """For each event other than a step: the number of rows before it, and the offset of its line."""
         self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
         self.torn_lines = 0
         self.parsed_bytes = 0
-        """So much of the file was read as text."""
+        """Bytes that were parsed as text."""
         self.last_t: float | None = None
-        """When the newest event was written."""
+        """Time of the newest event."""
         self.ending: Event | None = None
-        """The newest event of the ranks, if it ended an attempt."""
+        """Newest event of the ranks, if it ended an attempt."""
         self.problem = ""
 
     def _restart(self) -> None:

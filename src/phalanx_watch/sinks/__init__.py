@@ -1,1 +1,1 @@
-"""Trackers that a run's points are sent to."""
+"""Experiment trackers of a run."""

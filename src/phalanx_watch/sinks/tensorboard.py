@@ -64,7 +64,7 @@ class TensorBoardSink:
                 self._writer.add_text("messages", f"warning: {text}", self._step, walltime=event.t)
 
     def _tag(self, name: str) -> str:
-        """The name in TensorBoard's alphabet, as tensorboardX writes it."""
+        """Return the name in TensorBoard's character set, as tensorboardX writes it."""
         if name not in self._tags:
             self._tags[name] = scalar(name, 0.0).value[0].tag
         return self._tags[name]
@@ -96,7 +96,7 @@ def newest_steps(folder: Path) -> dict[str, int]:
 
 
 def _table(rows: list[tuple[str, float, float]]) -> str:
-    """A table in Markdown, which TensorBoard shows as one."""
+    """Return a table in Markdown, which TensorBoard renders."""
     lines = [f"| {' | '.join(GOODPUT_COLUMNS)} |", "|---|---:|---:|"]
     return "\n".join(
         [*lines, *(f"| {part} | {seconds:.3f} | {share:.2%} |" for part, seconds, share in rows)]

@@ -224,8 +224,8 @@ class MlflowSink:
             run_id: str = earlier[0].info.run_id
             self._client.update_run(run_id, status="RUNNING")
             return run_id
-        made: str = self._client.create_run(experiment, run_name=run, tags={_TAG: mark}).info.run_id
-        return made
+        new_id: str = self._client.create_run(experiment, run_name=run, tags={_TAG: mark}).info.run_id
+        return new_id
 
     def _set_parameters(self, settings: Mapping[str, Setting]) -> None:
         logged = self._client.get_run(self._run_id).data.params

@@ -23,16 +23,22 @@ _AWAY = ("lost", "quarantined")
 _GOING = ("leaving", "drained", GIVEN_BACK)
 
 
-def _live(seen: Observed) -> FleetFile | None:
+def _live(observed: Observed) -> FleetFile | None:
     """Return the fleet of a run that has not ended."""
-    return seen.fleet if seen.fleet is not None and seen.running and not seen.fleet.over else None
+    return (
+        observed.fleet
+        if observed.fleet is not None and observed.running and not observed.fleet.over
+        else None
+    )
 
 
-def straggler(seen: Observed) -> Iterator[Reason]:
+def straggler(observed: Observed) -> Iterator[Reason]:
     """A rank computes longer than its peers, and all wait for it."""
-    if not seen.running:
+    if not observed.running:
         return
-    for slow in [rank for rank in seen.slow_ranks if max(rank.slowdown, rank.late_share) >= SLOW_RANK][:5]:
+    for slow in [rank for rank in observed.slow_ranks if max(rank.slowdown, rank.late_share) >= SLOW_RANK][
+        :5
+    ]:
         node = f" on {slow.node}" if slow.node else ""
         is_steady = slow.slowdown >= SLOW_RANK
         yield Reason(
@@ -48,20 +54,20 @@ def straggler(seen: Observed) -> Iterator[Reason]:
                 f"slower in {slow.slower} of the newest {slow.windows} windows",
             ),
             doing="a fleet with a spare replaces it"
-            if seen.fleet
+            if observed.fleet
             else "nothing: a run without a fleet has no spares",
-            next=f"phalanx ranks {seen.run}; "
+            next=f"phalanx ranks {observed.run}; "
             + (
-                f"phalanx fleet drain {seen.run} NODE, if no spare is free"
-                if seen.fleet
+                f"phalanx fleet drain {observed.run} NODE, if no spare is free"
+                if observed.fleet
                 else "look at that machine: other processes, clocks, heat"
             ),
         )
-    fleet = _live(seen)
+    fleet = _live(observed)
     for node, happenings in _by_node(
         fleet.happenings if fleet else (), IncidentKind.STRAGGLER, IncidentKind.SLOW_WITHOUT_SPARE
     ).items():
-        if seen.now - happenings[-1].unix_s > RECOVERING_S:
+        if observed.now - happenings[-1].unix_s > RECOVERING_S:
             continue
         replaced = happenings[-1].kind is IncidentKind.STRAGGLER
         yield Reason(
@@ -76,16 +82,16 @@ def straggler(seen: Observed) -> Iterator[Reason]:
             doing="it was quarantined, and a spare took its place"
             if replaced
             else "training continues at its pace",
-            next=f"look at that machine; when it is well: phalanx fleet add {seen.run} {node}; where machines have neighbors: "
+            next=f"look at that machine; when it is well: phalanx fleet add {observed.run} {node}; where machines have neighbors: "
             "fleet.straggler_window_steps = 0"
             if replaced
-            else f"add a node (phalanx agent), then: phalanx fleet drain {seen.run} {node}",
+            else f"add a node (phalanx agent), then: phalanx fleet drain {observed.run} {node}",
         )
 
 
-def hardware(seen: Observed) -> Iterator[Reason]:
+def hardware(observed: Observed) -> Iterator[Reason]:
     """A node's accelerator or memory reports errors, or its clocks are throttled."""
-    fleet = _live(seen)
+    fleet = _live(observed)
     if fleet is None:
         return
     away = {
@@ -104,13 +110,13 @@ def hardware(seen: Observed) -> Iterator[Reason]:
             since=first[0].unix_s if first else None,
             evidence=(member.why,),
             doing="it is quarantined and holds no ranks",
-            next=f"repair it, check it there with phalanx health, then: phalanx fleet add {seen.run} {name}",
+            next=f"repair it, check it there with phalanx health, then: phalanx fleet add {observed.run} {name}",
         )
 
 
-def not_finite_nodes(seen: Observed) -> Iterator[Reason]:
+def not_finite_nodes(observed: Observed) -> Iterator[Reason]:
     """Nodes were quarantined because a step was not finite on them; that is the cause of their absence."""
-    fleet = _live(seen)
+    fleet = _live(observed)
     if fleet is None:
         return
     incidents = _by_node(fleet.happenings, IncidentKind.NOT_FINITE)
@@ -127,13 +133,13 @@ def not_finite_nodes(seen: Observed) -> Iterator[Reason]:
             since=first[0].unix_s if first else None,
             evidence=tuple(dict.fromkeys((*(happening.what for happening in first[:1]), member.why))),
             doing="it is quarantined, and the other nodes compute the step again: the bits stay the same",
-            next=f"check that machine (there: phalanx health); when it is well: phalanx fleet add {seen.run} {member.name}",
+            next=f"check that machine (there: phalanx health); when it is well: phalanx fleet add {observed.run} {member.name}",
         )
 
 
-def lost_nodes(seen: Observed) -> Iterator[Reason]:
+def lost_nodes(observed: Observed) -> Iterator[Reason]:
     """Nodes were lost or quarantined, and have not come back."""
-    fleet = _live(seen)
+    fleet = _live(observed)
     if fleet is None:
         return
     explained = (IncidentKind.HARDWARE, IncidentKind.NOT_FINITE)
@@ -144,7 +150,7 @@ def lost_nodes(seen: Observed) -> Iterator[Reason]:
     when = [happening.unix_s for happening in fleet.happenings if happening.node in names]
     seated = sum(member.role == "member" for member in fleet.members)
     spares = sum(member.role in ("spare", "warming") for member in fleet.members)
-    target_nodes = seen.spec.fleet.nodes if seen.spec else 0
+    target_nodes = observed.spec.fleet.nodes if observed.spec else 0
     short = bool(target_nodes) and seated < target_nodes
     yield Reason(
         code="lost-node",
@@ -172,39 +178,39 @@ def lost_nodes(seen: Observed) -> Iterator[Reason]:
         else "a spare has taken its place"
         if fleet.recoveries or fleet.regroups
         else "training continues: it held no ranks",
-        next=f"see what became of them (phalanx status {seen.run}); a node that is well again: phalanx fleet add {seen.run} NODE, "
+        next=f"see what became of them (phalanx status {observed.run}); a node that is well again: phalanx fleet add {observed.run} NODE, "
         "a new one: phalanx agent there",
     )
 
 
-def nodes_back(seen: Observed) -> Iterator[Reason]:
+def nodes_back(observed: Observed) -> Iterator[Reason]:
     """Nodes were lost minutes ago and have come back. It explains the interruption; nothing is to be done."""
-    fleet = _live(seen)
+    fleet = _live(observed)
     if fleet is None:
         return
-    there = {member.name: member for member in fleet.members if member.role not in (*_AWAY, *_GOING)}
+    present = {member.name: member for member in fleet.members if member.role not in (*_AWAY, *_GOING)}
     for name, happenings in _by_node(fleet.happenings, IncidentKind.LOST).items():
-        if name not in there or seen.now - happenings[-1].unix_s > RECOVERING_S:
+        if name not in present or observed.now - happenings[-1].unix_s > RECOVERING_S:
             continue
         yield Reason(
             code="lost-node",
             severity="info",
             title=f"Node {name} was lost and is back",
-            where=f"node {name} ({there[name].host})",
+            where=f"node {name} ({present[name].host})",
             since=happenings[-1].unix_s,
-            evidence=(happenings[-1].what, f"it is {there[name].role} now"),
+            evidence=(happenings[-1].what, f"it is {present[name].role} now"),
             doing="it was started again, or has come back by itself",
-            next=f"if it happens again, look at that machine: phalanx logs {seen.run} --node {name}",
+            next=f"if it happens again, look at that machine: phalanx logs {observed.run} --node {name}",
         )
 
 
-def no_spares(seen: Observed) -> Iterator[Reason]:
+def no_spares(observed: Observed) -> Iterator[Reason]:
     """All spares are used up: the next lost node makes the fleet smaller."""
-    fleet = _live(seen)
+    fleet = _live(observed)
     if (
         fleet is None
-        or seen.spec is None
-        or not seen.spec.fleet.spares
+        or observed.spec is None
+        or not observed.spec.fleet.spares
         or fleet.phase is not FleetPhase.RUNNING
     ):
         return
@@ -212,9 +218,9 @@ def no_spares(seen: Observed) -> Iterator[Reason]:
     if any(role in ("spare", "warming") for role in roles) or "member" not in roles:
         return
     away = [happening.unix_s for happening in fleet.happenings if happening.node]
-    if not any(role in _AWAY for role in roles) and seen.now - max(away, default=0.0) < FLEET_PATIENCE_S:
+    if not any(role in _AWAY for role in roles) and observed.now - max(away, default=0.0) < FLEET_PATIENCE_S:
         return  # one that was killed is being started again
-    target_spares = seen.spec.fleet.spares
+    target_spares = observed.spec.fleet.spares
     yield Reason(
         code="no-spares",
         severity="warning",
@@ -230,28 +236,28 @@ def no_spares(seen: Observed) -> Iterator[Reason]:
             ),
         ),
         doing="training continues; the next lost node makes the fleet smaller",
-        next=f"start an agent on another node (phalanx agent), or put one back: phalanx fleet add {seen.run} NODE",
+        next=f"start an agent on another node (phalanx agent), or put one back: phalanx fleet add {observed.run} NODE",
     )
 
 
-def fewer_ranks(seen: Observed) -> Iterator[Reason]:
+def fewer_ranks(observed: Observed) -> Iterator[Reason]:
     """Enough nodes are there, but fewer ranks train than configured. The evidence has the reasons of the newest
     epochs' ends.
     """
-    fleet, spec = _live(seen), seen.spec
+    fleet, spec = _live(observed), observed.spec
     if fleet is None or spec is None or fleet.phase is not FleetPhase.RUNNING or not fleet.ranks:
         return
-    there = [member for member in fleet.members if member.role in ("member", "spare", "warming")]
+    present = [member for member in fleet.members if member.role in ("member", "spare", "warming")]
     target_ranks = spec.fleet.nodes * spec.fleet.workers_per_node
-    ends = [(event.t, event.body) for event in seen.events if isinstance(event.body, EpochLeft)]
-    if len(there) < spec.fleet.nodes or fleet.ranks >= target_ranks or not ends:
+    ends = [(event.t, event.body) for event in observed.events if isinstance(event.body, EpochLeft)]
+    if len(present) < spec.fleet.nodes or fleet.ranks >= target_ranks or not ends:
         return
     counts = Counter(end.reason for _, end in ends)
     reason, often = counts.most_common(1)[0]
     yield Reason(
         code="fewer-ranks",
         severity="warning",
-        title=f"{fleet.ranks} of {target_ranks} ranks train, and {len(there)} nodes are there",
+        title=f"{fleet.ranks} of {target_ranks} ranks train, and {len(present)} nodes are there",
         where="the fleet",
         since=ends[-1][0],
         evidence=(
@@ -260,20 +266,20 @@ def fewer_ranks(seen: Observed) -> Iterator[Reason]:
             else f"the newest epoch was left because: {ends[-1][1].reason[:300]}",
         ),
         doing="training continues with fewer ranks: the bits stay the same; the others are tried again",
-        next=f"see whether the nodes reach each other at the addresses that they announce: phalanx status {seen.run}, phalanx logs {seen.run}",
+        next=f"see whether the nodes reach each other at the addresses that they announce: phalanx status {observed.run}, phalanx logs {observed.run}",
     )
 
 
-def no_coordinator(seen: Observed) -> Iterator[Reason]:
+def no_coordinator(observed: Observed) -> Iterator[Reason]:
     """The fleet's coordinator is silent."""
-    fleet = _live(seen)
+    fleet = _live(observed)
     if fleet is None:
         return
-    silent_s = seen.now - fleet.written_unix_s
+    silent_s = observed.now - fleet.written_unix_s
     if silent_s <= COORDINATOR_SILENT_S:
         return
-    lease = seen.spec.fleet.coordinator_lease_s if seen.spec else 1800.0
-    succession = seen.spec.fleet.succession_s if seen.spec else 0.0
+    lease = observed.spec.fleet.coordinator_lease_s if observed.spec else 1800.0
+    succession = observed.spec.fleet.succession_s if observed.spec else 0.0
     yield Reason(
         code="no-coordinator",
         severity="critical",
@@ -284,7 +290,7 @@ def no_coordinator(seen: Observed) -> Iterator[Reason]:
             f"fleet.json was written {format_duration(silent_s)} ago; it is written every second or two",
         ),
         doing=f"the workers train on; a launcher starts it again, or another node leads after {succession:g} s; agents give up after {lease:g} s",
-        next=f"phalanx status {seen.run}; if it stays so: end the fleet's processes and phalanx train {seen.run}",
+        next=f"phalanx status {observed.run}; if it stays so: end the fleet's processes and phalanx train {observed.run}",
     )
 
 

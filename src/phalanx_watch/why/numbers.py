@@ -22,24 +22,24 @@ from phalanx_watch.why.observed import (
 _USUAL_WINDOW = 128
 
 
-def spike(seen: Observed) -> Iterator[Reason]:
+def spike(observed: Observed) -> Iterator[Reason]:
     """The loss or the gradient norm has jumped, not long ago, or has not come back."""
-    if seen.finished or seen.last_step is None:
+    if observed.finished or observed.last_step is None:
         return
-    window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
-    reached = seen.last_step[1].step
-    spikes = [event for event in seen.events if isinstance(event.body, LossSpike)]
+    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
+    reached = observed.last_step[1].step
+    spikes = [event for event in observed.events if isinstance(event.body, LossSpike)]
     fresh = {
         _spike(event).step: event
         for event in spikes
-        if _spike(event).step + SPIKE_WINDOWS * window > reached or seen.now - event.t < NEWS_S
+        if _spike(event).step + SPIKE_WINDOWS * window > reached or observed.now - event.t < NEWS_S
     }
     if not fresh:
         return
     event = max(fresh.values(), key=lambda candidate: _spike(candidate).deviations)
     worst, count = _spike(event), len(fresh)
-    back = _is_back(seen, worst)
-    before = [step for step, _ in seen.checkpoints if step < min(fresh)]
+    back = _is_back(observed, worst)
+    before = [step for step, _ in observed.checkpoints if step < min(fresh)]
     slot = f", slot {worst.slot}" if worst.slot is not None else ""
     evidence = [
         f"step {worst.step:,}: loss {worst.loss:.4g} (usual {worst.typical_loss:.4g}), gradient norm {worst.grad_norm:.4g} (usual "
@@ -65,7 +65,7 @@ def spike(seen: Observed) -> Iterator[Reason]:
         since=event.t,
         evidence=tuple(evidence),
         doing={
-            "continue": seen.doing(
+            "continue": observed.doing(
                 f"training continues; the checkpoint before it is kept (step {before[-1]:,})"
                 if before
                 else "training continues"
@@ -73,18 +73,18 @@ def spike(seen: Observed) -> Iterator[Reason]:
             "skip": "its samples were left out: the step changed no weight",
             "stop": "the run ended before it, saved",
         }[worst.action],
-        next=_way_back(seen, worst, before, back),
+        next=_way_back(observed, worst, before, back),
     )
 
 
-def diverged(seen: Observed) -> Iterator[Reason]:
+def diverged(observed: Observed) -> Iterator[Reason]:
     """The loss is above that of an untrained model, or far above the run's own past for a window of steps."""
-    losses = [(t, step) for t, step in seen.settled if math.isfinite(step.loss)]
-    if len(losses) < RECENT_STEPS or any(reason.severity == "critical" for reason in spike(seen)):
+    losses = [(t, step) for t, step in observed.settled if math.isfinite(step.loss)]
+    if len(losses) < RECENT_STEPS or any(reason.severity == "critical" for reason in spike(observed)):
         return  # a spike that has not come back names the step and its batch
-    window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
-    untrained = _untrained_loss(seen)
-    best = _best_loss(seen)
+    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
+    untrained = _untrained_loss(observed)
+    best = _best_loss(observed)
     now = median(step.loss for _, step in losses[-RECENT_STEPS:])
     above = now > (1 + BACK) * untrained
     limit = (1 + BACK) * untrained if above else (1 + RISEN) * best
@@ -95,8 +95,8 @@ def diverged(seen: Observed) -> Iterator[Reason]:
     if not above and (now <= limit or not risen or reached - risen[0][1].step < window):
         return
     since, first = next(((t, step) for t, step in losses if step.loss > limit), losses[-1])
-    before = [step for step, _ in seen.checkpoints if step < first.step]
-    back = f"phalanx train {seen.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
+    before = [step for step, _ in observed.checkpoints if step < first.step]
+    back = f"phalanx train {observed.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
     yield Reason(
         code="diverged",
         severity="critical",
@@ -108,28 +108,30 @@ def diverged(seen: Observed) -> Iterator[Reason]:
             *((f"an untrained model has {untrained:.4g} (it guesses each token alike)",) if above else ()),
             *((f"the run's own best is {best:.4g}",) if math.isfinite(best) else ()),
         ),
-        doing=seen.doing("training continues; its older checkpoints are kept by checkpoint.keep_last"),
+        doing=observed.doing("training continues; its older checkpoints are kept by checkpoint.keep_last"),
         next=f"lower optimizer.lr or lengthen schedule.warmup_steps, {'from before it' if before else 'in a run of its own'}: {back} --set optimizer.lr=...",
     )
 
 
-def _untrained_loss(seen: Observed) -> float:
+def _untrained_loss(observed: Observed) -> float:
     """Return the loss of a uniform prediction, or of the run's first step if that is larger; infinite if neither
     is known.
     """
-    vocabulary = seen.spec.model.vocab_size if seen.spec else 0
-    first = next((event.body for event in (*seen.past, *seen.events) if isinstance(event.body, Step)), None)
+    vocabulary = observed.spec.model.vocab_size if observed.spec else 0
+    first = next(
+        (event.body for event in (*observed.past, *observed.events) if isinstance(event.body, Step)), None
+    )
     losses = [math.log(vocabulary)] if vocabulary > 1 else []
     if first is not None and math.isfinite(first.loss):
         losses.append(first.loss)
     return max(losses, default=math.inf)
 
 
-def _best_loss(seen: Observed) -> float:
+def _best_loss(observed: Observed) -> float:
     """Return the least median loss over stretches of the run's steps; infinite if there are too few."""
     losses = [
         event.body.loss
-        for event in (*seen.past, *seen.events)
+        for event in (*observed.past, *observed.events)
         if isinstance(event.body, Step) and math.isfinite(event.body.loss)
     ]
     stretches = range(0, len(losses) - RECENT_STEPS + 1, RECENT_STEPS)
@@ -141,39 +143,39 @@ def _spike(event: Event) -> LossSpike:
     return event.body
 
 
-def _way_back(seen: Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
+def _way_back(observed: Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
     slot = f" --slot {worst.slot}" if worst.slot is not None else ""
-    look = f"phalanx data show {seen.run} --step {worst.step}{slot}"
+    look = f"phalanx data show {observed.run} --step {worst.step}{slot}"
     if worst.action == "stop":
-        return f"{look}; then leave it out: phalanx train {seen.run} --from {worst.step - 1} --set train.on_spike=skip"
+        return f"{look}; then leave it out: phalanx train {observed.run} --from {worst.step - 1} --set train.on_spike=skip"
     if worst.action == "continue" and back is False and before:
-        return f"{look}; to go back and leave it out: phalanx train {seen.run} --from {before[-1]} --set train.on_spike=skip"
+        return f"{look}; to go back and leave it out: phalanx train {observed.run} --from {before[-1]} --set train.on_spike=skip"
     return look
 
 
-def _is_back(seen: Observed, worst: LossSpike) -> bool | None:
+def _is_back(observed: Observed, worst: LossSpike) -> bool | None:
     """Return True if the newest loss is back at the level before the spike; None if there are too few steps since."""
-    since = [step.loss for _, step in seen.steps if step.step > worst.step and math.isfinite(step.loss)]
+    since = [step.loss for _, step in observed.steps if step.step > worst.step and math.isfinite(step.loss)]
     if len(since) < RECENT_STEPS // 2:
         return None
     return median(since[-RECENT_STEPS:]) <= (1 + BACK) * worst.typical_loss
 
 
-def not_finite(seen: Observed) -> Iterator[Reason]:
+def not_finite(observed: Observed) -> Iterator[Reason]:
     """A loss or gradient was infinite or not a number, and the run has not trained for a while since."""
-    event_by_step = {event.body.step: event for event in seen.events if isinstance(event.body, NonFinite)}
-    if not event_by_step or seen.finished:
+    event_by_step = {event.body.step: event for event in observed.events if isinstance(event.body, NonFinite)}
+    if not event_by_step or observed.finished:
         return
     event = event_by_step[max(event_by_step)]
     last = event.body
     assert isinstance(last, NonFinite)
-    reached = seen.last_step[1].step if seen.last_step else 0
-    window = seen.spec.train.spike_window if seen.spec else _USUAL_WINDOW
-    if last.skipped and reached >= last.step + window and seen.now - event.t >= NEWS_S:
+    reached = observed.last_step[1].step if observed.last_step else 0
+    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
+    if last.skipped and reached >= last.step + window and observed.now - event.t >= NEWS_S:
         return
     if not last.skipped and any(
         isinstance(later.body, Step) and later.t > event.t and later.body.step >= last.step
-        for later in seen.events
+        for later in observed.events
     ):
         return  # it was started again, and has passed the step
     places = [
@@ -207,28 +209,28 @@ def not_finite(seen: Observed) -> Iterator[Reason]:
         doing="the step was skipped, and changed no weight (train.on_nonfinite)"
         if last.skipped
         else "the run ended before it, with the weights of the step before saved (train.on_nonfinite)",
-        next=f"phalanx data show {seen.run} --step {last.step}{shown}; then lower optimizer.lr, lengthen schedule.warmup_steps"
+        next=f"phalanx data show {observed.run} --step {last.step}{shown}; then lower optimizer.lr, lengthen schedule.warmup_steps"
         + (
             ""
             if last.skipped
-            else f", or skip such steps: phalanx train {seen.run} --set train.on_nonfinite=skip"
+            else f", or skip such steps: phalanx train {observed.run} --set train.on_nonfinite=skip"
         ),
     )
 
 
-def imbalance(seen: Observed) -> Iterator[Reason]:
+def imbalance(observed: Observed) -> Iterator[Reason]:
     """Nearly all tokens go to the same few experts, long after the router should have learned."""
-    moe = seen.spec.model.moe if seen.spec else None
-    if not seen.running or moe is None or len(seen.recent) < RECENT_STEPS // 2:
+    moe = observed.spec.model.moe if observed.spec else None
+    if not observed.running or moe is None or len(observed.recent) < RECENT_STEPS // 2:
         return
-    balances = [step.balance for _, step in seen.recent if step.balance is not None]
-    if not balances or seen.recent[-1][1].step < IMBALANCE_AFTER_STEPS:
+    balances = [step.balance for _, step in observed.recent if step.balance is not None]
+    if not balances or observed.recent[-1][1].step < IMBALANCE_AFTER_STEPS:
         return
     now, most = median(balances), moe.experts / moe.per_token
     limit = 1 + IMBALANCE * (most - 1)
     if now < limit:
         return
-    late = [t for t, step in seen.settled if step.balance is not None and step.balance >= limit]
+    late = [t for t, step in observed.settled if step.balance is not None and step.balance >= limit]
     yield Reason(
         code="expert-imbalance",
         severity="warning",
@@ -242,5 +244,5 @@ def imbalance(seen: Observed) -> Iterator[Reason]:
         if moe.balance_bias
         else "nothing but the auxiliary loss",
         next="balance more: model.moe.balance_bias = true, or a larger model.moe.aux_loss, in a child run: "
-        f"phalanx new explains them; go back with phalanx train {seen.run} --from STEP",
+        f"phalanx new explains them; go back with phalanx train {observed.run} --from STEP",
     )

@@ -44,20 +44,20 @@ _BURST_S = 60.0
 """Seconds from the first failure of a start to its last event: ranks that wait for a lost one log nothing more."""
 
 
-def failed(seen: Observed) -> Iterator[Reason]:
+def failed(observed: Observed) -> Iterator[Reason]:
     """A process has recorded its failure, and training has not resumed since; or the fleet has given up."""
-    if seen.finished or seen.is_held or (seen.job is not None and seen.job.is_waiting):
+    if observed.finished or observed.is_held or (observed.job is not None and observed.job.is_waiting):
         return
-    after = seen.last_t - 1.0
-    left = [failure for failure in seen.failures if failure.at >= after]
-    given_up = seen.fleet is not None and seen.fleet.phase is FleetPhase.FAILED
-    logged = _logged(seen)
-    if not left and not given_up and (logged is None or seen.over):
+    after = observed.last_t - 1.0
+    recent_failures = [failure for failure in observed.failures if failure.at >= after]
+    given_up = observed.fleet is not None and observed.fleet.phase is FleetPhase.FAILED
+    logged = _logged(observed)
+    if not recent_failures and not given_up and (logged is None or observed.over):
         return
-    first = left[0] if left else None
-    evidence = [f"{failure.who}: {failure.kind}: {failure.message}" for failure in left[:3]]
-    if given_up and seen.fleet is not None:
-        evidence.append(f"the fleet has given up: {seen.fleet.reason}")
+    first = recent_failures[0] if recent_failures else None
+    evidence = [f"{failure.who}: {failure.kind}: {failure.message}" for failure in recent_failures[:3]]
+    if given_up and observed.fleet is not None:
+        evidence.append(f"the fleet has given up: {observed.fleet.reason}")
     if logged is not None:
         evidence.append(f"failed first: {logged.who}: {logged.text}")
     if first:
@@ -69,68 +69,68 @@ def failed(seen: Observed) -> Iterator[Reason]:
     remedy = (
         f"{first.remedy}; then"
         if first and first.remedy
-        else f"see phalanx logs {seen.run}, and the kernel's log (dmesg) if a process was killed; then"
+        else f"see phalanx logs {observed.run}, and the kernel's log (dmesg) if a process was killed; then"
     )
     yield Reason(
         code="failed",
         severity="critical",
         title=f"The run has failed: {failure}",
         where=first.who if first else logged.who if logged else "the fleet",
-        since=first.at if first else logged.at if logged else seen.last_t or None,
+        since=first.at if first else logged.at if logged else observed.last_t or None,
         evidence=tuple(evidence),
-        doing=seen.after_end,
-        next=f"{remedy} phalanx train {seen.run}",
+        doing=observed.after_end,
+        next=f"{remedy} phalanx train {observed.run}",
     )
 
 
-def _logged(seen: Observed) -> FirstFailureSeen | None:
+def _logged(observed: Observed) -> FirstFailureSeen | None:
     """Return the first failure from the logs, if the newest start ended by it: later steps would mean that it was
     recovered.
     """
-    failure = seen.first_failure
-    return failure if failure is not None and failure.at >= seen.last_t - _BURST_S else None
+    failure = observed.first_failure
+    return failure if failure is not None and failure.at >= observed.last_t - _BURST_S else None
 
 
-def gone(seen: Observed) -> Iterator[Reason]:
+def gone(observed: Observed) -> Iterator[Reason]:
     """The processes of the run are gone without a recorded reason; or a run on another machine is silent."""
-    if seen.over or (seen.job is not None and seen.job.is_waiting) or any(failed(seen)):
+    if observed.over or (observed.job is not None and observed.job.is_waiting) or any(failed(observed)):
         return
-    silent_s = max(0.0, seen.now - seen.last_t)
-    if not seen.events:
-        yield from _gone_at_start(seen)
-    elif seen.is_held is False:
+    silent_s = max(0.0, observed.now - observed.last_t)
+    if not observed.events:
+        yield from _gone_at_start(observed)
+    elif observed.is_held is False:
         yield Reason(
             code="gone",
             severity="critical",
             title="The run's processes are gone, without a word",
             where="the whole run",
-            since=seen.last_t,
+            since=observed.last_t,
             evidence=(
                 "no process holds the run directory (its file lock)",
                 f"the newest event is {format_duration(silent_s)} old and is no end of the run: killed, out of memory, or the machine was switched off",
             ),
-            doing=seen.after_end,
-            next=f"phalanx train {seen.run} (see {seen.run}/logs and the kernel's log, dmesg, for what killed it)",
+            doing=observed.after_end,
+            next=f"phalanx train {observed.run} (see {observed.run}/logs and the kernel's log, dmesg, for what killed it)",
         )
-    elif seen.is_held is None and silent_s > max(SILENT_ELSEWHERE_S, STALL_STEPS * seen.step_s):
+    elif observed.is_held is None and silent_s > max(SILENT_ELSEWHERE_S, STALL_STEPS * observed.step_s):
         yield Reason(
             code="silent",
             severity="warning",
             title=f"The run is silent for {format_duration(silent_s)}",
             where="the machine that it runs on",
-            since=seen.last_t,
+            since=observed.last_t,
             evidence=(
                 f"the newest event is {format_duration(silent_s)} old and is no end of the run",
                 "it runs, or ran, on another machine: its processes cannot be checked from this one",
             ),
             doing="not known",
-            next=f"look on that machine (its name stands in {seen.run}/lock); if it is gone: phalanx train {seen.run}",
+            next=f"look on that machine (its name stands in {observed.run}/lock); if it is gone: phalanx train {observed.run}",
         )
 
 
-def _gone_at_start(seen: Observed) -> Iterator[Reason]:
+def _gone_at_start(observed: Observed) -> Iterator[Reason]:
     """The processes of a start are gone, and it has written no event."""
-    if seen.is_held is not False or not seen.starts or seen.job is not None:
+    if observed.is_held is not False or not observed.starts or observed.job is not None:
         return
     yield Reason(
         code="gone",
@@ -140,17 +140,17 @@ def _gone_at_start(seen: Observed) -> Iterator[Reason]:
         since=None,
         evidence=(
             "no process holds the run directory (its file lock), and there is no event",
-            f"the last line of its logs: {seen.last_line or 'there is none'}",
+            f"the last line of its logs: {observed.last_line or 'there is none'}",
         ),
-        doing=seen.after_end,
-        next=f"phalanx train {seen.run} (see the kernel's log, dmesg, if a process was killed)",
+        doing=observed.after_end,
+        next=f"phalanx train {observed.run} (see the kernel's log, dmesg, if a process was killed)",
     )
 
 
-def never_began(seen: Observed) -> Iterator[Reason]:
+def never_began(observed: Observed) -> Iterator[Reason]:
     """The run's job ended before its first event, and no process logged a reason."""
-    job = seen.job
-    if job is None or not job.has_ended or seen.events or seen.finished or any(failed(seen)):
+    job = observed.job
+    if job is None or not job.has_ended or observed.events or observed.finished or any(failed(observed)):
         return
     yield Reason(
         code="failed",
@@ -160,14 +160,14 @@ def never_began(seen: Observed) -> Iterator[Reason]:
         since=None,
         evidence=(job.doing,),
         doing="nothing: it has ended, and nothing was trained",
-        next=f"read that log, then give the same phalanx submit again (phalanx status {seen.run})",
+        next=f"read that log, then give the same phalanx submit again (phalanx status {observed.run})",
     )
 
 
-def queued(seen: Observed) -> Iterator[Reason]:
+def queued(observed: Observed) -> Iterator[Reason]:
     """The run's job is held, or waits in a queue."""
-    job = seen.job
-    if job is None or not job.is_waiting or seen.finished:
+    job = observed.job
+    if job is None or not job.is_waiting or observed.finished:
         return
     yield Reason(
         code="job-held" if job.is_held else "job-waiting",
@@ -177,7 +177,7 @@ def queued(seen: Observed) -> Iterator[Reason]:
         since=None,
         evidence=(job.doing,),
         doing="nothing, until it is released" if job.is_held else "the scheduler starts it",
-        next="scontrol release JOB, or ask who holds it" if job.is_held else f"phalanx status {seen.run}",
+        next="scontrol release JOB, or ask who holds it" if job.is_held else f"phalanx status {observed.run}",
     )
 
 
@@ -202,33 +202,33 @@ class _Doing:
     next: str = ""
 
 
-def standstill(seen: Observed) -> Iterator[Reason]:
+def standstill(observed: Observed) -> Iterator[Reason]:
     """The run has not finished a step within the timeout of its current activity."""
-    if not seen.running or not seen.last_t:
+    if not observed.running or not observed.last_t:
         return
-    since = seen.steps[-1][0] if seen.steps else seen.began_at or seen.last_t
-    silent_s = max(0.0, seen.now - max(since, seen.last_t))
-    doing = _doing(seen)
+    since = observed.steps[-1][0] if observed.steps else observed.began_at or observed.last_t
+    silent_s = max(0.0, observed.now - max(since, observed.last_t))
+    doing = _doing(observed)
     if silent_s <= doing.patience_s:
         return
-    last = seen.last_step
-    if (ahead := _ahead(seen)) is not None:
+    last = observed.last_step
+    if (ahead := _ahead(observed)) is not None:
         yield ahead
         return
     evidence = [
-        f"the newest step is {last[1].step:,} of {last[1].steps:,}, {format_duration(seen.now - last[0])} ago"
+        f"the newest step is {last[1].step:,} of {last[1].steps:,}, {format_duration(observed.now - last[0])} ago"
         if last
         else "no step is done yet",
-        f"the newest event is {format_duration(seen.now - seen.last_t)} old; a logged step usually takes {format_duration(seen.step_s)}"
-        if seen.step_s
-        else f"the newest event is {format_duration(seen.now - seen.last_t)} old",
+        f"the newest event is {format_duration(observed.now - observed.last_t)} old; a logged step usually takes {format_duration(observed.step_s)}"
+        if observed.step_s
+        else f"the newest event is {format_duration(observed.now - observed.last_t)} old",
         f"it should be {doing.activity}, for which {format_duration(doing.patience_s)} are enough",
     ]
-    halted = [process for process in seen.processes if process.state in _HALTED]
+    halted = [process for process in observed.processes if process.state in _HALTED]
     evidence += [f"{_called(process)} {_HALTED[process.state]}" for process in halted[:4]]
     stopped = [str(process.pid) for process in halted if process.state in _STOPPED]
-    fleet = seen.fleet is not None
-    stall_s = seen.spec.fleet.stall_s if seen.spec else 120.0
+    fleet = observed.fleet is not None
+    stall_s = observed.spec.fleet.stall_s if observed.spec else 120.0
     yield Reason(
         code=doing.code,
         severity="critical",
@@ -243,9 +243,9 @@ def standstill(seen: Observed) -> Iterator[Reason]:
         if stopped
         else doing.next
         or (
-            f"phalanx status {seen.run} (the fleet's view); phalanx logs {seen.run}"
+            f"phalanx status {observed.run} (the fleet's view); phalanx logs {observed.run}"
             if fleet
-            else f"look at {seen.run}/logs; then end its process (kill) and start again: phalanx train {seen.run}"
+            else f"look at {observed.run}/logs; then end its process (kill) and start again: phalanx train {observed.run}"
         ),
     )
 
@@ -256,83 +256,83 @@ def _called(process: ProcessSeen) -> str:
     )
 
 
-def _ahead(seen: Observed) -> Reason | None:
+def _ahead(observed: Observed) -> Reason | None:
     """Training continues, by the fleet's heartbeats, but the event stream does not grow."""
-    fleet, last = seen.fleet, seen.last_step
+    fleet, last = observed.fleet, observed.last_step
     if fleet is None or last is None or fleet.phase is not FleetPhase.RUNNING or fleet.step <= last[1].step:
         return None
-    silent_s = seen.now - seen.last_t
+    silent_s = observed.now - observed.last_t
     return Reason(
         code="events-unwritten",
         severity="critical",
         title=f"Steps are trained and not written down, since step {last[1].step:,}",
-        where=f"{seen.run}/events.jsonl",
-        since=seen.last_t,
+        where=f"{observed.run}/events.jsonl",
+        since=observed.last_t,
         evidence=(
             f"the fleet has reached step {fleet.step:,}; the newest event is step {last[1].step:,}, and {format_duration(silent_s)} old",
             f"{fleet.unsaved_steps:,} completed steps are on no disk",
         ),
         doing="training continues in memory; each write is tried again",
-        next=f"the disk is full, or the first rank may not write there (df -h {seen.run}; phalanx logs {seen.run} --level warning): make room. "
+        next=f"the disk is full, or the first rank may not write there (df -h {observed.run}; phalanx logs {observed.run} --level warning): make room. "
         "Steps that are on no disk are lost when the run ends",
     )
 
 
-def _doing(seen: Observed) -> _Doing:
-    stepping_s = max(STALL_LEAST_S, STALL_STEPS * seen.step_s)
-    if seen.fleet is not None and seen.fleet.phase is not FleetPhase.RUNNING:
-        return _of_fleet(seen, stepping_s)
-    if not seen.steps:
+def _doing(observed: Observed) -> _Doing:
+    stepping_s = max(STALL_LEAST_S, STALL_STEPS * observed.step_s)
+    if observed.fleet is not None and observed.fleet.phase is not FleetPhase.RUNNING:
+        return _of_fleet(observed, stepping_s)
+    if not observed.steps:
         return _Doing("starting (restoring, compiling, reading data)", START_PATIENCE_S)
-    if (waiting := _data(seen)) is not None:
+    if (waiting := _data(observed)) is not None:
         return waiting
-    _, step = seen.steps[-1]
+    _, step = observed.steps[-1]
     if step.step >= step.steps:
         return _Doing("ending (saving, evaluating and hashing the weights)", WORK_PATIENCE_S)
-    spec = seen.spec
+    spec = observed.spec
     if spec is not None and spec.evaluation.every_steps and step.step % spec.evaluation.every_steps == 0:
-        usual = seen.newest(Evaluated)
+        usual = observed.newest(Evaluated)
         is_earlier = usual is not None and usual[1].step != step.step
         if usual is None or is_earlier:
             patience = WORK_TIMES * usual[1].seconds + stepping_s if usual else WORK_PATIENCE_S
             return _Doing("evaluating", patience)
-    if isinstance(seen.mine[-1].body, Evaluating):
+    if isinstance(observed.mine[-1].body, Evaluating):
         return _Doing("evaluating", WORK_PATIENCE_S)
     if spec is not None and spec.checkpoint.every_steps and step.step % spec.checkpoint.every_steps == 0:
-        saved = seen.newest(CheckpointSaved)
+        saved = observed.newest(CheckpointSaved)
         patience = WORK_TIMES * saved[1].seconds + stepping_s if saved else spec.checkpoint.timeout_s
         return _Doing("saving a checkpoint", patience)
     return _Doing("computing a step", stepping_s)
 
 
-def _of_fleet(seen: Observed, stepping_s: float) -> _Doing:
-    assert seen.fleet is not None
-    fleet = seen.fleet
+def _of_fleet(observed: Observed, stepping_s: float) -> _Doing:
+    assert observed.fleet is not None
+    fleet = observed.fleet
     if fleet.phase is FleetPhase.WAITING:
         return _Doing(
             f"waiting for nodes ({fleet.reason})" if fleet.reason else "waiting for nodes",
             FLEET_PATIENCE_S,
             "waiting-for-nodes",
-            f"start nodes that join (phalanx agent), or allow a smaller fleet (fleet.min_nodes): phalanx status {seen.run}",
+            f"start nodes that join (phalanx agent), or allow a smaller fleet (fleet.min_nodes): phalanx status {observed.run}",
         )
     if fleet.phase is FleetPhase.SAVING:
         return _Doing("saving what only its nodes' memory holds", WORK_PATIENCE_S)
-    patience = START_PATIENCE_S if not seen.steps else FLEET_PATIENCE_S + stepping_s
+    patience = START_PATIENCE_S if not observed.steps else FLEET_PATIENCE_S + stepping_s
     return _Doing(f"coming together (the fleet is {fleet.phase})", patience)
 
 
-def _data(seen: Observed) -> _Doing | None:
+def _data(observed: Observed) -> _Doing | None:
     """Return the wait for an object store, if that is the newest message."""
     texts = [
         event.body.text
-        for event in seen.events
+        for event in observed.events
         if isinstance(event.body, Message)
         and event.body.incident is IncidentKind.DATA_WAIT
-        and event.t >= seen.steps[-1][0]
+        and event.t >= observed.steps[-1][0]
     ]
     if not texts:
         return None
-    timeout = seen.spec.data.timeout_s if seen.spec else WORK_PATIENCE_S
+    timeout = observed.spec.data.timeout_s if observed.spec else WORK_PATIENCE_S
     wait = f"see whether the object store answers (phalanx data show URL); training continues by itself when it does, within data.timeout_s = {timeout:g} s"
     return _Doing(f"waiting for samples ({texts[-1][:160]})", STALL_LEAST_S, "waiting-for-data", wait)
 
@@ -340,18 +340,18 @@ def _data(seen: Observed) -> _Doing | None:
 # Steps that come more slowly than they could.
 
 
-def slow_data(seen: Observed) -> Iterator[Reason]:
+def slow_data(observed: Observed) -> Iterator[Reason]:
     """Steps wait for their samples."""
-    if not seen.running or len(seen.recent) < RECENT_STEPS // 2:
+    if not observed.running or len(observed.recent) < RECENT_STEPS // 2:
         return
-    took = sum(step.logged_s for _, step in seen.recent)
-    waited = sum(step.data_wait_s for _, step in seen.recent)
+    took = sum(step.logged_s for _, step in observed.recent)
+    waited = sum(step.data_wait_s for _, step in observed.recent)
     if not took or waited < DATA_SHARE * took:
         return
-    late = [t for t, step in seen.settled if step.data_wait_s >= DATA_SHARE * step.logged_s]
-    last = seen.recent[-1][1]
+    late = [t for t, step in observed.settled if step.data_wait_s >= DATA_SHARE * step.logged_s]
+    last = observed.recent[-1][1]
     evidence = [
-        f"{waited / took:.0%} of the time of steps {seen.recent[0][1].step:,} to {last.step:,} was waiting for samples: "
+        f"{waited / took:.0%} of the time of steps {observed.recent[0][1].step:,} to {last.step:,} was waiting for samples: "
         f"{format_duration(waited)} of {format_duration(took)} (first rank)"
     ]
     if last.data_store:
@@ -369,42 +369,44 @@ def slow_data(seen: Observed) -> Iterator[Reason]:
         severity="warning",
         title=f"Training waits for its data: {waited / took:.0%} of the time",
         where="the samples of the first rank",
-        since=late[0] if late else seen.recent[0][0],
+        since=late[0] if late else observed.recent[0][0],
         evidence=tuple(evidence),
         doing="samples are fetched ahead, as far as data.read_ahead_mib goes",
         next=remedy,
     )
 
 
-def slower_than_before(seen: Observed) -> Iterator[Reason]:
+def slower_than_before(observed: Observed) -> Iterator[Reason]:
     """Throughput has fallen against the run's own past, on as many ranks."""
-    if not seen.running or len(seen.recent) < RECENT_STEPS:
+    if not observed.running or len(observed.recent) < RECENT_STEPS:
         return
-    ranks = seen.started.ranks if seen.started else 0
+    ranks = observed.started.ranks if observed.started else 0
     sampled = [
-        event.body for event in seen.past if isinstance(event.body, Step) and event.attempt == seen.attempt
+        event.body
+        for event in observed.past
+        if isinstance(event.body, Step) and event.attempt == observed.attempt
     ]
-    before = [*sampled[NEW_STEPS:], *(step for _, step in seen.settled[: -len(seen.recent)])]
+    before = [*sampled[NEW_STEPS:], *(step for _, step in observed.settled[: -len(observed.recent)])]
     if len(before) < PAST_STEPS:
         return
     usual, limit = _usual_speed([step.tokens_per_s for step in before])
-    now = median(step.tokens_per_s for _, step in seen.recent)
+    now = median(step.tokens_per_s for _, step in observed.recent)
     if now >= limit:
         return
-    slow = [t for t, step in seen.settled if step.tokens_per_s < limit]
+    slow = [t for t, step in observed.settled if step.tokens_per_s < limit]
     yield Reason(
         code="slower",
         severity="warning",
         title=f"Throughput is {1 - now / usual:.0%} below the run's own past",
         where="the whole run",
-        since=slow[0] if slow else seen.recent[0][0],
+        since=slow[0] if slow else observed.recent[0][0],
         evidence=(
-            f"{now:,.0f} tokens/s in the newest {len(seen.recent)} logged steps, {usual:,.0f} before, in the same attempt"
+            f"{now:,.0f} tokens/s in the newest {len(observed.recent)} logged steps, {usual:,.0f} before, in the same attempt"
             + (f" on {ranks:,} ranks" if ranks else ""),
-            *_grown(before, [step for _, step in seen.recent]),
+            *_grown(before, [step for _, step in observed.recent]),
         ),
         doing="nothing by itself; a fleet replaces a rank that is slower than its peers",
-        next=f"phalanx goodput {seen.run} (where the time goes); phalanx ranks {seen.run} (which rank is slow)",
+        next=f"phalanx goodput {observed.run} (where the time goes); phalanx ranks {observed.run} (which rank is slow)",
     )
 
 
@@ -443,11 +445,11 @@ def _grown(before: list[Step], now: list[Step]) -> tuple[str, ...]:
     )
 
 
-def low_goodput(seen: Observed) -> Iterator[Reason]:
+def low_goodput(observed: Observed) -> Iterator[Reason]:
     """Little of the time that the run holds its machines is training. The evidence has the largest other cause."""
-    if not seen.running or not seen.steps:
+    if not observed.running or not observed.steps:
         return
-    t, step = seen.steps[-1]
+    t, step = observed.steps[-1]
     held_s = sum(step.ledger.values())
     if held_s < GOODPUT_AFTER_S or step.goodput is None or step.goodput >= GOODPUT:
         return
@@ -464,5 +466,5 @@ def low_goodput(seen: Observed) -> Iterator[Reason]:
             f"the largest other part is {cause}: {format_duration(other[cause])}, {other[cause] / held_s:.1%}",
         ),
         doing="nothing",
-        next=f"phalanx goodput {seen.run}",
+        next=f"phalanx goodput {observed.run}",
     )

@@ -110,9 +110,9 @@ RULES: tuple[Rule, ...] = (
 _ORDER = ("critical", "warning", "info")
 
 
-def judge(seen: Observed) -> list[Reason]:
+def judge(observed: Observed) -> list[Reason]:
     """Return all reasons, worst first."""
-    results = [reason for rule in RULES for reason in rule(seen)]
+    results = [reason for rule in RULES for reason in rule(observed)]
     return sorted(results, key=lambda reason: (_ORDER.index(reason.severity), reason.since or math.inf))
 
 
@@ -283,7 +283,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
     data_now, data_error = _data_now(spec, record)
     failures = _failures(directory)
     is_held = KernelLocks().holds(directory)
-    seen = Observed(
+    observed = Observed(
         run=str(directory.path),
         now=now,
         spec=spec,
@@ -307,7 +307,7 @@ def observe(directory: RunDirectory, now: float, job: JobStanding | None = None)
         data_now=data_now,
         data_error=data_error,
     )
-    return replace(seen, slow_ranks=tuple(slow_ranks(directory, seen.attempt)))
+    return replace(observed, slow_ranks=tuple(slow_ranks(directory, observed.attempt)))
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -359,10 +359,10 @@ def _failures(directory: RunDirectory) -> list[FailureSeen]:
             path = directory.logs / match[0]
             failure = read_failure(path.with_name(match[0].removesuffix(".failure.json") + ".log"))
             if failure is not None:
-                seen = FailureSeen(
+                failure_seen = FailureSeen(
                     match[2], failure.kind, failure.message, failure.remedy, path.stat().st_mtime
                 )
-                failures.append((attempt, seen))
+                failures.append((attempt, failure_seen))
     return sorted((failure for _, failure in failures), key=lambda item: item.at)
 
 

@@ -27,15 +27,15 @@ from phalanx_watch.why.observed import (
 _URL = "://"
 
 
-def failed_checkpoints(seen: Observed) -> Iterator[Reason]:
+def failed_checkpoints(observed: Observed) -> Iterator[Reason]:
     """The newest checkpoints could not be written."""
-    if seen.finished:
+    if observed.finished:
         return
-    saved = seen.newest(CheckpointSaved)
+    saved = observed.newest(CheckpointSaved)
     good = saved[0] if saved else 0.0
     failures = [
         (event.t, event.body)
-        for event in seen.events
+        for event in observed.events
         if isinstance(event.body, CheckpointFailed) and event.t > good
     ]
     if not failures:
@@ -44,71 +44,74 @@ def failed_checkpoints(seen: Observed) -> Iterator[Reason]:
     store = _URL in last.path
     yield Reason(
         code="checkpoint-failed",
-        severity="critical" if not store and (len(failures) > 1 or not seen.saved_step) else "warning",
+        severity="critical" if not store and (len(failures) > 1 or not observed.saved_step) else "warning",
         title=f"{'Copies of checkpoints' if store else 'Checkpoints'} fail: {len(failures)} since the last good one",
         where=last.path,
         since=since,
         evidence=(
             f"step {last.step:,}: {last.reason}",
-            f"the newest good checkpoint is step {seen.saved_step:,}"
-            if seen.saved_step
+            f"the newest good checkpoint is step {observed.saved_step:,}"
+            if observed.saved_step
             else "there is no good checkpoint",
         ),
-        doing=seen.doing(
+        doing=observed.doing(
             "training continues, and the next checkpoint is tried when it is due; older ones are kept"
         ),
-        next=f"make room or mend {last.path} (df -h; phalanx checkpoint list {seen.run})",
+        next=f"make room or mend {last.path} (df -h; phalanx checkpoint list {observed.run})",
     )
 
 
-def old_checkpoint(seen: Observed) -> Iterator[Reason]:
+def old_checkpoint(observed: Observed) -> Iterator[Reason]:
     """The newest checkpoint is older than the run's interval allows, so a crash would cost more."""
-    if not seen.running or not seen.steps or seen.spec is None:
+    if not observed.running or not observed.steps or observed.spec is None:
         return
-    every_s = _interval_s(seen)
-    saved_at = max([t for _, t in seen.checkpoints] + [seen.steps[0][0]])
-    age_s = seen.now - saved_at
+    every_s = _interval_s(observed)
+    saved_at = max([t for _, t in observed.checkpoints] + [observed.steps[0][0]])
+    age_s = observed.now - saved_at
     if every_s is None or age_s <= max(CHECKPOINT_LEAST_S, CHECKPOINT_INTERVALS * every_s):
         return
-    step = seen.steps[-1][1].step
-    every = seen.spec.checkpoint.every_steps
-    if every and step - max(seen.saved_step, seen.steps[0][1].step - 1) <= CHECKPOINT_INTERVALS * every:
+    step = observed.steps[-1][1].step
+    every = observed.spec.checkpoint.every_steps
+    if (
+        every
+        and step - max(observed.saved_step, observed.steps[0][1].step - 1) <= CHECKPOINT_INTERVALS * every
+    ):
         return
     yield Reason(
         code="checkpoint-old",
         severity="warning",
         title=f"The newest checkpoint is {format_duration(age_s)} old",
-        where=f"{seen.run}/checkpoints",
+        where=f"{observed.run}/checkpoints",
         since=saved_at + every_s,
         evidence=(
-            f"training is at step {step:,}, the newest checkpoint is step {seen.saved_step:,}",
+            f"training is at step {step:,}, the newest checkpoint is step {observed.saved_step:,}",
             f"one is due every {format_duration(every_s)}"
             + (f" (checkpoint.every_steps = {every})" if every else ""),
         ),
         doing="training continues; a crash now would cost the steps since",
-        next=f"phalanx checkpoint list {seen.run}; is one being written for long, or did the disk get slow?",
+        next=f"phalanx checkpoint list {observed.run}; is one being written for long, or did the disk get slow?",
     )
 
 
-def _interval_s(seen: Observed) -> float | None:
+def _interval_s(observed: Observed) -> float | None:
     """Return the intended seconds between two checkpoints; None if unknown."""
-    assert seen.spec is not None
-    every = seen.spec.checkpoint.every_steps
+    assert observed.spec is not None
+    every = observed.spec.checkpoint.every_steps
     if every:
-        step_s = seen.steps[-1][1].step_s
+        step_s = observed.steps[-1][1].step_s
         return every * step_s if step_s else None
-    times = [event.t for event in seen.events if isinstance(event.body, CheckpointSaved)]
+    times = [event.t for event in observed.events if isinstance(event.body, CheckpointSaved)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return median(gaps) if len(gaps) > 1 else None
 
 
-def full_disk(seen: Observed) -> Iterator[Reason]:
+def full_disk(observed: Observed) -> Iterator[Reason]:
     """The disk has no room for the next checkpoint, or will soon have none."""
-    if seen.disk is None or not seen.running:
+    if observed.disk is None or not observed.running:
         return
-    saved = seen.newest(CheckpointSaved)
-    size = seen.checkpoint_bytes or (saved[1].size_bytes if saved else 0)
-    free, total = seen.disk.free, seen.disk.total
+    saved = observed.newest(CheckpointSaved)
+    size = observed.checkpoint_bytes or (saved[1].size_bytes if saved else 0)
+    free, total = observed.disk.free, observed.disk.total
     none_left = free < DISK_NEXT * size or not free
     filling = free < DISK_SHARE * total and free < DISK_CHECKPOINTS * max(size, 1 << 30)
     if not none_left and not filling:
@@ -117,7 +120,7 @@ def full_disk(seen: Observed) -> Iterator[Reason]:
         code="disk-full" if none_left else "disk-filling",
         severity="critical" if none_left else "warning",
         title="The disk has no room for the next checkpoint" if none_left else "The disk fills up",
-        where=seen.run,
+        where=observed.run,
         since=None,
         evidence=(
             f"{free:,} bytes of {total:,} are free ({free / total if total else 0:.1%})",
@@ -128,7 +131,7 @@ def full_disk(seen: Observed) -> Iterator[Reason]:
             ),
         ),
         doing="a save that fails costs nothing but itself: training continues, and older checkpoints are kept",
-        next=f"make room (df -h {seen.run}; du -sh {seen.run}/*), or keep fewer: checkpoint.keep_last, checkpoint.keep_every",
+        next=f"make room (df -h {observed.run}; du -sh {observed.run}/*), or keep fewer: checkpoint.keep_last, checkpoint.keep_every",
     )
 
 
@@ -138,62 +141,62 @@ def full_disk(seen: Observed) -> Iterator[Reason]:
 _NAMED = 8
 
 
-def other_data(seen: Observed) -> Iterator[Reason]:
+def other_data(observed: Observed) -> Iterator[Reason]:
     """The data differ from those at the start of the run."""
-    if seen.finished or not seen.data_fingerprint:
+    if observed.finished or not observed.data_fingerprint:
         return
-    if seen.data_error:
+    if observed.data_error:
         yield Reason(
             code="data-gone",
             severity="warning",
             title="The run's data cannot be opened",
-            where=_data_path(seen),
+            where=_data_path(observed),
             since=None,
-            evidence=(seen.data_error,),
+            evidence=(observed.data_error,),
             doing="ranks that have them open may go on; a start would be refused",
             next="put the dataset back, or a copy of it (phalanx data copy), and name it: data.path",
         )
         return
-    if not seen.data_now or seen.data_now == seen.data_fingerprint:
+    if not observed.data_now or observed.data_now == observed.data_fingerprint:
         return
     yield Reason(
         code="other-data",
         severity="critical",
         title="The data are another version than those that the run was started with",
-        where=_data_path(seen),
+        where=_data_path(observed),
         since=None,
         evidence=(
-            f"fingerprint at the start {seen.data_fingerprint[:16]}, now {seen.data_now[:16]}",
+            f"fingerprint at the start {observed.data_fingerprint[:16]}, now {observed.data_now[:16]}",
             "the order of samples and the tokens differ: the weights would be those of neither",
         ),
         doing="a start of the run is refused; ranks that run read the files that they have opened",
-        next=f"put the version of {seen.data_fingerprint[:12]} back (phalanx data show {_data_path(seen)} shows which is there), "
+        next=f"put the version of {observed.data_fingerprint[:12]} back (phalanx data show {_data_path(observed)} shows which is there), "
         "or train on the new one as a run of its own",
     )
 
 
-def _data_path(seen: Observed) -> str:
-    if seen.spec is None:
+def _data_path(observed: Observed) -> str:
+    if observed.spec is None:
         return "its dataset"
-    return seen.spec.data.path or ", ".join(source.path for source in seen.spec.data.sources[:3])
+    return observed.spec.data.path or ", ".join(source.path for source in observed.spec.data.sources[:3])
 
 
-def other_libraries(seen: Observed) -> Iterator[Reason]:
+def other_libraries(observed: Observed) -> Iterator[Reason]:
     """The nodes differ in libraries, drivers or hardware, or the run was started with others."""
-    if seen.finished:
+    if observed.finished:
         return
-    if seen.machines:
+    if observed.machines:
         yield Reason(
             code="mixed-machines",
             severity="warning",
             title="The nodes of the run are not alike",
-            where=seen.machines[0].split(":")[0],
-            since=seen.began_at,
-            evidence=seen.machines[:_NAMED],
+            where=observed.machines[0].split(":")[0],
+            since=observed.began_at,
+            evidence=observed.machines[:_NAMED],
             doing="probes of the arithmetic refuse ranks whose kernels round differently (runtime.mixed_machines)",
             next="install the same on all nodes (uv sync --frozen, or one image), then start the odd node's agent again: phalanx agent",
         )
-    first, now = seen.first_started, seen.started
+    first, now = observed.first_started, observed.started
     if first is None or now is None or first is now:
         return
     before, after = _packages(first), _packages(now)
@@ -208,10 +211,10 @@ def other_libraries(seen: Observed) -> Iterator[Reason]:
             severity="warning",
             title="The run goes on with other libraries than it was begun with",
             where=", ".join(line.split(":")[0] for line in changed[:_NAMED]),
-            since=seen.began_at,
+            since=observed.began_at,
             evidence=tuple(changed[:_NAMED]),
             doing="nothing: from here on the bits are those of this history of libraries",
-            next=f"if the bits shall be those of the first: install these versions and go back: phalanx train {seen.run} --from STEP",
+            next=f"if the bits shall be those of the first: install these versions and go back: phalanx train {observed.run} --from STEP",
         )
 
 
@@ -222,13 +225,13 @@ def _packages(started: RunStarted) -> Mapping[str, str]:
     )
 
 
-def throttled(seen: Observed) -> Iterator[Reason]:
+def throttled(observed: Observed) -> Iterator[Reason]:
     """Processors of a node are throttled by heat or power while the run trains."""
-    if seen.finished:
+    if observed.finished:
         return
-    in_fleet = seen.fleet is not None
-    for node in seen.throttled:
-        slow = [rank for rank in seen.slow_ranks if rank.node == node.node]
+    in_fleet = observed.fleet is not None
+    for node in observed.throttled:
+        slow = [rank for rank in observed.slow_ranks if rank.node == node.node]
         yield Reason(
             code="throttled",
             severity="warning",
@@ -245,27 +248,29 @@ def throttled(seen: Observed) -> Iterator[Reason]:
             ),
             doing="training continues; all ranks wait for the slowest"
             + ("; if it becomes a straggler, a spare takes its place" if in_fleet else ""),
-            next=f"look at its cooling and power; to do without it: phalanx fleet drain {seen.run} {node.node}"
+            next=f"look at its cooling and power; to do without it: phalanx fleet drain {observed.run} {node.node}"
             if in_fleet
             else "look at the cooling and power of that machine",
         )
 
 
-def clock_skew(seen: Observed) -> Iterator[Reason]:
+def clock_skew(observed: Observed) -> Iterator[Reason]:
     """Clocks that wrote the stream, or this one, differ by seconds."""
-    if seen.finished:
+    if observed.finished:
         return
-    ahead = max((event.t for event in seen.events), default=0.0) - seen.now
+    ahead = max((event.t for event in observed.events), default=0.0) - observed.now
     back = 0.0
     since = None
-    for earlier, later in pairwise(seen.events):
+    for earlier, later in pairwise(observed.events):
         # A copy to a store is logged late, by its own process; everything else is logged at once.
         if earlier.t - later.t > back and not isinstance(later.body, CheckpointCopied):
             back, since = earlier.t - later.t, later.t
     worst = max(ahead, back)
     if worst <= SKEW_S:
         return
-    by_fleet = any(isinstance(event.body, Message) for event in seen.events) and seen.fleet is not None
+    by_fleet = (
+        any(isinstance(event.body, Message) for event in observed.events) and observed.fleet is not None
+    )
     yield Reason(
         code="clock-skew",
         severity="warning",

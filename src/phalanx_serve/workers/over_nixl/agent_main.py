@@ -82,11 +82,11 @@ class _Readings:
         try:
             self._meet(request.source)
             size = request.piece_bytes
-            here, there = (
+            local, remote = (
                 self._agent.get_xfer_descs([(at + size * n, size, 0) for n in range(request.pieces)], "DRAM")
                 for at in (self._address + request.start, request.address)
             )
-            handle = self._agent.initialize_xfer("READ", here, there, request.source.name, backends=["UCX"])
+            handle = self._agent.initialize_xfer("READ", local, remote, request.source.name, backends=["UCX"])
             self._agent.transfer(handle)
         except Exception as error:  # NIXL's own are of many kinds
             self._end(request, f"{type(error).__name__}: {error}")

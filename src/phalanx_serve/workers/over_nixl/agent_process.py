@@ -277,8 +277,8 @@ class AgentProcess:
             self._trouble = reason or f"its process {describe_exit(code)}"
             with self._lock:
                 self._agent = self._link = self._process = None
-                left = list(self._pending)
-            for number in left:
+                numbers = list(self._pending)
+            for number in numbers:
                 self._tell(number, self._trouble)
 
     def _tell(self, number: int, failure: str) -> None:
@@ -430,8 +430,8 @@ def _heard(wire: SealedConnection, pages: int) -> Laid | NotLaid:
 
 def _copied(memory: memoryview, page_bytes: int, digests: Sequence[bytes]) -> list[Came]:
     """Copy pages out of the staging memory. The copy is hashed, because a late read can still change the original."""
-    came = []
+    pages = []
     for number, right in enumerate(digests):
         page = bytearray(memory[number * page_bytes : (number + 1) * page_bytes])
-        came.append(Came(page, right, digest(page)))
-    return came
+        pages.append(Came(page, right, digest(page)))
+    return pages
