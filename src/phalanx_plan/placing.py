@@ -339,7 +339,7 @@ class PlacementAssessment:
         )
         worst = worst or f"links of a node: {1e3 * cost.nic_s:.3g} ms"
         return (
-            f"{units}{torn}: up to {1e3 * self.lost_s:.3g} ms of a step are lost on the way ({worst}; what the network could do: "
+            f"{units}{torn}: up to {1e3 * self.lost_s:.3g} ms of a step are lost on the way ({worst}; lower bound of the network: "
             f"{1e3 * cost.bound_s:.3g} ms)"
         )
 
@@ -361,7 +361,7 @@ def verify(
     """
     if len(set(nodes)) < shape.seats:
         raise TopologyError(
-            f"{len(set(nodes))} nodes were given, and the run's ranks need {shape.seats}: ask for more nodes, or set fleet.nodes"
+            f"{len(set(nodes))} nodes were allocated, and the run's ranks need {shape.seats}: ask for more nodes, or set fleet.nodes"
         )
     inside = topology.only(nodes)
     spares = len(inside.free) - shape.seats

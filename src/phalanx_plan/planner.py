@@ -144,9 +144,7 @@ def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
     per_node = spec.fleet.workers_per_node if spec.fleet.nodes else kind.per_node
     ranks = spec.fleet.nodes * per_node or spec.parallel.ranks
     if not ranks:
-        raise PlanRequestError(
-            "the run file does not say on how many nodes it runs: --nodes N, or fleet.nodes"
-        )
+        raise PlanRequestError("the run file sets no number of nodes: give --nodes N, or set fleet.nodes")
     if not re.search(r"[:x ]\s*[\d_,]+$", cluster_name):
         kind = cluster_named(f"{cluster_name}:{ranks}")
     spec = dataclasses.replace(spec, model=resolve(spec.model, spec.data.vocab_size))

@@ -134,7 +134,7 @@ def _ranking(plan: Plan) -> Table:
         )
     table.caption = f"{time.name} and {money.name} without failures; the whole run, with them, below"
     if plan.placements is not None:
-        table.caption += "; network ms: what slow uplinks add to a step, which is in it"
+        table.caption += "; network ms: time that slow uplinks add to a step, included in it"
     if any(plan.better_than_published(estimate) for estimate in plan.best):
         table.caption += "; !: above the best published utilization of this accelerator in this format"
     table.caption_justify = "left"
