@@ -208,16 +208,16 @@ def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks
     bound_bytes = nic_bytes
     if scale_up:
         bound_bytes = least_nic_bytes(flows, ranks_per_node, max(topology.domain_nodes.values()))
-    uplink_s, busiest, left = {}, {}, {}
+    uplink_s, busiest, left_bytes = {}, {}, {}
     for level, (domain, names, nodes) in zip(topology.levels, domains, strict=True):
         capacity = nodes * topology.node_bytes_per_s * level.share
         away = sent(domain, domain, len(names))
-        seconds, left[level.name] = away / capacity, float(away.sum())
+        seconds, left_bytes[level.name] = away / capacity, float(away.sum())
         worst = int(seconds.argmax()) if len(seconds) else 0
         uplink_s[level.name] = float(seconds[worst]) if len(seconds) else 0.0
         busiest[level.name] = names[worst] if len(names) else ""
     rate = topology.node_bytes_per_s
-    return Price(float(nic_bytes) / rate, float(bound_bytes) / rate, uplink_s, busiest, left)
+    return Price(float(nic_bytes) / rate, float(bound_bytes) / rate, uplink_s, busiest, left_bytes)
 
 
 def _domains(topology: Topology, seats: Sequence[str]) -> list[tuple[Ints, list[str], Floats]]:

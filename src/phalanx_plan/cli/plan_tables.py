@@ -112,12 +112,12 @@ def _ranking(plan: Plan) -> Table:
     time, money = unit_for(days_of, DAYS), unit_for(usd_of, DOLLARS)
     network = () if plan.placements is None else ("network ms",)
     for column in ("layout", "step s", *network, "MFU", "GB", "of", "GPUs", time.name, money.name):
-        left = column == "layout"
+        is_layout = column == "layout"
         table.add_column(
             column,
-            justify="left" if left else "right",
+            justify="left" if is_layout else "right",
             no_wrap=True,
-            ratio=1 if left else None,
+            ratio=1 if is_layout else None,
             overflow="ellipsis",
         )
     for estimate, days, usd in zip(plan.best, days_of, usd_of, strict=True):

@@ -74,7 +74,8 @@ class Seating:
             self.total_s += passed_s * self.use.step_s
             before = self.total_bytes or [0.0] * len(self.use.left_bytes)
             self.total_bytes = [
-                total + passed_s * left for total, left in zip(before, self.use.left_bytes, strict=True)
+                total + passed_s * leaving_bytes
+                for total, leaving_bytes in zip(before, self.use.left_bytes, strict=True)
             ]
             self.torn_s = [
                 total + passed_s * torn for total, torn in zip(self.torn_s, self._torn(), strict=True)
