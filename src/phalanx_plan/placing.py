@@ -208,16 +208,16 @@ def price(topology: Topology, seats: Sequence[str], flows: Sequence[Flow], ranks
     bound_bytes = nic_bytes
     if scale_up:
         bound_bytes = least_nic_bytes(flows, ranks_per_node, max(topology.domain_nodes.values()))
-    uplink_s, busiest, left = {}, {}, {}
+    uplink_s, busiest, left_bytes = {}, {}, {}
     for level, (domain, names, nodes) in zip(topology.levels, domains, strict=True):
         capacity = nodes * topology.node_bytes_per_s * level.share
         away = sent(domain, domain, len(names))
-        seconds, left[level.name] = away / capacity, float(away.sum())
+        seconds, left_bytes[level.name] = away / capacity, float(away.sum())
         worst = int(seconds.argmax()) if len(seconds) else 0
         uplink_s[level.name] = float(seconds[worst]) if len(seconds) else 0.0
         busiest[level.name] = names[worst] if len(names) else ""
     rate = topology.node_bytes_per_s
-    return Price(float(nic_bytes) / rate, float(bound_bytes) / rate, uplink_s, busiest, left)
+    return Price(float(nic_bytes) / rate, float(bound_bytes) / rate, uplink_s, busiest, left_bytes)
 
 
 def _domains(topology: Topology, seats: Sequence[str]) -> list[tuple[Ints, list[str], Floats]]:
@@ -339,7 +339,7 @@ class PlacementAssessment:
         )
         worst = worst or f"links of a node: {1e3 * cost.nic_s:.3g} ms"
         return (
-            f"{units}{torn}: up to {1e3 * self.lost_s:.3g} ms of a step are lost on the way ({worst}; what the network could do: "
+            f"{units}{torn}: up to {1e3 * self.lost_s:.3g} ms of a step are lost on the way ({worst}; lower bound of the network: "
             f"{1e3 * cost.bound_s:.3g} ms)"
         )
 
@@ -361,7 +361,7 @@ def verify(
     """
     if len(set(nodes)) < shape.seats:
         raise TopologyError(
-            f"{len(set(nodes))} nodes were given, and the run's ranks need {shape.seats}: ask for more nodes, or set fleet.nodes"
+            f"{len(set(nodes))} nodes were allocated, and the run's ranks need {shape.seats}: ask for more nodes, or set fleet.nodes"
         )
     inside = topology.only(nodes)
     spares = len(inside.free) - shape.seats

@@ -144,9 +144,7 @@ def traffic_of(spec: RunSpec, cluster_name: str) -> RunTraffic:
     per_node = spec.fleet.workers_per_node if spec.fleet.nodes else kind.per_node
     ranks = spec.fleet.nodes * per_node or spec.parallel.ranks
     if not ranks:
-        raise PlanRequestError(
-            "the run file does not say on how many nodes it runs: --nodes N, or fleet.nodes"
-        )
+        raise PlanRequestError("the run file sets no number of nodes: give --nodes N, or set fleet.nodes")
     if not re.search(r"[:x ]\s*[\d_,]+$", cluster_name):
         kind = cluster_named(f"{cluster_name}:{ranks}")
     spec = dataclasses.replace(spec, model=resolve(spec.model, spec.data.vocab_size))
@@ -251,8 +249,8 @@ MUCH = 1.5
 class LostNode:
     """The fleet after the loss of a node."""
 
-    left: int
-    """Data-parallel ranks."""
+    data_ranks: int
+    """Remaining data-parallel ranks."""
     slowdown: float
     """Time of a step over its time on the full fleet."""
 
@@ -298,7 +296,7 @@ def lost_node_notes(layout: Layout, ranks_per_node: int, slots: int, most: int) 
     improved = lost_node(layout, ranks_per_node, better)
     assert improved is not None
     return (
-        f"without a spare, a lost node leaves {after_loss.left:,} of {layout.data_ranks:,} data-parallel ranks, and a step takes "
+        f"without a spare, a lost node leaves {after_loss.data_ranks:,} of {layout.data_ranks:,} data-parallel ranks, and a step takes "
         f"{after_loss.slowdown:.3g} times as long: {slots:,} slots are dealt whole. With train.slots = {better} it takes "
         f"{improved.slowdown:.3g} times as long",
     )

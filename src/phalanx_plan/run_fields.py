@@ -130,7 +130,7 @@ def _all(names: str, treatment: FieldTreatment) -> dict[str, FieldTreatment]:
 
 _SHAPE = _used("the model's parameters and operations")
 _LAYOUT = _used("the layout of --layout, where that leaves it out; a search tries all that are legal")
-_COEFFICIENT = _irrelevant("a coefficient: the operations and bytes are the same whatever its value")
+_COEFFICIENT = _irrelevant("a coefficient: the operations and bytes do not depend on its value")
 _WHERE = _irrelevant("a place or a name: nothing is computed differently")
 _WATCHING = _irrelevant("what is logged, in the background")
 
@@ -140,8 +140,8 @@ _MODEL_EXCEPTIONS = {
         {
             "preset": _irrelevant("the fields that it stands for are filled in when the file is read"),
             "lanes": _noted(
-                "lanes are computed one after the other; the plan counts their products as if they were not divided, and so does not "
-                "see what narrower products cost where a rank has several",
+                "lanes are computed one after the other; the plan counts their products as if they were not divided, and so omits "
+                "the cost of narrower products if a rank has several",
                 lambda spec, _: spec.model.lanes > 0,
             ),
             "context_tiles": _noted(
@@ -182,12 +182,10 @@ _MODEL_EXCEPTIONS = {
         "model.moe",
         {
             "balance_bias": _irrelevant("one number for each expert, moved once a step"),
-            "score": _irrelevant("one number for each token and expert, whichever function it is of"),
+            "score": _irrelevant("one number for each token and expert, for any function"),
             "normalize": _irrelevant("a few numbers for each token"),
-            "groups": _irrelevant("each copy of a token is sent to its expert, whatever group that is of"),
-            "groups_per_token": _irrelevant(
-                "each copy of a token is sent to its expert, whatever group that is of"
-            ),
+            "groups": _irrelevant("each copy of a token is sent to its expert, in any group"),
+            "groups_per_token": _irrelevant("each copy of a token is sent to its expert, in any group"),
             "group_score": _irrelevant("a few numbers for each token"),
             **_all("scale bias_speed", _COEFFICIENT),
             **_all("aux_loss z_loss", _irrelevant("a loss of the router's outputs, which are few")),
@@ -285,7 +283,7 @@ _MACHINE = {
             "compute": _used("format of weights, activations and products"),
             "matmul": _used(
                 "format of the blocks' products",
-                "all 8-bit formats are planned alike, whatever their scales are computed over",
+                "all 8-bit formats are planned in the same way, for any granularity of scales",
                 lambda spec, _: spec.precision.matmul in ("fp8-tensorwise", "mxfp8"),
             ),
             "rows": _noted(
@@ -407,13 +405,13 @@ _WHOLE_RUN = {
         {
             "nodes": _used(
                 "whether failures are recovered from without a restart",
-                "the run file describes no fleet; what failures cost is planned as --assume recovery says, and not as a "
-                "restart by hand",
+                "the run file describes no fleet; the cost of failures is planned by --assume recovery, and not as a "
+                "manual restart",
                 lambda spec, cluster: spec.fleet.nodes == 0 and cluster.accelerators > cluster.per_node,
             ),
             "spares": _used("the way of recovery, and what the spares cost"),
             "snapshot_every_steps": _used("seconds between copies in host memory; 0: recovery from storage"),
-            "workers_per_node": _irrelevant("the cluster says how many accelerators a node has"),
+            "workers_per_node": _irrelevant("the cluster defines the accelerators of a node"),
             **_all(
                 "least_tensor least_context",
                 _noted(

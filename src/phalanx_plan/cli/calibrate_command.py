@@ -197,7 +197,7 @@ def _print(tables: JsonObject) -> None:
             click.echo(f"  {name:<16}{fit['points']:>4} points, median error {fit['median_error']:.1%}")
     stack = profile["stack"]
     click.echo(
-        f"  {'training step':<16}{stack['points']:>4} points, {stack['time_scalar']:.3g} times what the formulas say "
+        f"  {'training step':<16}{stack['points']:>4} points, {stack['time_scalar']:.3g} times the formulas' prediction "
         f"({stack['time_scalar_together']:.3g} with all ranks at work), "
         f"median error {stack['median_error']:.1%}"
     )

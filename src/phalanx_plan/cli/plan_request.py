@@ -284,7 +284,7 @@ def requested_spec(options: PlanOptions) -> RunSpec:
         for field, option in (("train.batch_size", "batch"), ("train.seq_len", "seq_len")):
             if option in given_options() and any(text.startswith(f"{field}=") for text in overrides):
                 raise click.UsageError(
-                    f"--set {field} and --{option.replace('_', '-')} say the same: give one"
+                    f"--set {field} and --{option.replace('_', '-')} set the same field: give one"
                 )
         return run_of_model(model, options.seq_len, options.batch, tuple(overrides))
     return read_run(options.files[0], PRESETS, tuple(overrides))

@@ -112,12 +112,12 @@ def _ranking(plan: Plan) -> Table:
     time, money = unit_for(days_of, DAYS), unit_for(usd_of, DOLLARS)
     network = () if plan.placements is None else ("network ms",)
     for column in ("layout", "step s", *network, "MFU", "GB", "of", "GPUs", time.name, money.name):
-        left = column == "layout"
+        is_layout = column == "layout"
         table.add_column(
             column,
-            justify="left" if left else "right",
+            justify="left" if is_layout else "right",
             no_wrap=True,
-            ratio=1 if left else None,
+            ratio=1 if is_layout else None,
             overflow="ellipsis",
         )
     for estimate, days, usd in zip(plan.best, days_of, usd_of, strict=True):
@@ -134,7 +134,7 @@ def _ranking(plan: Plan) -> Table:
         )
     table.caption = f"{time.name} and {money.name} without failures; the whole run, with them, below"
     if plan.placements is not None:
-        table.caption += "; network ms: what slow uplinks add to a step, which is in it"
+        table.caption += "; network ms: time that slow uplinks add to a step, included in it"
     if any(plan.better_than_published(estimate) for estimate in plan.best):
         table.caption += "; !: above the best published utilization of this accelerator in this format"
     table.caption_justify = "left"

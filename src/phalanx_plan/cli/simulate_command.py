@@ -276,4 +276,4 @@ def _table(starts: list[Start]) -> list[str]:
         )
         lines.append(f"{phase.name:<18}" + "".join(f"{cell:>12}" for cell in cells))
     lines.append(f"{'in all':<18}" + "".join(f"{start_time.total_s:>12,.1f}" for start_time in starts))
-    return [*lines, "(in brackets: hidden by what goes on at the same time)"]
+    return [*lines, "(in brackets: hidden by a phase that runs at the same time)"]

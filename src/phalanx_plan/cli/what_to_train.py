@@ -61,7 +61,7 @@ def answer_budget(question: Question, *, out: Path | None, report: Path | None, 
 
     recommended = answer(question, on_progress=lambda text: click.echo(f"{text} ...", err=True))
     if (out is not None or report is not None) and recommended.best.plan is None:
-        raise click.UsageError("--out and --report are of a run on a cluster: give --cluster NAME:COUNT")
+        raise click.UsageError("--out and --report need a run on a cluster: give --cluster NAME:COUNT")
     _write(recommended, out, report)
     if as_json:
         click.echo(json.dumps(answer_json(recommended), allow_nan=False))
@@ -132,7 +132,7 @@ def _flops(text: str) -> float:
 
     budget = read_budget(text)
     if budget.unit != "flop":
-        raise click.UsageError(f"--budget {text}: beside --fit a budget is of FLOP, as in 1e20FLOP")
+        raise click.UsageError(f"--budget {text}: with --fit a budget must be in FLOP, as in 1e20FLOP")
     return budget.amount
 
 

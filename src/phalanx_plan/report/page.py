@@ -149,7 +149,7 @@ def _three_of(percentiles: Percentiles) -> tuple[float, float, float]:
 def _three(plan: Plan) -> str:
     """Compare the different plans side by side, one in a column; only a note if one layout was requested."""
     if not plan.ideas:
-        return f'<p class="note">One layout was asked for: {escape(str(plan.chosen.layout))}</p>'
+        return f'<p class="note">One layout was requested: {escape(str(plan.chosen.layout))}</p>'
     estimates = [idea.estimate for idea in plan.ideas]
     days = [plan.tokens / estimate.tokens_per_s / 86_400 for estimate in estimates]
     usd = [

@@ -140,7 +140,7 @@ def answer(question: Question, on_progress: Callable[[str], None] = lambda _: No
     """
     if question.cluster is None and question.budget.unit != "flop":
         raise BudgetError(
-            f"--budget {question.budget}: what that buys depends on where it is spent: give --cluster NAME:COUNT, "
+            f"--budget {question.budget}: its value depends on the cluster: give --cluster NAME:COUNT, "
             "or a budget of FLOP"
         )
     priced = any(text.startswith("usd_per_accelerator_hour=") for text in question.aim.assume)

@@ -103,7 +103,7 @@ def smaller_rows(recommendation: Recommended) -> Iterator[tuple[str, ...]]:
 
 def tables(recommendation: Recommended) -> Iterator[tuple[str, tuple[str, ...], Iterator[tuple[str, ...]]]]:
     """Yield title, columns and rows of the tables of one kind of model."""
-    yield f"{recommendation.shape.kind}: what each law calls optimal", LAW_COLUMNS, law_rows(recommendation)
+    yield f"{recommendation.shape.kind}: the optimum of each law", LAW_COLUMNS, law_rows(recommendation)
     title = f"{recommendation.shape.kind}: smaller models, cheaper to serve, for the same budget"
     yield title, SMALLER_COLUMNS, smaller_rows(recommendation)
 
@@ -123,7 +123,7 @@ def changes(answer: BudgetAnswer) -> Iterator[str]:
         if main.beyond > _FAR:
             yield (
                 f"{name}: this is {times(main.beyond)} the compute that the law was fitted to; small runs of your own "
-                "(phalanx plan --fit) say more"
+                "(phalanx plan --fit) are better evidence"
             )
         for times_budget, other in (("half", recommendation.halved), ("twice", recommendation.doubled)):
             yield (

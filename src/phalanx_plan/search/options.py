@@ -123,9 +123,7 @@ def nothing_left(
     if len(shown) > _MOST_SHOWN:
         shown = [*shown[: _MOST_SHOWN // 2], "...", *shown[-_MOST_SHOWN // 2 :]]
     together = f", together with {', '.join(condition.text for condition in before)}," if before else ""
-    return (
-        f"the condition {need.text}{together} leaves no layout: relax it; what is left has {', '.join(shown)}"
-    )
+    return f"the condition {need.text}{together} leaves no layout: relax it; the remaining layouts have {', '.join(shown)}"
 
 
 # Free memory, and the error of the predicted memory.

@@ -128,7 +128,7 @@ def caveats(
     if batch_tokens > _LARGEST_BATCH_TOKENS:
         yield Caveat(
             f"a step of {batch_tokens / 1e6:,.0f} M tokens is larger than any that is published "
-            f"({_LARGEST_BATCH_TOKENS / 1e6:.0f} M): that it learns as much from each token is not known"
+            f"({_LARGEST_BATCH_TOKENS / 1e6:.0f} M): it may learn less from each token"
         )
     if tokens < batch_tokens:
         text = f"{tokens:,.0f} tokens are less than one step of {batch_tokens:,}; one step is planned"
@@ -256,7 +256,7 @@ def make_plan(
     """
     if aim.require and not searching:
         raise PlanRequestError(
-            f"{', '.join(aim.require)}: a condition is for a search, and one layout was asked for: leave the layout out "
+            f"{', '.join(aim.require)}: a condition is for a search, and one layout was requested: leave the layout out "
             "to search, or the condition; --explain does both and compares"
         )
     from_file = stated is None
@@ -281,7 +281,7 @@ def make_plan(
             placements.update(costs)
     chosen = requested or (result.best[0] if result else None)
     if chosen is None:
-        raise PlanRequestError("neither a layout nor a search was asked for")
+        raise PlanRequestError("neither a layout nor a search was requested")
     tokens = read_tokens(aim.tokens) if aim.tokens else float(spec.train.steps * job.workload.tokens)
     inputs = replace(run_inputs(job, chosen, tokens), data=data_need(spec))
     # A run file, or such a field that the user set beside a model, describes how the fleet saves and recovers.

@@ -113,7 +113,7 @@ def refuse_unused(overrides: Sequence[str], *, searching: bool, tokens: str | No
         field = text.partition("=")[0].strip()
         if field == "train.steps" and tokens:
             raise PlanRequestError(
-                f"--set {text}: --tokens {tokens} says how long the run is; give one of the two"
+                f"--set {text}: --tokens {tokens} sets the length of the run; give one of the two"
             )
         if searching and field in SEARCHED:
             raise PlanRequestError(

@@ -223,12 +223,12 @@ def _shards(job: TrainingJob, table: Table) -> Table:
     inner = table["tensor"] * table["context"]
     experts = team_size(table["expert"] * table["expert_tensor"], inner)
     tables = [table | {"shard": table["data"]}]
-    seen = [table["data"]]
+    shards_before = [table["data"]]
     for reach in sorted(set(reaches)):
         shard = np.gcd(np.maximum(1, reach // inner), table["data"])
-        new = (shard % experts == 0) & np.logical_and.reduce([shard != other for other in seen])
+        new = (shard % experts == 0) & np.logical_and.reduce([shard != other for other in shards_before])
         tables.append({name: column[new] for name, column in (table | {"shard": shard}).items()})
-        seen.append(np.where(new, shard, table["data"]))
+        shards_before.append(np.where(new, shard, table["data"]))
     return {name: np.concatenate([each[name] for each in tables]) for name in tables[0]}
 
 

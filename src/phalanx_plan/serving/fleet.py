@@ -183,7 +183,7 @@ def nearest(service: Service, bad: list[ServingFleet]) -> str:
     best, objectives = bad[0], service.objectives
     return (
         f"no fleet on {service.cluster.key} keeps the objectives: the nearest ({describe(best)}) fails because {best.killed}; it has "
-        f"TTFT {best.ttft_s[1] * 1e3:.4g} ms (asked {objectives.ttft_s * 1e3:.4g}) and TPOT {best.tpot_s[1] * 1e3:.4g} ms (asked "
+        f"TTFT {best.ttft_s[1] * 1e3:.4g} ms (objective {objectives.ttft_s * 1e3:.4g}) and TPOT {best.tpot_s[1] * 1e3:.4g} ms (objective "
         f"{objectives.tpot_s * 1e3:.4g}) at {best.rate:.4g} requests/s: relax --slo, lower rate in --traffic, or give --cluster more"
     )
 

@@ -1,6 +1,6 @@
-"""A hundred thousand accelerators for a month: the core of the fleet under published failure rates.
+"""Simulation of a hundred thousand accelerators for a month: the core of the fleet under published failure rates.
 
-Reports of healthy nodes are folded into roll calls, so that an incident costs only what it changes; all other events are
+Reports of healthy nodes are folded into roll calls, so that an incident costs only its changes; all other events are
 those of a live fleet. The steps between two incidents are counted, not simulated one by one. The result is the number of
 failures and recoveries, and the bucket of each second of the run.
 """
@@ -45,12 +45,12 @@ CHECK_EVERY = 500
 
 OnProgress = Callable[[float, float], None]
 _PARTS = 200
-"""In so many parts a simulation tells how far it is."""
+"""Number of progress reports of a simulation."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The inputs of a simulation. The durations of recovery are best measured on the fleet in question."""
+    """The inputs of a simulation. The durations of recovery are best measured on the real fleet."""
 
     nodes: int = 12_500
     spares: int = 125
@@ -71,20 +71,20 @@ class Scenario:
     save_every_s: float = 1800.0
     audit_every_s: float = 600.0
     unit: int = 1
-    """Nodes that talk most and are placed together; with more than one, it is told how well the choice of spares keeps them so."""
+    """Nodes of a unit, which communicate most and are placed together. Above one, the report shows how well spares keep units together."""
     spares_together: int = 0
-    """So many spares lie together, at equal distances all over the fleet; 0 means that all are the last nodes."""
+    """Spares placed together in a group, with groups at equal distances over the fleet; 0 means that all spares are the last nodes."""
     rack_nodes: int = 4
     switch_nodes: int = 32
     hall_nodes: int = 3200
 
     def domain(self, node: int) -> tuple[str, ...]:
-        """Where a node lies, the widest level first."""
+        """Return the domains of a node, the widest level first."""
         sizes = (self.hall_nodes, self.switch_nodes, self.rack_nodes)
-        return tuple(f"{what}{node // size}" for what, size in zip(LEVELS, sizes, strict=True))
+        return tuple(f"{level}{node // size}" for level, size in zip(LEVELS, sizes, strict=True))
 
     def spread_spares(self) -> Iterator[int]:
-        """The nodes that begin as spares, if these lie all over the fleet."""
+        """Return the initial spares if they are placed all over the fleet."""
         together = self.spares_together
         pieces = self.spares // together if together else 0
         places = (self.nodes + self.spares) // max(together, 1)
@@ -110,15 +110,15 @@ class FleetReport:
     buckets_s: dict[str, float]
     node_s: dict[str, float]
     mean_recovery_s: float
-    """From the fault to the next running epoch."""
+    """Mean seconds from the fault to the next running epoch."""
     fewest_spares: int
     events: int
     units_kept: dict[str, SeatsKept]
-    """How well units were kept together with the nearest spares, and with any; empty if a unit is one node."""
+    """How well the nearest spares, and any spares, kept units together; empty if a unit is one node."""
 
 
 class LargeFleet:
-    """The simulated machines and their training, and the core that gets their reports."""
+    """The simulated machines and their training, and the core that receives their reports."""
 
     def __init__(self, scenario: Scenario, step_cost: StepCost | None = None) -> None:
         self.scenario, self.clock, self.random = scenario, SimulatedClock(), random.Random(scenario.seed)
@@ -141,9 +141,9 @@ class LargeFleet:
         self.incarnation = {str(index): 1 for index in range(self.total)}
         self.down: set[str] = set()
         self.unnoticed: set[str] = set()
-        """Nodes that are down, which the core does not know yet."""
+        """Nodes that are down and not yet known to be down by the core."""
         self.cold: set[str] = set()
-        """Nodes of which a worker is being started again."""
+        """Nodes on which a worker is restarting."""
         self.account, self.node_ns = Account(), Counter[str]()
         self.counted_ns = 0
         self.reached = self.furthest = self.started = m.NO_STEP
@@ -156,8 +156,8 @@ class LargeFleet:
 
     # --- events to the core
 
-    def hear(self, event: m.CoreEvent) -> None:
-        """Passes one event to the core, and simulates what follows from its decision."""
+    def receive(self, event: m.CoreEvent) -> None:
+        """Pass one event to the core, and simulate the effects of its decision."""
         self._count_nodes()
         before, planned = mark(self.state), self.state.planned
         self.state, _ = core.step(self.state, event, self.clock.now_s)
@@ -195,7 +195,7 @@ class LargeFleet:
         self.fewest_spares = min(self.fewest_spares, len(state.spares))
 
     def _if_still(self, action: Callable[[], None]) -> Callable[[], None]:
-        """``action`` as one that does nothing if epoch or phase have changed by then."""
+        """Return ``action`` as a function that does nothing if epoch or phase have changed meanwhile."""
         epoch, phase = self.state.epoch, self.state.phase
 
         def act() -> None:
@@ -217,7 +217,7 @@ class LargeFleet:
             self.fault_s = None
 
     def _halt(self, bucket: str) -> None:
-        """Stops training: its time since the epoch began is divided into whole steps and the interrupted one."""
+        """Stop training: divide its time since the epoch began into complete steps and the interrupted one."""
         if self.account.bucket != USEFUL:
             return
         now_ns, step_ns = to_ns(self.clock.now_s), to_ns(self.scenario.step_s)
@@ -240,19 +240,21 @@ class LargeFleet:
     def _all_parked(self) -> None:
         every = max(1, round(self.scenario.save_every_s / self.scenario.step_s))
         newest = self.reached // every * every
-        self.hear(m.DiskHolds(tuple(range(max(every, newest - every), newest + 1, every))))
+        self.receive(m.DiskHolds(tuple(range(max(every, newest - every), newest + 1, every))))
         epoch = self.state.epoch
         steps = tuple(step for step in (self.reached - 1, self.reached) if step > self.started)
         for name in sorted((self.cold - self.down) & self.state.awaiting):
             no_points = ("",) * WORKERS
-            self.hear(m.Parked(name, self.incarnation[name], epoch, no_points, self._held(name, steps)))
+            self.receive(
+                m.Parked(name, self.incarnation[name], epoch, no_points, self._snapshots_of(name, steps))
+            )
         if self.state.phase is FleetPhase.PARKING and self.state.epoch == epoch:
-            self.hear(m.Rollcall("parked", epoch, steps=steps, absent=self._down_of(self.state.awaiting)))
+            self.receive(m.Rollcall("parked", epoch, steps=steps, absent=self._down_of(self.state.awaiting)))
 
     def _down_of(self, names: set[str]) -> tuple[str, ...]:
         return tuple(sorted(name for name in self.unnoticed if name in names))
 
-    def _held(self, name: str, steps: tuple[int, ...]) -> tuple[m.RankSnapshot, ...]:
+    def _snapshots_of(self, name: str, steps: tuple[int, ...]) -> tuple[m.RankSnapshot, ...]:
         state = self.state
         formation, seat = state.settings.formation, state.nodes[name].seat
         cared_for = state.ring.index(seat)
@@ -267,11 +269,11 @@ class LargeFleet:
         epoch, members = self.state.epoch, self.state.awaiting
         for name in sorted((self.cold - self.down) & members):
             if self.state.epoch == epoch:
-                self.hear(
+                self.receive(
                     m.Heartbeat(name, self.incarnation[name], m.NO_EPOCH, m.NO_STEP, m.WorkerPhase.COLD)
                 )
         if self.state.phase is FleetPhase.BINDING and self.state.epoch == epoch:
-            self.hear(m.Rollcall("bound", epoch, absent=self._down_of(self.state.awaiting)))
+            self.receive(m.Rollcall("bound", epoch, absent=self._down_of(self.state.awaiting)))
 
     def _plan_tick(self) -> None:
         state = self.state
@@ -286,14 +288,16 @@ class LargeFleet:
         if at_s == self.tick_s:
             self.tick_s = float("inf")
             self._all_well()
-            self.hear(m.Tick())
+            self.receive(m.Tick())
 
     def _all_well(self) -> None:
         step = self.reached
         if self.account.bucket == USEFUL:
             running_ns = to_ns(self.clock.now_s) - self.account.since_ns
             step = self.started + running_ns // to_ns(self.scenario.step_s)
-        self.hear(m.Rollcall("heartbeat", self.state.epoch, step=step, absent=tuple(sorted(self.unnoticed))))
+        self.receive(
+            m.Rollcall("heartbeat", self.state.epoch, step=step, absent=tuple(sorted(self.unnoticed)))
+        )
 
     def _count_nodes(self) -> None:
         now_ns, state = to_ns(self.clock.now_s), self.state
@@ -351,24 +355,26 @@ class LargeFleet:
         epoch = self.state.epoch if member else m.NO_EPOCH
         lease_s = self.scenario.worker_lease_s
         if hang:
-            self.clock.after(lease_s, lambda: self.hear(m.WorkerHung(name, incarnation, epoch, 0, lease_s)))
+            self.clock.after(
+                lease_s, lambda: self.receive(m.WorkerHung(name, incarnation, epoch, 0, lease_s))
+            )
         else:
             exited = m.WorkerExited(name, incarnation, epoch, 0, 1)
-            self.clock.after(self.scenario.exit_seen_s, lambda: self.hear(exited))
+            self.clock.after(self.scenario.exit_seen_s, lambda: self.receive(exited))
         self.clock.after(self.scenario.warm_up_s, lambda: self._warm(name, incarnation))
 
     def _warm(self, name: str, incarnation: int) -> None:
         if self.incarnation[name] == incarnation and name not in self.down:
             self.cold.discard(name)
-            self.hear(m.Ready(name, incarnation, self._points(name)))
+            self.receive(m.Ready(name, incarnation, self._points(name)))
 
     def _lose_node(self, name: str, back_s: float, silent: bool) -> None:
-        member, gone = self._stop_if_member(name), m.Disconnected(name, self.incarnation[name])
+        member, disconnected = self._stop_if_member(name), m.Disconnected(name, self.incarnation[name])
         self.down.add(name)
         self.unnoticed.add(name)
         self.cold.discard(name)
         if not silent:
-            self.clock.after(self.scenario.exit_seen_s, lambda: self.hear(gone))
+            self.clock.after(self.scenario.exit_seen_s, lambda: self.receive(disconnected))
             if member:
                 self.clock.after(2 * self.scenario.exit_seen_s, self._a_peer_notices)
         self.clock.after(back_s, lambda: self._return(name))
@@ -378,14 +384,16 @@ class LargeFleet:
         state = self.state
         for name in state.seats:
             if name not in self.down and name not in self.cold:
-                self.hear(m.Broken(name, self.incarnation[name], state.epoch, 0, "connection reset by peer"))
+                self.receive(
+                    m.Broken(name, self.incarnation[name], state.epoch, 0, "connection reset by peer")
+                )
                 return
 
     def _return(self, name: str) -> None:
         self.down.discard(name)
         self.unnoticed.discard(name)
         self.incarnation[name] += 1
-        self.hear(self._joined(name))
+        self.receive(self._joined(name))
 
     def _compute_wrongly(self, name: str) -> None:
         audit_s = self.scenario.audit_every_s
@@ -394,15 +402,15 @@ class LargeFleet:
             return
         running_s = self.clock.now_s - self.account.since_ns / NS_PER_S
         trusted = max(0, self.started + int((running_s - since_s) // self.scenario.step_s))
-        found = m.Suspect(name, "corruption", "checksums differ", trusted_step=trusted)
+        suspicion = m.Suspect(name, "corruption", "checksums differ", trusted_step=trusted)
 
         def audit() -> None:
             if self.fault_s is None:
                 self.fault_s = self.clock.now_s
-            self.hear(found)
+            self.receive(suspicion)
 
         self.clock.after(audit_s - since_s, audit)
-        self.clock.after(DAY_S, lambda: self.hear(m.Admit(name)))
+        self.clock.after(DAY_S, lambda: self.receive(m.Admit(name)))
 
     def _points(self, name: str) -> tuple[str, ...]:
         return tuple(f"{name}:{worker}" for worker in range(WORKERS))
@@ -422,9 +430,9 @@ class LargeFleet:
     # --- the run
 
     def run(self, on_progress: OnProgress) -> FleetReport:
-        """Simulates the whole scenario. Raises BrokenInvariant."""
+        """Simulate the complete scenario. Raises BrokenInvariant."""
         for name in list(self.incarnation):
-            self.hear(self._joined(name))
+            self.receive(self._joined(name))
         self._next_incident()
         end_s = self.scenario.days * DAY_S
         for part in range(1, _PARTS + 1):
@@ -467,9 +475,9 @@ def simulate(
     on_progress: OnProgress = lambda _done, _days: None,
     step_cost: StepCost | None = None,
 ) -> FleetReport:
-    """Simulates the fleet of a scenario. Raises BrokenInvariant, with the command that reproduces it.
+    """Simulate the fleet of a scenario. Raises BrokenInvariant, with the command that reproduces it.
 
-    ``on_progress`` is given the days that are simulated, and all, now and then. ``step_cost`` prices the seats of units.
+    ``on_progress`` is called now and then with the simulated days and all days. ``step_cost`` prices the seats of units.
     """
     fleet = LargeFleet(scenario, step_cost)
     try:

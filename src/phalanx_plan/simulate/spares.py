@@ -1,8 +1,8 @@
-"""What the choice of spares is worth: who sits where in a simulated fleet, beside a fleet that takes any spare.
+"""Value of the choice of spares: the seats of a simulated fleet, compared with a fleet that takes any spare.
 
-Nodes of a *unit* talk most. After a fault the core gives a seat to the spare that is nearest to the rest of its unit; every other choice tears
-more units, whose traffic then goes over the uplinks of switches and halls until the seat changes again. Both fleets lose and regain the same
-nodes at the same times. The core decides for the one; for the other a vacant seat goes to a spare that is drawn at random.
+Nodes of a *unit* communicate most. After a fault the core gives a seat to the spare nearest to the rest of its unit. Any other choice
+splits more units, whose traffic then crosses the uplinks of switches and halls until the seat changes again. Both fleets lose and regain the same
+nodes at the same times. The core decides for one fleet; in the other a vacant seat goes to a random spare.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Domains = tuple[str, ...]
 
 @dataclass(frozen=True)
 class NetworkUse:
-    """What a network has to do in a step, for given seats; or that on average over time."""
+    """Network use of a step for given seats, or its average over time."""
 
     step_s: float
-    """Seconds that it needs."""
+    """Seconds of a step that the network needs."""
     left_bytes: tuple[float, ...] = ()
-    """For each level, widest first: what leaves its domains."""
+    """For each level, widest first: bytes that leave its domains."""
 
 
 StepCost = Callable[[Sequence[str]], NetworkUse]
-"""Prices given seats."""
+"""Function that prices given seats."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class SeatsKept:
     replaced: int
     """Seats that another node took."""
     replaced_near: tuple[float, ...]
-    """For each level, widest first: the share of these whose new node is in the domain of the old one."""
+    """For each level, widest first: share of replaced seats whose new node is in the domain of the old one."""
     torn_units: tuple[float, ...]
     """For each level, widest first: units that were in more than one domain, on average over time."""
     most_torn_units: tuple[int, ...]
-    """The same at the worst moment."""
+    """``torn_units`` at the worst moment."""
     network: NetworkUse
-    """What the network had to do in a step, on average over time; nothing if that was not asked for."""
+    """Network use of a step, on average over time; zero without a ``StepCost``."""
 
 
 class Seating:
-    """Follows the seats of one fleet."""
+    """Record of the seats of one fleet."""
 
     def __init__(self, domains: Mapping[str, Domains], unit: int, step_cost: StepCost | None) -> None:
         self.domains, self.unit, self.step_cost = domains, unit, step_cost
@@ -55,11 +55,11 @@ class Seating:
         self.seats: list[str] = []
         self.since_s = self.elapsed_s = 0.0
         self.use, self.total_s, self.total_bytes = NetworkUse(0.0), 0.0, list[float]()
-        """What the network does now, and the sum of that over seconds."""
+        """Current network use, and its sum over seconds."""
         self.replaced = 0
         self.near = [0] * self.levels
         self.depths: list[int] = []
-        """Unit -> number of levels, from the widest, at which it is whole."""
+        """Unit -> number of levels, from the widest, within which it is in one domain."""
         self.torn_s = [0.0] * self.levels
         self.most = [0] * self.levels
 
@@ -67,21 +67,22 @@ class Seating:
         return [sum(depth <= level for depth in self.depths) for level in range(self.levels)]
 
     def advance(self, now_s: float) -> None:
-        """Counts the time since the last change."""
+        """Add the time since the last change to the sums."""
         passed_s, self.since_s = now_s - self.since_s, now_s
         if self.seats:
             self.elapsed_s += passed_s
             self.total_s += passed_s * self.use.step_s
             before = self.total_bytes or [0.0] * len(self.use.left_bytes)
             self.total_bytes = [
-                total + passed_s * left for total, left in zip(before, self.use.left_bytes, strict=True)
+                total + passed_s * leaving_bytes
+                for total, leaving_bytes in zip(before, self.use.left_bytes, strict=True)
             ]
             self.torn_s = [
                 total + passed_s * torn for total, torn in zip(self.torn_s, self._torn(), strict=True)
             ]
 
     def seated(self, now_s: float, seats: Sequence[str]) -> None:
-        """From now on the seats are these."""
+        """Record a change of the seats."""
         self.advance(now_s)
         for old, new in zip(self.seats, seats, strict=False):
             if old != new:
@@ -100,7 +101,7 @@ class Seating:
             self.use = self.step_cost(self.seats)
 
     def result(self) -> SeatsKept:
-        """What was counted."""
+        """Return the averages until now."""
         time_s, replaced = max(self.elapsed_s, 1e-9), max(self.replaced, 1)
         return SeatsKept(
             replaced=self.replaced,
@@ -112,7 +113,7 @@ class Seating:
 
 
 class SpareStudy:
-    """The seats that the core gives, and those of a fleet that takes any spare."""
+    """Comparison of the core's seats with those of a fleet that takes any spare."""
 
     def __init__(
         self, domains: Mapping[str, Domains], unit: int, seed: int, step_cost: StepCost | None = None
@@ -121,12 +122,12 @@ class SpareStudy:
         self.random = random.Random(seed)
 
     def seated(self, now_s: float, seats: Sequence[str], spares: set[str]) -> None:
-        """The core has dealt ``seats`` and has ``spares`` left: all other nodes are lost, in both fleets."""
+        """Record that the core has dealt ``seats`` and has ``spares`` left; all other nodes are lost, in both fleets."""
         self.chosen.seated(now_s, seats)
         self.drawn.seated(now_s, self._any_spares(seats, spares))
 
     def _any_spares(self, seats: Sequence[str], spares: set[str]) -> list[str]:
-        """The other fleet's seats, as many as ``seats``: who is there keeps theirs, vacant ones go to any node that is free."""
+        """Return the other fleet's seats, as many as ``seats``: present nodes keep theirs, any free node takes a vacant one."""
         usable = spares.union(seats)
         before = self.drawn.seats or list(seats)
         kept = [name if name in usable else "" for name in before[: len(seats)]]
@@ -136,7 +137,7 @@ class SpareStudy:
         return [name or next(drawn) for name in kept]
 
     def results(self, now_s: float) -> dict[str, SeatsKept]:
-        """What was counted until now, for the nearest spares and for any."""
-        for one in (self.chosen, self.drawn):
-            one.advance(now_s)
+        """Return the results until now, for the nearest spares and for any spares."""
+        for seating in (self.chosen, self.drawn):
+            seating.advance(now_s)
         return {"nearest spare": self.chosen.result(), "any spare": self.drawn.result()}

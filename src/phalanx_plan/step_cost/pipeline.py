@@ -216,10 +216,10 @@ def flush_s(
     followed = max(4 * pipeline, max_actions // (3 * pipeline * per_rank))
     if micro_batches <= followed + pipeline:
         return _flush_s(waves(name, pipeline, per_rank, micro_batches), times, hop_s)
-    rest = (micro_batches - followed) % pipeline
-    long = _flush_s(waves(name, pipeline, per_rank, followed + rest), times, hop_s)
-    short = _flush_s(waves(name, pipeline, per_rank, followed + rest - pipeline), times, hop_s)
-    return long + (micro_batches - followed - rest) // pipeline * (long - short)
+    remainder = (micro_batches - followed) % pipeline
+    long = _flush_s(waves(name, pipeline, per_rank, followed + remainder), times, hop_s)
+    short = _flush_s(waves(name, pipeline, per_rank, followed + remainder - pipeline), times, hop_s)
+    return long + (micro_batches - followed - remainder) // pipeline * (long - short)
 
 
 def timeline(
@@ -292,26 +292,26 @@ def _columns(schedule: Schedule, rank: int, micro_batches: int) -> _Columns:
 
 def _deal(queues: list[tuple[list[int], list[int]]]) -> tuple[list[int], list[list[int]]]:
     """Return the wave, counted from 1, of each result by its number (0: never computed), and of each action of each rank."""
-    made = [0] * (1 + max(max(makes) for _, makes in queues))
+    wave_of_result = [0] * (1 + max(max(makes) for _, makes in queues))
     dealt: list[list[int]] = [[] for _ in queues]
     before = -1
     # Stop when a round over all ranks deals nothing more: the schedule is complete, or stuck.
-    while before < (now := sum(map(len, dealt))):
-        before = now
+    while before < (dealt_count := sum(map(len, dealt))):
+        before = dealt_count
         for (needs, makes), waves_ in zip(queues, dealt, strict=True):
             wave = waves_[-1] if waves_ else 0
             # A rank continues, in its own order, up to the first action whose input is missing.
             for place in range(len(waves_), len(needs)):
                 if needs[place] >= 0:
-                    ready = made[needs[place]]
+                    ready = wave_of_result[needs[place]]
                     if not ready:
                         break
                     if ready > wave:
                         wave = ready
                 wave += 1  # the first wave after that of the input and of the rank's action before
-                made[makes[place]] = wave
+                wave_of_result[makes[place]] = wave
                 waves_.append(wave)
-    return made, dealt
+    return wave_of_result, dealt
 
 
 def _durations(times: StageTimes) -> Floats:

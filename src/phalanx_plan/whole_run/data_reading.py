@@ -133,7 +133,7 @@ def waiting_note(reading: DataReading) -> str:
         return ""
     remedy = {
         "bandwidth": "a store or a disk that gives more (--assume data_bytes_per_s=...), or copies in each node's cache (data.cache_gib) after a first epoch",
-        "latency": "a nearer store (--assume data_latency_s=...), or longer sequences: more is not asked for at once",
+        "latency": "a nearer store (--assume data_latency_s=...), or longer sequences: the number of requests in flight is limited",
         "requests": "the dataset under several prefixes, each of which has such a limit (--assume data_requests_per_s=...)",
     }[reading.limit]
     return f"data would bind: {reading.sentence}; steps would take {math.ceil(10 * reading.share) / 10:g} times as long, which nothing here counts: {remedy}"

@@ -140,20 +140,20 @@ def _splits(workload: TrainingWorkload, stack: Stack, counts: set[int]) -> dict[
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
     """Equal stages; if the layers do not divide, the first and last have one less, or else the first ones one more."""
-    each, rest = divmod(layers, stages)
-    if rest == 0:
+    each, remainder = divmod(layers, stages)
+    if remainder == 0:
         return (each,) * stages
     if (layers + 2) % stages == 0 and stages > 2:
         each = (layers + 2) // stages
         return (each - 1, *(each,) * (stages - 2), each - 1)
-    return (each + 1,) * rest + (each,) * (stages - rest)
+    return (each + 1,) * remainder + (each,) * (stages - remainder)
 
 
 def _last_less(layers: int, stages: int) -> tuple[int, ...]:
     """Equal stages, of which the last has what is left; equal ones if that would be nothing."""
     each = -(-layers // stages)
-    rest = layers - (stages - 1) * each
-    return (each,) * (stages - 1) + (rest,) if rest > 0 else _even(layers, stages)
+    last_size = layers - (stages - 1) * each
+    return (each,) * (stages - 1) + (last_size,) if last_size > 0 else _even(layers, stages)
 
 
 def balanced(costs: Floats, counts: set[int]) -> dict[int, tuple[int, ...]]:
@@ -336,10 +336,10 @@ def _dense_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -
 
 def _rows_and_columns(parameter: Parameter, degrees: _Degrees) -> tuple[Floats, Floats]:
     """Rows and columns of a tensor rank's part of a dense parameter."""
-    rows, rest = float(parameter.shape[0]), float(parameter.numel // parameter.shape[0])
+    rows, columns = float(parameter.shape[0]), float(parameter.numel // parameter.shape[0])
     dim, parts = parameter.tensor_dim, np.minimum(degrees.tensor, parameter.most_parts or degrees.tensor)
-    mine = np.ceil(rows / parts) if dim == 0 else np.asarray(rows)
-    return mine, rest / parts if dim == 1 else np.asarray(rest)
+    own_rows = np.ceil(rows / parts) if dim == 0 else np.asarray(rows)
+    return own_rows, columns / parts if dim == 1 else np.asarray(columns)
 
 
 def _stacked(parameter: Parameter, degrees: _Degrees) -> Floats:
@@ -347,9 +347,9 @@ def _stacked(parameter: Parameter, degrees: _Degrees) -> Floats:
 
 
 def _stacked_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -> Floats:
-    experts, rest = parameter.shape[0], parameter.numel // parameter.shape[0]
-    mine = _share(experts / degrees.expert, degrees.expert_shard, whole_rows=whole_rows)
-    return mine * rest / degrees.expert_tensor
+    experts, expert_elements = parameter.shape[0], parameter.numel // parameter.shape[0]
+    own_experts = _share(experts / degrees.expert, degrees.expert_shard, whole_rows=whole_rows)
+    return own_experts * expert_elements / degrees.expert_tensor
 
 
 def _adamw_share(parameter: Parameter, degrees: _Degrees, optimizer: OptimizerSpec) -> Floats:

@@ -113,7 +113,7 @@ def test_a_bad_allocation_is_named_with_its_cost() -> None:
 
 def test_too_few_or_unknown_nodes_are_refused() -> None:
     shape = Shape(Layout(shard=4), 1)
-    with pytest.raises(TopologyError, match="2 nodes were given, and the run's ranks need 4"):
+    with pytest.raises(TopologyError, match="2 nodes were allocated, and the run's ranks need 4"):
         verify(TWO_LEAVES, ["a", "b", "b"], shape, [DATA])
     with pytest.raises(TopologyError, match="there is no node stranger"):
         verify(TWO_LEAVES, ["a", "b", "c", "stranger"], shape, [DATA])

@@ -134,7 +134,7 @@ def test_an_allocation_that_loses_more_than_it_may_is_refused_by_its_exit_code(f
         (["--share", "pod"], "is not LEVEL=FRACTION"),
         (["--share", "pod=2"], "above 0 and at most 1"),
         (["--allocation", "n[1-"], "is no list of hosts"),
-        (["--allocation", "n[1-4]"], "4 nodes were given, and the run's ranks need 8"),
+        (["--allocation", "n[1-4]"], "4 nodes were allocated, and the run's ranks need 8"),
         (["--cluster", "h999"], "h999"),
     ],
 )

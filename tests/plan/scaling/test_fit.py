@@ -158,7 +158,7 @@ def test_runs_of_another_kind_are_refused_by_name(run_directories: list[Path], t
         (["nowhere"], "is not a run directory"),
         ([], "0 runs"),
         (["--model", "llama3-8b"], "--model cannot be given with --fit"),
-        (["--budget", "40M$"], "of FLOP"),
+        (["--budget", "40M$"], "in FLOP"),
         (["a.toml", "b.toml"], "one run file"),
         (["--tokens", "1T"], "give one"),
     ],

@@ -30,9 +30,9 @@ def test_the_slowdown_is_that_of_the_longest_deal(layout: Layout, more: int, per
     ranks = layout.data_ranks * layout.pipeline * layout.model_ranks
     assume(found is not None)
     assert found is not None
-    assert found.left * layout.pipeline * layout.model_ranks <= ranks - per_node
-    replicas = found.left // layout.shard if layout.replicate > 1 else 1
-    after = Deal(slots, replicas, found.left // replicas, layout.team)
+    assert found.data_ranks * layout.pipeline * layout.model_ranks <= ranks - per_node
+    replicas = found.data_ranks // layout.shard if layout.replicate > 1 else 1
+    after = Deal(slots, replicas, found.data_ranks // replicas, layout.team)
     longest = max(len(after.rounds(replica)) for replica in range(replicas))
     assert found.slowdown == longest / more
 

@@ -1,1 +1,1 @@
-"""Small hostile worlds: everything that can fail does, and the core must hold."""
+"""Small hostile worlds: every possible fault strikes, and the core must keep its invariants."""

@@ -1,11 +1,11 @@
-"""Simulated coordinators: the real core, a journal, a claim and a timer each; who leads, and what befalls claims and journals.
+"""Simulated coordinators: the real core, a journal, a claim and a timer each; leadership, and faults of claims and journals.
 
 A coordinator may crash at any moment and replays its journal.
 
 Heads and candidates share a register of claims, as they do on the storage of a real fleet (``phalanx.fleet.core.succession``). A head runs
-on a node's machine and is lost with it, or is started again by its launcher, there or nowhere. It may fall between its claim and its
-commands, stand still while another takes over, or be cut off from most nodes. With its machine, the end of its journal may be lost, or
-all of it. The oracle of this part: no epoch is begun by two heads.
+on a node's machine and is lost with it, or its launcher restarts it, there or nowhere. It may crash between its claim and its
+commands, stop while another takes over, or be cut off from most nodes. With its machine, the end of its journal may be lost, or
+all of it. Oracle: no two heads begin the same epoch.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ LEAST_TICK_S = 0.25
 
 
 class Register(Protocol):
-    """The claims of all heads, as one head sees them."""
+    """The claims of all heads, as one head reads them."""
 
     @property
     def claim(self) -> Claim:
         """The newest claim."""
 
     def make(self, claim: Claim) -> bool:
-        """Makes a claim; False if its term has been claimed."""
+        """Make a claim; False if its term has been claimed."""
 
     def begins(self, head: SimulatedCoordinator) -> None:
-        """Notes that a head begins an epoch."""
+        """Record that a head begins an epoch."""
 
-    def left_of(self, journal: list[bytes]) -> list[bytes]:
-        """What is left of a journal after its machine was lost."""
+    def surviving_lines(self, journal: list[bytes]) -> list[bytes]:
+        """Return the lines of a journal that survive the loss of its machine."""
 
 
 class HeadWorld(Protocol):
@@ -56,20 +56,20 @@ class HeadWorld(Protocol):
     disk: Disk
 
     def to_node(self, head: SimulatedCoordinator, name: str, command: c.Command) -> None:
-        """Sends a command over the unreliable network."""
+        """Send a command over the unreliable network."""
 
     def check_source(self, state: FleetState) -> None:
-        """Is called with the state that begins an epoch, before anybody is told."""
+        """Check the state that begins an epoch, before any command is sent."""
 
     def check_laid(self, seats: int, state: FleetState) -> None:
-        """Is called with a state that has begun an epoch, and the number of seats before it."""
+        """Check a state that has begun an epoch; ``seats`` is the number of seats before it."""
 
     def check_verdict(self, doubt: NonFiniteDoubt | None, state: FleetState) -> None:
-        """Is called after each event, with the doubt that was open before it and the state after it."""
+        """Check the state after an event; ``doubt`` was open before the event."""
 
 
 class SimulatedCoordinator:
-    """The shell around the core: what stands between the network and the decisions."""
+    """The shell around the core, between the network and the decisions."""
 
     def __init__(
         self,
@@ -96,19 +96,19 @@ class SimulatedCoordinator:
         self.up = False
         self.life = 0
         self.superseded = False
-        self.gone = False
-        """Its machine was lost, and with it perhaps the end of its journal."""
+        self.machine_lost = False
+        """True after the loss of its machine, and perhaps of the end of its journal."""
         self.stopped = False
-        """The process stands still: it hears nothing until it goes on, and then everything at once."""
+        """True while the process is stopped: events queue up until it resumes."""
         self.unread: list[m.CoreEvent] = []
         self.falls: str = ""
-        """``before`` or ``after`` the next claim, it crashes."""
-        self.seen: tuple[int, ...] = ()
-        """Committed steps that the core has been told of."""
+        """The coordinator crashes ``before`` or ``after`` its next claim; empty if it does not."""
+        self.reported_steps: tuple[int, ...] = ()
+        """Committed steps that the core has received."""
 
     def start(self) -> None:
-        """Comes up where it was before: replays the journal, and tells the core that it was away."""
-        if self.up or self.gone or self._is_superseded():
+        """Restart on the same machine: replay the journal, and send ``Restarted`` to the core."""
+        if self.up or self.machine_lost or self._is_superseded():
             return
         if self.events:
             before = encode_state(self.state)
@@ -118,13 +118,13 @@ class SimulatedCoordinator:
         self._lead(anew=not self.events and self.claim.reign == 1)
 
     def come_back(self) -> None:
-        """Comes up after its machine was lost, with what is left of its journal."""
-        self.gone = False
+        """Restart after the loss of the machine, with the surviving lines of the journal."""
+        self.machine_lost = False
         if self._is_superseded():
             return
-        lines, fencing = self.register.left_of(self.journal), self.state.fencing
+        lines, fencing = self.register.surviving_lines(self.journal), self.state.fencing
         self.state = succession.inherited(self.claim, lines, fencing, self.clock.now_s, self.step)
-        self.journal, self.seen = [first_line(self.state)], ()
+        self.journal, self.reported_steps = [first_line(self.state)], ()
         self._lead(anew=False)
 
     def _is_superseded(self) -> bool:
@@ -133,46 +133,46 @@ class SimulatedCoordinator:
 
     def _lead(self, anew: bool) -> None:
         self.up = True
-        # A head that fell between its claim and its commands has begun the epoch all the same.
+        # A head that crashed between its claim and its commands has still begun the epoch.
         self.disk.fence = max(self.disk.fence, self.claim.epoch)
         if succession.is_untold(self.state, self.claim):
             self._decide(m.Untold())
-        if not anew and self.up:  # before anything else: deadlines may have passed that nobody could keep
+        if not anew and self.up:  # before other events: deadlines may have passed while it was down
             self._decide(m.Restarted())
         self._tick(self.life)
 
     @property
     def events(self) -> int:
-        """How many events the core has seen."""
+        """Number of events that the core has received."""
         return len(self.journal) - 1
 
     def crash(self) -> None:
-        """Dies at once; the journal survives."""
+        """Crash at once; the journal survives."""
         self.up = self.stopped = False
         self.falls = ""
         self.unread = []
         self.life += 1
 
     def lose_machine(self) -> None:
-        """Dies, and no launcher on its machine starts it again."""
-        self.gone = True
+        """Crash for good: no launcher on its machine restarts it."""
+        self.machine_lost = True
         self.crash()
 
-    def go_on(self) -> None:
-        """The process that stood still goes on, with all that has arrived meanwhile."""
+    def resume(self) -> None:
+        """Resume a stopped process, with all events that arrived meanwhile."""
         self.stopped = False
         unread, self.unread = self.unread, []
         for event in unread:
-            self.hear(event)
+            self.receive(event)
 
-    def hear(self, event: m.CoreEvent) -> None:
-        """Takes an event, after what has changed on disk."""
+    def receive(self, event: m.CoreEvent) -> None:
+        """Pass an event to the core, after changes on disk."""
         if self.stopped:
             self.unread.append(event)
         elif self.up:
             saved = tuple(sorted(self.disk.steps))
-            if saved != self.seen:
-                self.seen = saved
+            if saved != self.reported_steps:
+                self.reported_steps = saved
                 self._decide(m.DiskHolds(saved))
             if self.up:
                 self._decide(event)
@@ -193,7 +193,7 @@ class SimulatedCoordinator:
             self.world.to_node(self, name, command)
 
     def _claims(self) -> bool:
-        """Claims anew; False if it must send nothing: it was superseded, or fell."""
+        """Renew the claim; False if nothing may be sent, after a crash or a succession."""
         falls = self.falls
         if falls == "before":
             self.crash()
@@ -212,7 +212,7 @@ class SimulatedCoordinator:
         return True
 
     def _begins(self) -> None:
-        # Before anybody is told: a fenced node that trains on must not commit what is about to be computed again.
+        # Before any command: a fenced node that still trains must not commit steps that will be computed again.
         self.disk.fence = self.state.epoch
         self.register.begins(self)
         if self.state.phase is FleetPhase.BINDING:
@@ -225,7 +225,7 @@ class SimulatedCoordinator:
             if self._is_superseded():
                 self.crash()
                 return
-            self.hear(m.Tick())
+            self.receive(m.Tick())
         wait_s = max(LEAST_TICK_S, next_deadline_s(self.state) - self.clock.now_s)
         self.clock.after(min(wait_s, 1.0), lambda: self._tick(life))
 
@@ -239,7 +239,7 @@ _START = FencingToken(0, "")
 
 
 class Heads:
-    """Every head that has led, the claims that they made, and the candidates of now."""
+    """All heads that have led, their claims, and the current candidates."""
 
     def __init__(self, world: HeadWorld, step: core.CoreStep, draw: random.Random) -> None:
         self.world, self.step, self.random = world, step, draw
@@ -259,7 +259,7 @@ class Heads:
         return self.claims[-1]
 
     def make(self, claim: Claim) -> bool:
-        """Makes a claim; False if its term has been claimed."""
+        """Make a claim; False if its term has been claimed."""
         if claim.term != len(self.claims) + 1:
             return False
         self.claims.append(claim)
@@ -269,11 +269,11 @@ class Heads:
 
     @property
     def newest(self) -> SimulatedCoordinator:
-        """The head that made the newest claim, dead or alive."""
+        """The head that made the newest claim, running or not."""
         return self.heads[self.claim.reign - 1]
 
     def first(self, node: str) -> None:
-        """The run's first head starts on the machine of ``node``; on none of the fleet's if that is empty."""
+        """Start the run's first head on the machine of ``node``; outside the fleet if that is empty."""
         state = core.initial_state(self.world.conditions.settings, 0.0, _START)
         claim = succession.first_claim(state, node, "first")
         self.make(claim)
@@ -281,34 +281,34 @@ class Heads:
         self.newest.start()
 
     def lose_machine(self, node: str) -> None:
-        """A machine is lost, with the head or the candidate on it."""
+        """Lose a machine, with the head or the candidate on it."""
         self.withdraw(node)
         for head in self.heads:
             if head.node == node:
                 head.lose_machine()
 
     def machine_is_back(self, node: str) -> None:
-        """A machine has come back; some launchers come back with it, and start their head again."""
+        """Bring a machine back; some launchers come back with it and restart their head."""
         for head in self.heads:
-            if head.node == node and head.gone and self.random.random() < 0.5:
+            if head.node == node and head.machine_lost and self.random.random() < 0.5:
                 head.come_back()
 
     def make_peace(self) -> None:
-        """Ends all faults of heads. Where no node can succeed the lost head, somebody starts it again."""
+        """End all faults of heads. If no node can succeed the lost head, restart it."""
         for head in self.heads:
             head.falls = ""
-            head.go_on()
+            head.resume()
         newest = self.newest
-        if newest.gone and not self.claim.voters:
+        if newest.machine_lost and not self.claim.voters:
             newest.come_back()
         newest.start()
 
     def leading(self) -> list[SimulatedCoordinator]:
-        """The heads that answer: more than one, while an earlier one has not noticed that it was superseded."""
+        """Return the heads that respond: more than one while an earlier head has not noticed its succession."""
         return [head for head in self.heads if head.up]
 
     def begins(self, head: SimulatedCoordinator) -> None:
-        """Notes that a head begins an epoch. Raises BrokenInvariant if another has begun that one, or a later one."""
+        """Record that a head begins an epoch. Raises BrokenInvariant if another has begun that one, or a later one."""
         epoch, reign = head.state.epoch, head.claim.reign
         newest = max(self.begun_by, default=-1)
         if self.begun_by.get(epoch, reign) != reign or (epoch < newest and self.begun_by[newest] != reign):
@@ -319,22 +319,22 @@ class Heads:
 
     @property
     def events(self) -> int:
-        """Number of events that the cores of all heads have seen."""
+        """Number of events that the cores of all heads have received."""
         return sum(head.events for head in self.heads)
 
     # --- candidates
 
     def stand(self, node: str) -> None:
-        """A node becomes a candidate."""
+        """Make a node a candidate."""
         until_s = self.world.clock.now_s + STANDS_FOR * self.world.conditions.succession_s
         self.candidates[node] = (Candidacy(self.claim), until_s)
 
     def withdraw(self, node: str) -> None:
-        """A node is no candidate any more: it is lost, or has a head."""
+        """Remove a candidate: its node is lost, or has a head."""
         self.candidates.pop(node, None)
 
     def vote(self, candidate: str, voter: str) -> None:
-        """A node without a head has attached to a candidate, which may thereby be elected."""
+        """Count the vote of a node without a head; the candidate may thereby be elected."""
         candidacy, until_s = self.candidates[candidate]
         now_s, claim = self.world.clock.now_s, self.claim
         if now_s >= until_s or candidacy.claim.term != claim.term:
@@ -349,15 +349,15 @@ class Heads:
             self._succeed(claim, successor)
 
     def _succeed(self, before: Claim, claim: Claim) -> None:
-        """The head that has made ``claim`` takes over from the one of ``before``."""
+        """Let the head with ``claim`` take over from the one of ``before``."""
         self.successions += 1
-        lines, world = self.left_of(self.heads[before.reign - 1].journal), self.world
+        lines, world = self.surviving_lines(self.heads[before.reign - 1].journal), self.world
         state = succession.inherited(before, lines, _START, world.clock.now_s, self.step)
         self.heads.append(SimulatedCoordinator(world, self, claim.node, claim, state, self.step))
         self.newest.start()
 
-    def left_of(self, journal: Sequence[bytes]) -> list[bytes]:
-        """What is left of a journal after its machine was lost: most often all of it, else a first part, or nothing."""
+    def surviving_lines(self, journal: Sequence[bytes]) -> list[bytes]:
+        """Return the lines of a journal that survive the loss of its machine: mostly all, else a first part, or none."""
         chance = self.random.random()
         if chance < 0.5:
             return list(journal)

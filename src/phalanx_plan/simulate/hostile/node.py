@@ -25,39 +25,39 @@ class WorldView(TrainingWorld, Protocol):
         """True if messages pass between a node and the machine of another."""
 
     def to_coordinator(self, node: SimulatedNode, message: m.AgentReport) -> None:
-        """Sends a report over the unreliable network to the head that the node is attached to."""
+        """Send a report over the unreliable network to the node's head."""
 
     def group(self, bind: c.Bind) -> Group:
-        """The process group of an epoch."""
+        """Return the process group of an epoch."""
 
     def fetch(self, node: SimulatedNode, group: Group, bind: c.Bind) -> bool:
-        """Restores a node's state from where ``bind`` says; False if it is not there."""
+        """Restore a node's state from the source in ``bind``; False if the source lacks it."""
 
 
 class SimulatedNode:
-    """A node: what its agent does with commands, and the faults that may strike it."""
+    """A node: its agent's response to commands, and the faults that may strike it."""
 
     def __init__(self, world: WorldView, name: str, domain: tuple[str, ...]) -> None:
         self.world, self.name, self.domain = world, name, domain
         self.incarnation = 0
         self.life = 0
-        """Raised by the agent's death or fencing, which cancel every action planned before."""
+        """Incremented at the agent's death or fencing, which cancel all actions planned before."""
         self.up = False
         self.cut = False
         """True while no message passes between it and other machines."""
         self.side = 0
-        """The part of the network that it is in."""
+        """Number of the network partition that it is in."""
         self.head: SimulatedCoordinator | None = None
         """The head that it is attached to."""
         self.follows = NOT_LED
-        """The highest reign that it has been led by: it attaches to no earlier one's head."""
+        """The highest reign that has led it: it attaches to no head of an earlier one."""
         self.alone_since_s: float | None = None
-        """When it lost its head, or last gave up to succeed it."""
+        """Time at which it lost its head, or last gave up succeeding it."""
         self.sick = False
-        """What its workers compute is not finite; a restart does not heal that."""
+        """True if its workers compute values that are not finite; a restart does not fix that."""
         self.going = False
-        """Its scheduler is about to take the machine away, and its agent says so."""
-        self.held: dict[m.RankSnapshot, bool] = {}
+        """True if its scheduler is about to remove the machine; its agent reports it."""
+        self.snapshots: dict[m.RankSnapshot, bool] = {}
         """Snapshot -> True if its content is corrupt."""
         self._forget()
 
@@ -75,9 +75,9 @@ class SimulatedNode:
     # --- faults
 
     def start(self) -> None:
-        """The machine boots: its agent has no snapshots, and its workers are cold."""
+        """Boot the machine: its agent has no snapshots, and its workers are cold."""
         if not self.up:
-            self.up, self.held = True, {}
+            self.up, self.snapshots = True, {}
             self.head, self.follows, self.alone_since_s = None, NOT_LED, None
             self.world.heads.machine_is_back(self.name)
             self._begin()
@@ -89,57 +89,59 @@ class SimulatedNode:
         self._later(self.world.random.uniform(0, self.world.conditions.heartbeat_s), self._beat)
 
     def crash(self, silently: bool) -> None:
-        """The machine is lost, with its memory; unless ``silently``, the coordinator sees its connection break."""
+        """Lose the machine with its memory; unless ``silently``, the coordinator sees its connection break."""
         if self.up:
             self.up = False
             self.world.heads.lose_machine(self.name)
             if not silently and self.head is not None:
-                gone = m.Disconnected(self.name, self.incarnation)
-                self.world.clock.after(0.01, partial(self.head.hear, gone))
+                disconnected = m.Disconnected(self.name, self.incarnation)
+                self.world.clock.after(0.01, partial(self.head.receive, disconnected))
             self._forget()
 
     def kill_worker(self) -> None:
-        """A worker is killed; the agent sees it at once."""
+        """Kill a worker; the agent notices at once."""
         if self.up and self.warm:
             self.warm, epoch = False, self.epoch
             self.maimed = epoch != m.NO_EPOCH
-            self.say(m.WorkerExited(self.name, self.incarnation, epoch, 0, -9))
+            self.send_report(m.WorkerExited(self.name, self.incarnation, epoch, 0, -9))
             self._warm_up()
 
-    def hang(self, seen: bool) -> None:
-        """The workers hang; unless ``seen``, they still answer their agent, which notices nothing."""
+    def hang(self, noticed: bool) -> None:
+        """Hang the workers; the agent kills one if ``noticed``, else they still respond to it."""
         if self.up and self.epoch != m.NO_EPOCH and not self.maimed:
             self.hung = True
-            if seen:
+            if noticed:
                 self._later(1.0, self._kill_hung)
 
     def _kill_hung(self) -> None:
         if self.hung:
             self.hung, self.warm, self.maimed = False, False, True
-            self.say(m.WorkerHung(self.name, self.incarnation, self.epoch, 0, 1.0))
+            self.send_report(m.WorkerHung(self.name, self.incarnation, self.epoch, 0, 1.0))
             self._warm_up()
 
     def break_collective(self) -> None:
-        """A collective fails in its workers."""
+        """Fail a collective in its workers."""
         if self.up and self.epoch != m.NO_EPOCH and not (self.hung or self.maimed or self.leaving):
             self.leaving = True
-            self.say(m.Broken(self.name, self.incarnation, self.epoch, 0, "connection reset by peer"))
+            self.send_report(m.Broken(self.name, self.incarnation, self.epoch, 0, "connection reset by peer"))
 
     def doubt(self, epoch: int, step: int, ranks: tuple[int, ...]) -> None:
-        """Its workers find that a step is not finite, and wait to be ordered out of the epoch."""
+        """Report a step that is not finite, and wait for the order to leave the epoch."""
         if self.computes(epoch):
             self.doubts = True
-            self.say(m.Suspect(self.name, "nonfinite", "loss nan", epoch=epoch, ranks=ranks, step=step))
+            self.send_report(
+                m.Suspect(self.name, "nonfinite", "loss nan", epoch=epoch, ranks=ranks, step=step)
+            )
 
     # --- reports
 
-    def say(self, message: m.AgentReport) -> None:
-        """Sends a report to the coordinator."""
+    def send_report(self, message: m.AgentReport) -> None:
+        """Send a report to the coordinator."""
         self.world.to_coordinator(self, message)
 
     def join(self) -> None:
-        """Describes itself completely."""
-        self.say(
+        """Send a complete description of the node."""
+        self.send_report(
             m.Joined(
                 self.name,
                 self.incarnation,
@@ -147,7 +149,7 @@ class SimulatedNode:
                 self.name,
                 1,
                 self.domain,
-                tuple(self.held),
+                tuple(self.snapshots),
                 self.epoch,
                 self.bound,
                 self._points(),
@@ -164,7 +166,9 @@ class SimulatedNode:
             self._find_head()
             self.join()
         phase = self._phase()
-        self.say(m.Heartbeat(self.name, self.incarnation, self.epoch, self.step, phase, leaving=self.going))
+        self.send_report(
+            m.Heartbeat(self.name, self.incarnation, self.epoch, self.step, phase, leaving=self.going)
+        )
         self._later(self.world.conditions.heartbeat_s, self._beat)
 
     def _phase(self) -> m.WorkerPhase:
@@ -192,12 +196,12 @@ class SimulatedNode:
         if not self.warm:
             self.warm = True
             if self.epoch == m.NO_EPOCH:
-                self.say(m.Ready(self.name, self.incarnation, self._points()))
+                self.send_report(m.Ready(self.name, self.incarnation, self._points()))
 
     # --- heads
 
     def _is_led(self) -> bool:
-        """True if it is attached to a head. A connection over which nothing comes is given up after a while."""
+        """True if it is attached to a head. It drops a connection on which it receives nothing for a while."""
         head = self.head
         if head is None or not head.up:
             return False
@@ -205,15 +209,15 @@ class SimulatedNode:
         return not (silent and self.world.random.random() < 0.3)
 
     def _find_head(self) -> None:
-        """Attaches to a head that it may follow; without one, votes for candidates and may become one itself."""
+        """Attach to a permitted head; without one, vote for candidates and perhaps become one."""
         heads, world = self.world.heads, self.world
-        found = [
+        reachable = [
             head
             for head in heads.leading()
             if not head.stopped and head.claim.reign >= self.follows and world.reaches(self, head.node)
         ]
-        if found:
-            self.head, self.alone_since_s = world.random.choice(found), None
+        if reachable:
+            self.head, self.alone_since_s = world.random.choice(reachable), None
             self.follows = self.head.claim.reign
             heads.withdraw(self.name)
             return
@@ -223,7 +227,7 @@ class SimulatedNode:
                 heads.vote(candidate, self.name)
 
     def _stand(self) -> None:
-        """Becomes a candidate once it has been alone for long enough."""
+        """Become a candidate after long enough without a head."""
         heads, now_s = self.world.heads, self.world.clock.now_s
         if self.alone_since_s is None:
             self.alone_since_s = now_s
@@ -235,7 +239,7 @@ class SimulatedNode:
     # --- commands
 
     def on_command(self, command: c.Command) -> None:
-        """Obeys a command of the coordinator."""
+        """Execute a command of the coordinator."""
         if isinstance(command, c.Park):
             self._park(command)
         elif isinstance(command, c.Bind):
@@ -246,10 +250,10 @@ class SimulatedNode:
         elif isinstance(command, c.TellAll):
             self.join()
         elif isinstance(command, c.Shutdown):
-            self._go()
+            self._leave_fleet()
 
-    def _go(self) -> None:
-        """Goes, with its memory; the machine comes to the fleet again after a while."""
+    def _leave_fleet(self) -> None:
+        """Leave the fleet, with its memory; the machine comes back after a while."""
         self.crash(silently=False)
         self.going = False
         self.world.clock.after(self.world.random.uniform(0.5, 30), self.start)
@@ -262,7 +266,7 @@ class SimulatedNode:
         elif command.planned and self.bound and not (self.maimed or self.doubts):
             self.leave_at_boundary = True
         elif self.hung:
-            # A hanging worker cannot answer; the agent kills it, and the new worker is in no epoch.
+            # A hanging worker cannot respond; the agent kills it, and the new worker is in no epoch.
             self._later(1.0, self._kill_hung)
             self._later(1.1, self.leave)
         else:
@@ -270,7 +274,7 @@ class SimulatedNode:
             self._later(self.world.random.uniform(0.001, 0.05), self.leave)
 
     def leave(self) -> None:
-        """All workers leave their epoch."""
+        """Leave the epoch with all workers."""
         if self.epoch != m.NO_EPOCH:
             epoch, self.epoch = self.epoch, m.NO_EPOCH
             self.maimed = self.leaving = self.bound = self.leave_at_boundary = self.doubts = False
@@ -278,7 +282,7 @@ class SimulatedNode:
 
     def _is_parked(self, epoch: int) -> None:
         self.parked = max(self.parked, epoch)
-        self.say(m.Parked(self.name, self.incarnation, epoch, self._points(), tuple(self.held)))
+        self.send_report(m.Parked(self.name, self.incarnation, epoch, self._points(), tuple(self.snapshots)))
 
     def _enter(self, bind: c.Bind) -> None:
         if bind.epoch <= max(self.parked, self.epoch) or not self.warm:
@@ -286,7 +290,9 @@ class SimulatedNode:
         self.epoch, self.bind, self.bound, self.step = bind.epoch, bind, False, m.NO_STEP
         resumed = m.NO_STEP if isinstance(bind.resume, c.Fresh) else bind.resume.step
         # Steps after the restored one are computed again.
-        self.held = {held: tainted for held, tainted in self.held.items() if held.step <= resumed}
+        self.snapshots = {
+            snapshot: tainted for snapshot, tainted in self.snapshots.items() if snapshot.step <= resumed
+        }
         self.group = self.world.group(bind)
         self.group.enter(self, bind)
         self._later(
@@ -301,13 +307,13 @@ class SimulatedNode:
                 self.break_collective()
 
     def begin(self) -> None:
-        """Starts training: all members have met and restored."""
+        """Start training: all members are connected and have restored."""
         self.bound, self.step = True, self.group.step if self.group else m.NO_STEP
-        self.say(m.Bound(self.name, self.incarnation, self.epoch))
+        self.send_report(m.Bound(self.name, self.incarnation, self.epoch))
 
     def report_durable(self, epoch: int, step: int) -> None:
-        """Reports a committed checkpoint to the coordinator."""
-        self.say(m.Durable(self.name, self.incarnation, epoch, step))
+        """Report a committed checkpoint to the coordinator."""
+        self.send_report(m.Durable(self.name, self.incarnation, epoch, step))
 
     # --- training
 
@@ -322,17 +328,17 @@ class SimulatedNode:
             bind is not None and self.epoch == bind.epoch == epoch and any(rank == r for _, r in bind.places)
         )
 
-    def copies_wanted(self) -> Iterator[tuple[int, bool]]:
-        """(rank, True if it is the buddy's copy) of each snapshot that it keeps or sends."""
+    def copies_to_keep(self) -> Iterator[tuple[int, bool]]:
+        """Yield (rank, True if it is the buddy's copy) of each snapshot that it keeps or sends."""
         if self.bind is not None:
             yield from ((rank, False) for _, rank in self.bind.places)
             yield from ((rank, True) for buddy in self.bind.buddies for rank in buddy.ranks)
 
     def complete(self, group: Group, step: int) -> None:
-        """Ends a step, and takes a snapshot of it if the last snapshot is safe."""
+        """End a step, and take a snapshot of it if the last snapshot is safe."""
         self.step = step
-        for old in droppable(self.held, group.safe):
-            del self.held[old]
+        for old in droppable(self.snapshots, group.safe):
+            del self.snapshots[old]
         if self.bind is None or group.newest != step:
             return
         for _, rank in self.bind.places:
@@ -351,5 +357,5 @@ class SimulatedNode:
     def _keep(self, group: Group, rank: int, step: int, kind: str) -> None:
         second = kind == "buddy"
         holding = m.RankSnapshot(group.ranks, rank, step, "buddy" if second else "own", 1, group.epoch)
-        self.held[holding] = group.tainted(step)
+        self.snapshots[holding] = group.tainted(step)
         group.copy_arrived(rank, step, second)

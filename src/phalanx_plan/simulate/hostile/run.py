@@ -1,9 +1,10 @@
-"""Runs small hostile worlds: everything that can fail does, at any moment, recovery included; the core must hold.
+"""Runs of small hostile worlds: every possible fault strikes at any moment, during recovery too; the core must keep its invariants.
 
 A world is a function of its seed: fleet, layout, network and faults are drawn from it. The network loses, repeats,
-delays and reorders messages; workers die and hang, machines die alone and by racks and come back, links break, the
-coordinator is cut off, stands still, crashes and replays its journal, or is lost with its machine and succeeded, nodes turn out slow, unsound or wrong, or alone with an error, and steps are not finite. After every event the
-invariants of the core and of the world are checked; when the faults have ended, training must go on within a bound.
+delays and reorders messages. Workers die and hang; machines die alone and by racks and come back; links break. The
+coordinator is cut off, stops, crashes and replays its journal, or is lost with its machine and succeeded. Nodes turn out slow,
+unsound or wrong, or fail alone with an error; steps are not finite. After every event the
+invariants of the core and of the world are checked. When the faults have ended, training must resume within a bound.
 The method is that of FoundationDB (SIGMOD 2021, section 4) and TigerBeetle: one thread, one seed, one truth.
 """
 
@@ -27,7 +28,7 @@ from phalanx_plan.simulate.hostile.world import HostileWorld
 
 
 def strike_somewhere(world: HostileWorld) -> None:
-    """Commits one fault, drawn from the world's random numbers."""
+    """Inject one fault, drawn from the world's random numbers."""
     names, weights = zip(*((name, weight) for name, (weight, _) in _FAULTS.items()), strict=True)
     name = world.random.choices(names, weights)[0]
     world.faults[name] += 1
@@ -72,7 +73,7 @@ def _isolate(world: HostileWorld, node: SimulatedNode) -> None:
     if not node.cut and node.up:
         node.cut = True
         if world.random.random() < 0.5 and node.head is not None:
-            node.head.hear(m.Disconnected(node.name, node.incarnation))
+            node.head.receive(m.Disconnected(node.name, node.incarnation))
         world.clock.after(world.random.uniform(0.1, 15), mend)
 
 
@@ -82,29 +83,29 @@ def _coordinator(world: HostileWorld) -> None:
 
 
 def _head(world: HostileWorld) -> None:
-    """The machine of the head is lost, and everything on it."""
+    """Lose the machine of the head, and everything on it."""
     node = world.nodes.get(world.coordinator.node)
     if node is not None:
         _crash(world, node)
 
 
 def _fall(world: HostileWorld) -> None:
-    """The head falls in the middle of its next decision that needs a claim, and is started again some time later."""
+    """Crash the head in its next decision that needs a claim, and restart it some time later."""
     head = world.coordinator
     head.falls = world.random.choice(("before", "after"))
     world.clock.after(world.random.uniform(5, 25), head.start)
 
 
 def _stand_still(world: HostileWorld) -> None:
-    """The head's process is stopped and goes on later, when another may have taken over."""
+    """Stop the head's process and resume it later, when another may have taken over."""
     head = world.coordinator
     if head.up:
         head.stopped = True
-        world.clock.after(world.random.uniform(1, 40), head.go_on)
+        world.clock.after(world.random.uniform(1, 40), head.resume)
 
 
 def _part(world: HostileWorld) -> None:
-    """The network falls into two parts."""
+    """Partition the network into two parts."""
     for node in world.nodes.values():
         node.side = world.random.randint(0, 1)
 
@@ -117,8 +118,8 @@ def _part(world: HostileWorld) -> None:
 
 def _accuse(world: HostileWorld, reason: Literal["straggler", "health"]) -> None:
     name = _somebody(world).name
-    world.coordinator.hear(m.Suspect(name, reason, "a test"))
-    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
+    world.coordinator.receive(m.Suspect(name, reason, "a test"))
+    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.receive(m.Admit(name)))
 
 
 def _sicken(world: HostileWorld) -> None:
@@ -128,20 +129,20 @@ def _sicken(world: HostileWorld) -> None:
 
     def heal() -> None:
         node.sick = False
-        world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(node.name)))
+        world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.receive(m.Admit(node.name)))
 
     world.clock.after(world.random.uniform(1, 20), heal)
 
 
 def _cannot_train(world: HostileWorld) -> None:
-    """One node alone says that the run cannot go on, where the others can do without it."""
+    """Report a fatal error of a single node, without which the others can continue."""
     name, state = _somebody(world).name, world.coordinator.state
-    heard = world.coordinator.up and not world.coordinator.stopped
-    if not heard or name not in state.nodes or not can_do_without(state, {name}):
+    listens = world.coordinator.up and not world.coordinator.stopped
+    if not listens or name not in state.nodes or not can_do_without(state, {name}):
         return
     kind = f"error {world.faults['cannot train']}"
-    world.coordinator.hear(m.Fatal(state.epoch, name, "its data cannot be read", kind))
-    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
+    world.coordinator.receive(m.Fatal(state.epoch, name, "its data cannot be read", kind))
+    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.receive(m.Admit(name)))
 
 
 def _corrupt(world: HostileWorld) -> None:
@@ -150,45 +151,47 @@ def _corrupt(world: HostileWorld) -> None:
     if group is None or not group.running or not node.computes(group.epoch) or group.tainted(group.step + 1):
         return
     group.right_until = group.step
-    found = m.Suspect(node.name, "corruption", "checksums differ", trusted_step=group.step, epoch=group.epoch)
-    world.unheard += 1
-    world.clock.after(world.random.uniform(0, 3), lambda: _report(world, found))
+    suspicion = m.Suspect(
+        node.name, "corruption", "checksums differ", trusted_step=group.step, epoch=group.epoch
+    )
+    world.unreported += 1
+    world.clock.after(world.random.uniform(0, 3), lambda: _report(world, suspicion))
 
 
-def _report(world: HostileWorld, found: m.Suspect) -> None:
-    """Reports a corruption until a head that knows the node has heard it, and has not fallen before it could say so in a claim."""
+def _report(world: HostileWorld, suspicion: m.Suspect) -> None:
+    """Report a corruption until a head that knows the node has received it, and has not crashed before claiming it."""
     head = world.coordinator
     head.start()
-    heard = head.up and not head.stopped and found.node in head.state.nodes
-    if heard:
-        head.hear(found)
-    if heard and head.up:
-        world.unheard -= 1
+    is_received = head.up and not head.stopped and suspicion.node in head.state.nodes
+    if is_received:
+        head.receive(suspicion)
+    if is_received and head.up:
+        world.unreported -= 1
     else:
-        world.clock.after(1.0, lambda: _report(world, found))
+        world.clock.after(1.0, lambda: _report(world, suspicion))
 
 
 def _drain(world: HostileWorld) -> None:
     name = _somebody(world).name
-    world.coordinator.hear(m.Drain(name))
-    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.hear(m.Admit(name)))
+    world.coordinator.receive(m.Drain(name))
+    world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.receive(m.Admit(name)))
 
 
 def _give_back(world: HostileWorld) -> None:
-    """An operator gives nodes back, and wants them again later."""
+    """Give nodes back, as an operator does, and request them again later."""
     state, before = world.coordinator.state, world.conditions.settings
     try:
         names = choose(state, world.random.randint(1, 2), world.coordinator.node)
     except CannotShrinkError:
         return
-    world.coordinator.hear(m.GiveBack(names))
+    world.coordinator.receive(m.GiveBack(names))
     formation = before.formation
     again = m.Enlarge(before.wanted_nodes, before.expected_nodes, formation.legal, formation.fewer)
-    world.clock.after(world.random.uniform(1, 30), lambda: world.coordinator.hear(again))
+    world.clock.after(world.random.uniform(1, 30), lambda: world.coordinator.receive(again))
 
 
 def _take_away(world: HostileWorld) -> None:
-    """A scheduler takes a machine away with grace, or without waiting for the fleet to let it go."""
+    """Remove a machine, as a scheduler does, with grace or without waiting for the fleet to release it."""
     node = _somebody(world)
     node.going = True
     if world.random.random() < 0.3:
@@ -203,7 +206,7 @@ def _end_of_grace(world: HostileWorld, node: SimulatedNode) -> None:
 
 _FAULTS: dict[str, tuple[float, Callable[[HostileWorld], None]]] = {
     "worker killed": (4, lambda world: _somebody(world).kill_worker()),
-    "worker hung": (3, lambda world: _somebody(world).hang(seen=world.random.random() < 0.7)),
+    "worker hung": (3, lambda world: _somebody(world).hang(noticed=world.random.random() < 0.7)),
     "node lost": (4, lambda world: _crash(world, _somebody(world))),
     "rack lost": (1, _rack),
     "link broken": (2, _link),
@@ -232,7 +235,7 @@ RECOVERED_WITHIN_S = 240.0
 
 @dataclass(frozen=True)
 class WorldOutcome:
-    """How a world went."""
+    """Result of a world."""
 
     seed: int
     faults: dict[str, int]
@@ -245,11 +248,11 @@ class WorldOutcome:
     """In one recovery that restored from memory."""
     events: int
     successions: int
-    """How often another node's head took over."""
+    """Number of successions by another node's head."""
 
 
 def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
-    """Runs the world of one seed. Raises BrokenInvariant, with the command that reproduces it."""
+    """Run the world of one seed. Raises BrokenInvariant, with the command that reproduces it."""
     world = HostileWorld(seed, step)
     try:
         return _run(world)
@@ -261,7 +264,7 @@ def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
 
 
 def _run(world: HostileWorld) -> WorldOutcome:
-    """Lets faults strike for a minute, then lets the fleet recover."""
+    """Inject faults for a minute, then let the fleet recover."""
     for node in world.nodes.values():
         world.clock.after(world.random.uniform(0, 2), node.start)
     world.heads.first("0" if world.conditions.succession_s else "")
@@ -285,18 +288,18 @@ def _run(world: HostileWorld) -> WorldOutcome:
 
 
 def _next_fault(world: HostileWorld, mean_s: float) -> None:
-    """Strikes now, and again after a random time."""
+    """Inject a fault now, and again after a random time."""
     if world.clock.now_s >= FAULTS_END_S - 5:
         return
     strike_somewhere(world)
     recovering = world.coordinator.state.phase in (FleetPhase.PARKING, FleetPhase.BINDING)
-    # Recovery is where control planes break, so that is where faults fall most.
+    # Control planes break during recovery, so faults are most frequent then.
     hurry = 0.05 if recovering and world.random.random() < 0.5 else 1.0
     world.clock.after(world.random.expovariate(1 / (mean_s * hurry)), lambda: _next_fault(world, mean_s))
 
 
 def _make_peace(world: HostileWorld) -> None:
-    """Ends all faults: the network is reliable, every machine comes back, every node is admitted."""
+    """End all faults: the network is reliable, every machine comes back, every node is admitted."""
     world.loss = world.repeat = 0.0
     world.delay_s = min(world.delay_s, 0.1)
     world.heads.make_peace()
@@ -304,24 +307,24 @@ def _make_peace(world: HostileWorld) -> None:
         node.cut = node.sick = node.going = False
         node.side = 0
         node.start()
-        world.clock.after(1.0, partial(_tell, world, m.Admit(node.name)))
-        world.clock.after(60.0, partial(_tell, world, m.Admit(node.name)))
+        world.clock.after(1.0, partial(_request, world, m.Admit(node.name)))
+        world.clock.after(60.0, partial(_request, world, m.Admit(node.name)))
     settings = world.conditions.settings
     formation = settings.formation
-    whole = m.Enlarge(settings.wanted_nodes, settings.expected_nodes, formation.legal, formation.fewer)
-    world.clock.after(2.0, partial(_tell, world, whole))
+    full_size = m.Enlarge(settings.wanted_nodes, settings.expected_nodes, formation.legal, formation.fewer)
+    world.clock.after(2.0, partial(_request, world, full_size))
 
 
-def _tell(world: HostileWorld, request: m.CoreEvent) -> None:
-    """Tells the head what an operator wants, once there is one."""
+def _request(world: HostileWorld, request: m.CoreEvent) -> None:
+    """Send an operator's request to the head, once there is one."""
     if world.coordinator.up:
-        world.coordinator.hear(request)
+        world.coordinator.receive(request)
     else:
-        world.clock.after(1.0, partial(_tell, world, request))
+        world.clock.after(1.0, partial(_request, world, request))
 
 
 def _recover(world: HostileWorld) -> None:
-    """Waits until all wanted nodes train. Raises BrokenInvariant if they do not within the bound."""
+    """Wait until all wanted nodes train. Raises BrokenInvariant if they do not within the bound."""
     conditions, state = world.conditions, world.coordinator.state
     settings = conditions.settings
     full = settings.formation.largest(settings.wanted_nodes * conditions.workers)

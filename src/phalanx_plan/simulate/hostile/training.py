@@ -2,8 +2,8 @@
 
 Fleet size, layout, patience, network and speeds are drawn from the world's seed.
 
-A group makes steps only while every rank is held by a living node that is in its epoch and does not hang; a step ends at
-slightly different times on different nodes, so that a fault may fall between. Snapshots follow the commit rule
+A group makes steps only while a living node in its epoch holds every rank and does not hang. A step ends at
+slightly different times on different nodes, so that a fault may occur in between. Snapshots follow the commit rule
 (``phalanx.fleet.core.epochs.progress``), on which the workers of a real run agree by flags in the step's all-reduce.
 """
 
@@ -55,13 +55,13 @@ class Conditions:
     spares: int
     racks: int
     own_nan_steps: frozenset[int]
-    """Steps that are not finite whoever computes them: the run's own."""
+    """Steps that are not finite on any node: faults of the run itself."""
     succession_s: float
     """Patience of the next in line when there is no head; 0: the head runs on a machine that is never lost."""
 
 
 def draw_conditions(draw: random.Random, draw_layout: random.Random) -> Conditions:
-    """Draws the conditions of one world from its random numbers; ``draw_layout`` gives those of the layout in the network."""
+    """Draw the conditions of one world from its random numbers; ``draw_layout`` draws those of the layout in the network."""
     workers = draw.choice((1, 1, 2))
     settings = _laid(draw_layout, _settings(draw, workers))
     heartbeat_s = draw.choice((0.5, 1.0, 2.0))
@@ -88,20 +88,20 @@ def draw_conditions(draw: random.Random, draw_layout: random.Random) -> Conditio
 def _settings(draw: random.Random, workers: int) -> CoreSettings:
     model_ranks, pipeline = draw.choice((1, 1, 2)), draw.choice((1, 1, 2))
     unit = model_ranks * pipeline
-    wanted = draw.randint(max(2, -(-unit // workers)), 8)
+    nodes = draw.randint(max(2, -(-unit // workers)), 8)
     shard = draw.choice((0, 0, 1, 2))
     step = unit * (shard or 1)
-    legal = tuple(range(step, wanted * workers + 1, step)) or (wanted * workers,)
-    if wanted * workers < step:
-        shard, legal = 0, tuple(range(unit, wanted * workers + 1, unit))
+    legal = tuple(range(step, nodes * workers + 1, step)) or (nodes * workers,)
+    if nodes * workers < step:
+        shard, legal = 0, tuple(range(unit, nodes * workers + 1, unit))
     formation = Formation(workers, legal, pipeline, model_ranks, shard)
     alone = range(pipeline * (shard or 1), legal[0], pipeline * (shard or 1))
     if model_ranks == 2 and alone and draw.random() < 0.5:  # a tensor degree that may fall to 1
         formation = replace(formation, legal=(*alone, *legal), fewer=((legal[0], 1),))
     return CoreSettings(
         formation=formation,
-        wanted_nodes=wanted,
-        min_nodes=draw.randint(1, max(1, wanted - 2)),
+        wanted_nodes=nodes,
+        min_nodes=draw.randint(1, max(1, nodes - 2)),
         lease_s=draw.choice((5.0, 10.0)),
         confirm_s=draw.choice((0.5, 2.0)),
         park_s=draw.choice((4.0, 8.0)),
@@ -115,7 +115,7 @@ def _settings(draw: random.Random, workers: int) -> CoreSettings:
 
 
 def _laid(draw: random.Random, settings: CoreSettings) -> CoreSettings:
-    """The settings with a block, a unit and an order of seats."""
+    """Return the settings with a block, a unit and an order of seats."""
     formation = settings.formation
     stage = formation.largest(settings.wanted_nodes * formation.workers_per_node) // formation.pipeline
     block = block_seats(formation.model_ranks, stage, formation.workers_per_node)
@@ -138,7 +138,7 @@ class Disk:
         self.fence = -1
 
     def commit(self, epoch: int, step: int, tainted: bool) -> bool:
-        """Commits a checkpoint; False if its epoch is fenced. Raises BrokenInvariant if the step is there already."""
+        """Commit a checkpoint; False if its epoch is fenced. Raises BrokenInvariant if the step exists already."""
         if epoch < self.fence:
             return False
         if step in self.steps:
@@ -149,7 +149,7 @@ class Disk:
         return True
 
     def delete(self, steps: list[int]) -> None:
-        """Deletes checkpoints, as the coordinator's shell does with those that the core has condemned."""
+        """Delete checkpoints, as the coordinator's shell does with those that the core has condemned."""
         for step in steps:
             self.steps.pop(step, None)
 
@@ -168,28 +168,28 @@ class GroupMember(Protocol):
         """True if its workers take part in the collectives of ``epoch``."""
 
     def begin(self) -> None:
-        """Starts training: all members have met and restored."""
+        """Start training: all members are connected and have restored."""
 
     def complete(self, group: Group, step: int) -> None:
-        """Ends a step."""
+        """End a step."""
 
     def leave(self) -> None:
-        """Leaves the epoch."""
+        """Leave the epoch."""
 
     def break_collective(self) -> None:
-        """Reports a failed collective."""
+        """Report a failed collective."""
 
     def holds(self, rank: int, epoch: int) -> bool:
         """True if one of its workers is ``rank`` in ``epoch``."""
 
-    def copies_wanted(self) -> Iterator[tuple[int, bool]]:
-        """(rank, True if it is the buddy's copy) of each snapshot that it keeps or sends."""
+    def copies_to_keep(self) -> Iterator[tuple[int, bool]]:
+        """Yield (rank, True if it is the buddy's copy) of each snapshot that it keeps or sends."""
 
     def doubt(self, epoch: int, step: int, ranks: tuple[int, ...]) -> None:
-        """Reports a step that is not finite."""
+        """Report a step that is not finite."""
 
     def report_durable(self, epoch: int, step: int) -> None:
-        """Reports a committed checkpoint to the coordinator."""
+        """Report a committed checkpoint to the coordinator."""
 
 
 class TrainingWorld(Protocol):
@@ -199,17 +199,17 @@ class TrainingWorld(Protocol):
     random: random.Random
     conditions: Conditions
 
-    def begun(self, group: Group) -> None:
-        """An epoch starts to train."""
+    def epoch_started(self, group: Group) -> None:
+        """Record that an epoch starts to train."""
 
     def stepped(self, group: Group) -> None:
-        """All members have completed a step."""
+        """Record that all members have completed a step."""
 
     def broken(self, group: Group) -> None:
-        """A collective fails."""
+        """Fail a collective."""
 
     def doubted(self, group: Group, step: int) -> None:
-        """A step is not finite, and not applied."""
+        """Report a step that is not finite, and not applied."""
 
 
 class Group:
@@ -223,26 +223,26 @@ class Group:
         self.restored: set[str] = set()
         self.step = -1 if isinstance(bind.resume, Fresh) else bind.resume.step
         self.newest = self.safe = self.step
-        self.done: set[str] = set()
+        self.finished: set[str] = set()
         self.copied: set[tuple[int, bool]] = set()
-        self.wanted: set[tuple[int, bool]] = set()
+        self.expected_copies: set[tuple[int, bool]] = set()
         self.right_until = FOREVER
         """Steps after this one are computed wrongly."""
         self.running = False
         self.skips = bind.nonfinite_step
-        """The step that is known not to be finite, whoever computes it."""
+        """The step that is known not to be finite on any node."""
 
     def tainted(self, step: int) -> bool:
         """True if the state after ``step`` is corrupt."""
         return step > self.right_until
 
     def inherit(self, tainted: bool) -> None:
-        """Takes over restored state, with its corruption if ``tainted``."""
+        """Adopt restored state, with its corruption if ``tainted``."""
         if tainted:
             self.right_until = NO_STEP - 1
 
     def enter(self, node: GroupMember, bind: Bind) -> None:
-        """A node takes its ranks. Raises BrokenInvariant if another node has them."""
+        """Add a node with its ranks. Raises BrokenInvariant if another node has them."""
         who = f"{node.name} (incarnation {node.incarnation})"
         for _, rank in bind.places:
             if self.owners.setdefault(rank, who) != who:
@@ -254,32 +254,34 @@ class Group:
         self.members.append(node)
 
     def has_restored(self, node: GroupMember) -> None:
-        """A node has restored its state; with the last one, training begins."""
+        """Record that a node has restored its state; with the last one, training begins."""
         self.restored.add(node.name)
-        if len(self.restored) == self.seats and self.whole():
+        if len(self.restored) == self.seats and self.is_complete():
             self.running = True
-            self.world.begun(self)
+            self.world.epoch_started(self)
             for member in self.members:
                 member.begin()
             self._next()
 
-    def whole(self) -> bool:
-        """True if every rank is held by a node that can compute."""
+    def is_complete(self) -> bool:
+        """True if a node that can compute holds every rank."""
         return len(self.members) == self.seats and all(node.computes(self.epoch) for node in self.members)
 
     def _next(self) -> None:
         self.world.clock.after(self.world.random.uniform(0.5, 1.5) * self.world.conditions.step_s, self._ends)
 
     def _ends(self) -> None:
-        if not self.whole():
+        if not self.is_complete():
             return self.world.broken(self)
         if self.not_finite(self.step + 1) and self.skips != self.step + 1:
             return self.world.doubted(self, self.step + 1)
         self.step += 1
-        self.done = set()
+        self.finished = set()
         if may_begin(self.newest, self.safe):
             self.newest, self.copied = self.step, set()
-            self.wanted = {(rank, kind) for node in self.members for rank, kind in node.copies_wanted()}
+            self.expected_copies = {
+                (rank, kind) for node in self.members for rank, kind in node.copies_to_keep()
+            }
         for node in self.members:
             self.world.clock.after(
                 self.world.random.uniform(0, 0.02), partial(self._completes, node, self.step)
@@ -294,8 +296,8 @@ class Group:
         if step != self.step or not node.computes(self.epoch):
             return
         node.complete(self, step)
-        self.done.add(node.name)
-        if len(self.done) == self.seats:
+        self.finished.add(node.name)
+        if len(self.finished) == self.seats:
             self._boundary()
 
     def _boundary(self) -> None:
@@ -307,8 +309,8 @@ class Group:
             self._next()
 
     def copy_arrived(self, rank: int, step: int, second: bool) -> None:
-        """A copy of the newest snapshot is complete; with the last one it is safe."""
+        """Record that a copy of the newest snapshot is complete; with the last one the snapshot is safe."""
         if step == self.newest:
             self.copied.add((rank, second))
-            if self.copied >= self.wanted:
+            if self.copied >= self.expected_copies:
                 self.safe = step

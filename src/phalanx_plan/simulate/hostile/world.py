@@ -1,9 +1,9 @@
-"""A small hostile world: a fleet, its network, its disk, and what must hold of them beyond the core's own invariants.
+"""A small hostile world: a fleet, its network, its disk, and invariants beyond the core's own.
 
-The network loses, repeats, delays and reorders messages, and may fall into two parts. Five oracles judge the core from outside: the state that an epoch
-restores is the newest that living nodes hold, and it is never state that is known to be corrupt; a node is found at fault only if it has
-computed what is not finite, and a step is called the run's own only if two epochs have found it not finite; and a fleet of another size is
-laid along its network, with as many units whole as its nodes allow.
+The network loses, repeats, delays and reorders messages, and may be partitioned. Five oracles check the core from outside. An epoch
+restores the newest state of living nodes, and never state that is known to be corrupt. A node is found at fault only if it
+computed values that are not finite. A step is attributed to the run only if two epochs found it not finite. A fleet of another size is
+placed along its network, with as many units intact as its nodes allow.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class HostileWorld:
         self.disk = Disk()
         self.groups: dict[int, Group] = {}
         self.faults: Counter[str] = Counter()
-        """How often each fault has struck."""
-        self.unheard = 0
-        """Corruptions that have happened and that the coordinator has not been told of."""
+        """Number of faults by kind."""
+        self.unreported = 0
+        """Number of corruptions that have happened and are not yet reported to the coordinator."""
         self.found_in: dict[int, set[int]] = {}
         """Step that was not finite -> the epochs in which it was found so."""
         self.ever_sick: set[str] = set()
@@ -47,7 +47,7 @@ class HostileWorld:
         self.sent = 0
         """Number of reports that nodes have sent."""
         self.newest_description: dict[tuple[int, str], int] = {}
-        """(reign, node) -> the number of the last description that the head of that reign has heard."""
+        """(reign, node) -> the number of the last description that the head of that reign has received."""
         self.heads = Heads(self, step, self.random)
         self.nodes = {
             str(index): SimulatedNode(self, str(index), ("hall", f"rack{index % racks}") if racks > 1 else ())
@@ -56,22 +56,22 @@ class HostileWorld:
 
     @property
     def coordinator(self) -> SimulatedCoordinator:
-        """The head that leads, or that led last."""
+        """The current or the last leading head."""
         return self.heads.newest
 
     # --- the network
 
     def reaches(self, node: SimulatedNode, other: str) -> bool:
-        """True if messages pass between a node and the machine of another; the empty name is that of a machine outside the fleet."""
+        """True if messages pass between a node and the machine of another; the empty name is a machine outside the fleet."""
         if node.name == other:
             return True
         far = self.nodes.get(other)
         return not node.cut and node.side == (far.side if far else 0) and not (far and far.cut)
 
     def to_coordinator(self, node: SimulatedNode, message: m.AgentReport) -> None:
-        """Sends a report to the head that a node is attached to; it may be lost, arrive twice, or be overtaken by another.
+        """Send a report to a node's head; it may be lost, arrive twice, or be overtaken by another.
 
-        Only what describes a node's memory keeps its order, as all messages of one connection do: an older description is no news.
+        Only descriptions of a node's memory keep their order, as messages of one connection do: an older description is dropped.
         """
         head = node.head
         if head is None:
@@ -86,10 +86,10 @@ class HostileWorld:
             if number < self.newest_description.get(key, 0):
                 return
             self.newest_description[key] = number
-        head.hear(message)
+        head.receive(message)
 
     def to_node(self, head: SimulatedCoordinator, name: str, command: c.Command) -> None:
-        """Sends a command, which may be lost or arrive twice. It is lost with the connection if the node attaches to another head."""
+        """Send a command, which may be lost or arrive twice. It is lost with the connection if the node attaches to another head."""
         node = self.nodes[name]
         for delay_s in self._delays(node, head):
             self.clock.after(delay_s, partial(self._arrive, head, node, command))
@@ -107,7 +107,7 @@ class HostileWorld:
     # --- training
 
     def group(self, bind: c.Bind) -> Group:
-        """The process group of an epoch."""
+        """Return the process group of an epoch."""
         if bind.nonfinite_step is not None and len(self.found_in.get(bind.nonfinite_step, ())) < 2:
             raise BrokenInvariant(
                 f"step {bind.nonfinite_step} is called the run's own, and no two epochs found that"
@@ -117,7 +117,7 @@ class HostileWorld:
         return self.groups[bind.epoch]
 
     def fetch(self, node: SimulatedNode, group: Group, bind: c.Bind) -> bool:
-        """Restores a node's state from where ``bind`` says; False if it is not there."""
+        """Restore a node's state from the source in ``bind``; False if the source lacks it."""
         resume = bind.resume
         if isinstance(resume, c.FromDisk):
             if resume.step not in self.disk.steps:
@@ -129,36 +129,38 @@ class HostileWorld:
             same = resume.ranks == bind.ranks
             mine = {rank: formation.key(bind.ranks, rank) for _, rank in bind.places} if same else {}
             if not named >= set(mine.values()):
-                raise BrokenInvariant(f"node {node.name} was not told who holds the state of its ranks")
-            found: dict[int, bool] = {}
+                raise BrokenInvariant(f"node {node.name} got no holders for the state of its ranks")
+            tainted_by_key: dict[int, bool] = {}
             for key in sorted(named):
                 tainted = self._copy(resume, key)
                 if tainted is None:
                     return False
                 group.inherit(tainted)
-                found[key] = tainted
+                tainted_by_key[key] = tainted
             for rank, key in mine.items():
-                node.held[m.RankSnapshot(bind.ranks, rank, resume.step, "own", 1, bind.epoch)] = found[key]
+                node.snapshots[m.RankSnapshot(bind.ranks, rank, resume.step, "own", 1, bind.epoch)] = (
+                    tainted_by_key[key]
+                )
         return True
 
     def _copy(self, resume: c.FromMemory, key: int) -> bool | None:
-        """True if the copy of state ``key`` that a node finds is corrupt; None if no holder that ``resume`` lists has it."""
+        """True if a node's copy of state ``key`` is corrupt; None if no holder in ``resume`` has it."""
         formation = self.conditions.settings.formation
         for holder in resume.holders:
             node = self.nodes[holder.node]
             ranks = [rank for rank in holder.ranks if formation.key(resume.ranks, rank) == key]
             if not ranks or not node.up:
                 continue
-            for held, tainted in node.held.items():
-                if (held.ranks, held.rank, held.step) == (resume.ranks, ranks[0], resume.step):
+            for snapshot, tainted in node.snapshots.items():
+                if (snapshot.ranks, snapshot.rank, snapshot.step) == (resume.ranks, ranks[0], resume.step):
                     return tainted
         return None
 
-    def begun(self, group: Group) -> None:
-        """An epoch starts to train: steps after the one it restored are lost. Raises BrokenInvariant if that state was corrupt."""
+    def epoch_started(self, group: Group) -> None:
+        """Start the training of an epoch: steps after the restored one are lost. Raises BrokenInvariant if that state was corrupt."""
         limits = self.coordinator.state.distrust
-        known = limits and group.epoch > limits[-1].epoch and not self.unheard
-        if known and group.tainted(group.step):
+        is_known = limits and group.epoch > limits[-1].epoch and not self.unreported
+        if is_known and group.tainted(group.step):
             raise BrokenInvariant(f"epoch {group.epoch} was restored from state known to be corrupt")
         lost = max(0, self.furthest - group.step)
         self.lost_steps += lost
@@ -171,7 +173,7 @@ class HostileWorld:
         self.furthest = group.step
 
     def stepped(self, group: Group) -> None:
-        """All members have completed a step; a checkpoint is committed when due."""
+        """Record that all members have completed a step; a checkpoint is committed when due."""
         self.furthest = max(self.furthest, group.step)
         first = next((node for node in group.members if node.holds(0, group.epoch)), None)
         if first is None or group.step % self.conditions.save_every:
@@ -180,7 +182,7 @@ class HostileWorld:
             first.report_durable(group.epoch, group.step)
 
     def doubted(self, group: Group, step: int) -> None:
-        """A step is not finite: every member finds that, and says which ranks' own losses were not."""
+        """Let every member report a step that is not finite, with the ranks whose own losses were not finite."""
         self.found_in.setdefault(step, set()).add(group.epoch)
         chance = random.Random(f"{self.seed} {step}")
         own = step in self.conditions.own_nan_steps
@@ -195,7 +197,7 @@ class HostileWorld:
             self.clock.after(self.random.uniform(0, 0.3), partial(node.doubt, group.epoch, step, ranks))
 
     def broken(self, group: Group) -> None:
-        """A collective fails: the members that are left in it notice, unless a member merely hangs."""
+        """Fail a collective: the remaining members notice, unless a member merely hangs."""
         if any(node.hung for node in group.members if node.epoch == group.epoch):
             return
         for node in group.members:
@@ -212,7 +214,7 @@ class HostileWorld:
     # --- oracles
 
     def check_verdict(self, doubt: NonFiniteDoubt | None, state: FleetState) -> None:
-        """Raises BrokenInvariant if a node that never computed wrongly is found at fault: ``doubt`` was open before this event."""
+        """Raise BrokenInvariant if a node that never computed wrongly is found at fault; ``doubt`` was open before this event."""
         if doubt is None or state.doubt is not None:
             return
         innocent = sorted(set(doubt.nodes) - self.ever_sick)
@@ -222,7 +224,7 @@ class HostileWorld:
             )
 
     def check_laid(self, seats: int, state: FleetState) -> None:
-        """Raises BrokenInvariant if a fleet that had another number of seats before, ``seats``, is not laid along its network."""
+        """Raise BrokenInvariant if a fleet whose number of seats changed from ``seats`` is not placed along its network."""
         count, doubt, settings = len(state.seats), state.doubt, state.settings
         domains = [state.nodes[name].domain for name in state.seats]
         moved_all = doubt is not None and not doubt.nodes and not doubt.confirmed
@@ -237,32 +239,37 @@ class HostileWorld:
             domains = [domains[seat] for seat in in_order]
         units = [domains[first : first + unit] for first in range(0, count, unit)]
         for depth in range(1, len(domains[0]) + 1):
-            whole = sum(len({domain[:depth] for domain in one}) == 1 for one in units)
+            intact = sum(len({domain[:depth] for domain in unit_domains}) == 1 for unit_domains in units)
             most = sum(nodes // unit for nodes in Counter(domain[:depth] for domain in domains).values())
-            if whole < most:
+            if intact < most:
                 raise BrokenInvariant(
-                    f"{most} units of {unit} nodes could be whole, and {whole} are: {domains}"
+                    f"{most} units of {unit} nodes could be whole, and {intact} are: {domains}"
                 )
-        first = [one[0] for one in units]
+        first = [unit_domains[0] for unit_domains in units]
         if first != sorted(first):
             raise BrokenInvariant(f"units of {unit} nodes do not follow each other along the tree: {domains}")
 
     def check_source(self, state: FleetState) -> None:
-        """Raises BrokenInvariant if living nodes or the disk hold a newer complete state than the one that was chosen."""
+        """Raise BrokenInvariant if living nodes or the disk hold a newer complete state than the chosen one."""
         keys: dict[tuple[int, int], set[int]] = {}
         formation = state.settings.formation
-        for name, known in state.nodes.items():
+        for name, record in state.nodes.items():
             node = self.nodes[name]
-            if node.up and known.alive and known.incarnation == node.incarnation:
-                for held in node.held:
-                    if trusted(state, held):
-                        key = formation.key(held.ranks, held.rank)
-                        keys.setdefault((held.ranks, held.step), set()).add(key)
+            if node.up and record.alive and record.incarnation == node.incarnation:
+                for snapshot in node.snapshots:
+                    if trusted(state, snapshot):
+                        key = formation.key(snapshot.ranks, snapshot.rank)
+                        keys.setdefault((snapshot.ranks, snapshot.step), set()).add(key)
         best = max(
-            (step for (ranks, step), found in keys.items() if len(found) == formation.keys(ranks)), default=-1
+            (
+                step
+                for (ranks, step), complete_keys in keys.items()
+                if len(complete_keys) == formation.keys(ranks)
+            ),
+            default=-1,
         )
         chosen = -1 if isinstance(state.source, c.Fresh) else state.source.step
         if chosen < best:
-            raise BrokenInvariant(f"step {best} is held completely, and {state.source} was chosen")
+            raise BrokenInvariant(f"step {best} is complete in memory, and {state.source} was chosen")
         if not state.distrust and chosen < max(self.disk.steps, default=-1):
             raise BrokenInvariant(f"step {max(self.disk.steps)} was committed, and {state.source} was chosen")
