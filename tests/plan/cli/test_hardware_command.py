@@ -41,12 +41,12 @@ def test_json_of_the_whole_catalog_is_one_object() -> None:
 
 
 def test_an_unknown_name_is_answered_with_what_exists() -> None:
-    done = CliRunner().invoke(hardware, ["zork"])
-    assert done.exit_code == 1
-    assert "h100" in done.output
-    done = CliRunner().invoke(models, ["zork"])
-    assert done.exit_code == 1
-    assert "llama3-405b" in done.output
+    result = CliRunner().invoke(hardware, ["zork"])
+    assert result.exit_code == 1
+    assert "h100" in result.output
+    result = CliRunner().invoke(models, ["zork"])
+    assert result.exit_code == 1
+    assert "llama3-405b" in result.output
 
 
 def test_models_are_listed_with_their_sizes() -> None:

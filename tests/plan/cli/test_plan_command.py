@@ -37,14 +37,14 @@ def facts(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_layout_that_does_not_fit_is_a_failure_without_days_or_dollars_and_with_what_would_fit() -> None:
-    asked = ["--model", "llama3-8b", "--cluster", "h100:8", "--batch", "64", "--layout"]
-    shown = plan(*asked, "dp=8,mbs=1,zero=3")
+    arguments = ["--model", "llama3-8b", "--cluster", "h100:8", "--batch", "64", "--layout"]
+    shown = plan(*arguments, "dp=8,mbs=1,zero=3")
     assert shown.exit_code == 1
     assert "does not fit" in shown.output
     assert "$" not in shown.output
     words = re.search(r"with (\S+) this layout fits", shown.output)
     assert words is not None
-    mended = plan(*asked, f"dp=8,mbs=1,zero=3,{words[1]}")
+    mended = plan(*arguments, f"dp=8,mbs=1,zero=3,{words[1]}")
     assert mended.exit_code == 0
     assert "$" in mended.output
 
@@ -53,9 +53,9 @@ def test_a_layout_that_does_not_fit_is_a_failure_without_days_or_dollars_and_wit
 def test_only_software_that_recovers_in_memory_is_planned_so_unless_it_is_assumed(
     stack: str, recovery: str
 ) -> None:
-    asked = [*SMALL, "--stack", stack, "--layout", "tp=2,dp=32,mbs=1"]
-    assert facts(*asked)["whole_run"]["assumptions"]["recovery"] == recovery
-    assumed = facts(*asked, "--assume", "recovery=spare")
+    arguments = [*SMALL, "--stack", stack, "--layout", "tp=2,dp=32,mbs=1"]
+    assert facts(*arguments)["whole_run"]["assumptions"]["recovery"] == recovery
+    assumed = facts(*arguments, "--assume", "recovery=spare")
     assert assumed["whole_run"]["assumptions"]["recovery"] == "spare"
 
 
@@ -242,8 +242,8 @@ def test_planning_never_imports_torch() -> None:
         "import sys; from phalanx_plan.cli.plan_command import command;"
         f"command({[*SMALL, '--json']!r}, standalone_mode=False); sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -376,8 +376,17 @@ def test_processes_of_one_machine_are_planned_to_the_end() -> None:
 
 
 def test_the_first_line_says_that_software_was_never_measured_and_its_bias_is_in_every_figure() -> None:
-    asked = ["--model", "llama3-8b", "--cluster", "h100:8", "--batch", "64", "--layout", "dp=8,mbs=1,zero=3"]
-    found = facts(*asked)
+    arguments = [
+        "--model",
+        "llama3-8b",
+        "--cluster",
+        "h100:8",
+        "--batch",
+        "64",
+        "--layout",
+        "dp=8,mbs=1,zero=3",
+    ]
+    found = facts(*arguments)
     assert "phalanx on h100 was never measured" in found["evidence"]["says"]
     assert found["chosen"]["time_s"]["stack_scalar"] > 0
     assert found["step_s_p5"] < found["chosen"]["step_s"] < found["step_s_p95"]
@@ -386,15 +395,15 @@ def test_the_first_line_says_that_software_was_never_measured_and_its_bias_is_in
 
 
 def test_published_software_is_planned_with_what_its_runs_were_judged_with() -> None:
-    asked = ["--model", "llama3-8b", "--cluster", "h100:64", "--batch", "256", "--stack", "nemo"]
-    found = facts(*asked, "--layout", "tp=2,dp=32,mbs=1,zero=1", "--step-error", "0.12")
+    arguments = ["--model", "llama3-8b", "--cluster", "h100:64", "--batch", "256", "--stack", "nemo"]
+    found = facts(*arguments, "--layout", "tp=2,dp=32,mbs=1,zero=1", "--step-error", "0.12")
     assert (found["stack"], found["evidence"]["kind"]) == ("nemo", "here")
     assert found["evidence"]["runs"] > 0
     assert found["step_error"] == pytest.approx(0.12, rel=0.01)
 
 
 def test_use_of_an_accelerator_beyond_any_published_is_marked() -> None:
-    asked = [
+    arguments = [
         "--model",
         "llama3-8b",
         "--cluster",
@@ -404,7 +413,7 @@ def test_use_of_an_accelerator_beyond_any_published_is_marked() -> None:
         "--stack",
         "megatron-bridge",
     ]
-    found = facts(*asked, "--layout", "dp=8,mbs=1,zero=1")
+    found = facts(*arguments, "--layout", "dp=8,mbs=1,zero=1")
     (said,) = [text for text in found["caveats"] if "more than any published run" in text]
     assert "NVIDIA GB200" in said
 

@@ -28,10 +28,10 @@ def test_the_large_examples_are_legal_on_their_fleets_and_fit_an_accelerator(con
 
 
 def test_an_impossible_fleet_is_explained(folder: Path) -> None:
-    done = run(["show", "tiny.toml", "--ranks", "3", "--set", "parallel.context=2"], folder)
-    assert done.returncode == 1
-    assert "it must be a multiple of 2" in done.stderr
-    assert "Traceback" not in done.stderr
+    result = run(["show", "tiny.toml", "--ranks", "3", "--set", "parallel.context=2"], folder)
+    assert result.returncode == 1
+    assert "it must be a multiple of 2" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_dry_run_compares_and_says_so(folder: Path) -> None:
@@ -43,9 +43,9 @@ def test_a_dry_run_compares_and_says_so(folder: Path) -> None:
 
 
 def test_a_dry_run_without_a_fleet_is_refused(folder: Path) -> None:
-    done = run(["show", "tiny.toml", "--dry-run"], folder)
-    assert done.returncode == 2
-    assert "give --ranks" in done.stderr
+    result = run(["show", "tiny.toml", "--dry-run"], folder)
+    assert result.returncode == 2
+    assert "give --ranks" in result.stderr
 
 
 def test_showing_ranks_does_not_import_torch() -> None:

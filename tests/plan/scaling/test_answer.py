@@ -79,9 +79,9 @@ def test_more_dollars_buy_a_larger_model_and_a_lower_loss() -> None:
 
 
 def test_little_text_and_much_serving_change_the_answer() -> None:
-    asked = ("--budget", "1e22FLOP", "--kind", "dense")
+    arguments = ("--budget", "1e22FLOP", "--kind", "dense")
     (plain,), (scarce,), (served,) = (
-        facts(*asked, *more)["found"]
+        facts(*arguments, *more)["found"]
         for more in ((), ("--unique-tokens", "20B"), ("--inference-tokens", "1T"))
     )
     assert scarce["loss"] > plain["loss"]
@@ -89,7 +89,7 @@ def test_little_text_and_much_serving_change_the_answer() -> None:
     for one in (plain, scarce, served):
         low, high = one["parameters_p5_p95"]
         assert 0.95 * low < one["active_parameters"] < 1.05 * high
-    assert "times" in plan(*asked, "--unique-tokens", "20B").output
+    assert "times" in plan(*arguments, "--unique-tokens", "20B").output
 
 
 def test_a_kind_that_the_cluster_cannot_hold_is_left_out_with_the_reason() -> None:
@@ -140,10 +140,10 @@ def test_a_mistake_is_explained_with_exit_code_two(arguments: list[str], says: s
 
 
 def test_money_that_buys_nothing_since_the_text_is_used_up_is_said_to_be_so() -> None:
-    asked = ("--budget", "1e22FLOP", "--kind", "dense")
-    assert "text is used up" not in plan(*asked, "--unique-tokens", "200B").output
-    assert "half the budget reaches" in " ".join(plan(*asked, "--unique-tokens", "1B").output.split())
+    arguments = ("--budget", "1e22FLOP", "--kind", "dense")
+    assert "text is used up" not in plan(*arguments, "--unique-tokens", "200B").output
+    assert "half the budget reaches" in " ".join(plan(*arguments, "--unique-tokens", "1B").output.split())
     halved, whole = (
-        facts(*asked, "--unique-tokens", "1B")["found"][0][key] for key in ("half_the_budget", "loss")
+        facts(*arguments, "--unique-tokens", "1B")["found"][0][key] for key in ("half_the_budget", "loss")
     )
     assert 0 <= halved["loss"] - whole < 0.01

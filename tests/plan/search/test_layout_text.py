@@ -75,12 +75,12 @@ def test_a_switch_is_on_or_off(switch: str) -> None:
 @pytest.mark.parametrize(
     ("conditions", "says"),
     [
-        (("zero=9",), r"condition zero=9 leaves no layout: .* has 2, 3$"),
+        (("zero=9",), r"condition zero=9 leaves no layout: .* have 2, 3$"),
         (("tp=3",), r"condition tp=3 leaves no layout: .* 1, 2, 4, 8"),
-        (("tp<2", "tp>2"), r"condition tp>2, together with tp<2, leaves no layout: .* has 1$"),
+        (("tp<2", "tp>2"), r"condition tp>2, together with tp<2, leaves no layout: .* have 1$"),
         (
             ("schedule=zbv", "pp=1"),
-            r"condition pp=1, together with schedule=zbv, leaves no layout: .* has 2, ",
+            r"condition pp=1, together with schedule=zbv, leaves no layout: .* have 2, ",
         ),
     ],
 )

@@ -89,8 +89,8 @@ def test_a_perfect_fleet_takes_steps_times_step_time() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_with_the_rate_known_the_simulated_mean_agrees_with_the_closed_form(method: str) -> None:
     known = tuple(replace(one, low=one.typical, high=one.typical) for one in RunAssumptions().failure_classes)
-    given = RunAssumptions(recovery=method, failure_classes=known, draws=300)  # type: ignore[arg-type]
-    run = estimate_run(trillion(), given)
+    assumptions = RunAssumptions(recovery=method, failure_classes=known, draws=300)  # type: ignore[arg-type]
+    run = estimate_run(trillion(), assumptions)
     assert run.finish_days.mean == pytest.approx(run.days, rel=0.01)
 
 
@@ -131,11 +131,11 @@ bandwidths = st.sampled_from(["storage", "fabric", "host"])
 def test_more_bandwidth_never_delays_the_run(
     method: str, link: str, times: float, state_bytes: float
 ) -> None:
-    given = replace(FEW, recovery=method, draws=1)  # type: ignore[arg-type]
+    assumptions = replace(FEW, recovery=method, draws=1)  # type: ignore[arg-type]
     now = trillion(checkpoint_bytes=state_bytes, tokens=SOON)
     then = replace(now, cluster=with_rates(now.cluster, **{link: times}))
     # Whole steps make the interval jump by half a step at most.
-    assert estimate_run(then, given).days <= estimate_run(now, given).days * (1 + 1e-3)
+    assert estimate_run(then, assumptions).days <= estimate_run(now, assumptions).days * (1 + 1e-3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -145,8 +145,8 @@ def test_a_fleet_that_fails_more_often_takes_no_less_time_and_money(
 ) -> None:
     def run(per_1000_node_days: float) -> RunEstimate:
         classes = classes_at_node_rate(per_1000_node_days)
-        given = RunAssumptions(recovery=method, failure_classes=classes, draws=1)  # type: ignore[arg-type]
-        return estimate_run(trillion(16_384, tokens=SOON), given)
+        assumptions = RunAssumptions(recovery=method, failure_classes=classes, draws=1)  # type: ignore[arg-type]
+        return estimate_run(trillion(16_384, tokens=SOON), assumptions)
 
     few, many = run(rate), run(rate * times)
     assert many.days >= few.days * (1 - 1e-3)
@@ -157,9 +157,9 @@ def test_a_fleet_that_fails_more_often_takes_no_less_time_and_money(
 @settings(max_examples=20, deadline=None)
 @given(st.floats(1e11, 2e12), st.floats(1.0, 4.0))
 def test_more_tokens_take_more_days_and_kilowatt_hours_in_proportion(tokens: float, times: float) -> None:
-    given = replace(FEW, draws=1)
-    few = estimate_run(trillion(16_384, tokens=tokens), given)
-    many = estimate_run(trillion(16_384, tokens=tokens * times), given)
+    assumptions = replace(FEW, draws=1)
+    few = estimate_run(trillion(16_384, tokens=tokens), assumptions)
+    many = estimate_run(trillion(16_384, tokens=tokens * times), assumptions)
     assert many.days / few.days == pytest.approx(many.steps / few.steps)
     assert many.energy.total_kwh / few.energy.total_kwh == pytest.approx(many.steps / few.steps)
 
@@ -207,8 +207,8 @@ def test_llama_3_comes_out_above_90_percent_as_its_authors_report() -> None:
 
 def test_a_hopeless_run_is_reported_as_endless_and_still_is_json() -> None:
     """A restart of minutes on a fleet that fails every few seconds."""
-    given = replace(FEW, recovery="restart", failure_classes=classes_at_node_rate(50_000))
-    run = estimate_run(trillion(), given)
+    assumptions = replace(FEW, recovery="restart", failure_classes=classes_at_node_rate(50_000))
+    run = estimate_run(trillion(), assumptions)
     assert math.isinf(run.finish_days.p50)
     assert "would not finish" in " ".join(run.warnings)
     assert json.dumps(run.to_dict(), allow_nan=False)
@@ -241,12 +241,12 @@ def test_impossible_quantities_are_refused_by_name() -> None:
 
 
 def test_what_a_user_assumes_of_the_run_takes_the_place_of_the_default() -> None:
-    given = assumed(
+    assumptions = assumed(
         ("recovery=restart", "repair_s=60", "electricity_in_price=false", "pue=1.5", "draws=7"),
         normal_band(0.1),
     )
     usual = RunAssumptions(step_time_band=normal_band(0.1))
-    assert given == replace(
+    assert assumptions == replace(
         usual, recovery="restart", repair_s=60.0, electricity_in_price=False, pue=1.5, draws=7
     )
 

@@ -44,10 +44,10 @@ recoveries = st.floats(0.0, 3600.0)
 def test_no_other_interval_is_better_than_the_optimum(
     mtti_s: float, stall_s: float, recovery_s: float
 ) -> None:
-    one = risk(mtti_s, stall_s, recovery_s)
+    node_risk = risk(mtti_s, stall_s, recovery_s)
     best_s = optimal_interval_s(mtti_s, stall_s)
-    best = efficiency(one, best_s)
-    others = [efficiency(one, best_s * factor) for factor in (0.3, 0.9, 0.99, 1.01, 1.1, 3.0)]
+    best = efficiency(node_risk, best_s)
+    others = [efficiency(node_risk, best_s * factor) for factor in (0.3, 0.9, 0.99, 1.01, 1.1, 3.0)]
     assert all(other <= best * (1 + 1e-12) for other in others)
 
 
@@ -65,8 +65,8 @@ def test_the_optimum_never_exceeds_the_time_between_failures() -> None:
 
 
 def test_without_failures_only_the_stalls_cost_anything() -> None:
-    one = risk(math.inf, 1.0, 600.0)
-    assert efficiency(one, 9.0) == pytest.approx(0.9)
+    node_risk = risk(math.inf, 1.0, 600.0)
+    assert efficiency(node_risk, 9.0) == pytest.approx(0.9)
     assert efficiency(risk(1e12, 1.0, 600.0), 9.0) == pytest.approx(0.9)
 
 
@@ -74,11 +74,11 @@ def test_without_failures_only_the_stalls_cost_anything() -> None:
 def test_the_breakdown_sums_to_one_and_names_the_goodput(
     mtti_s: float, stall_s: float, recovery_s: float, interval: float
 ) -> None:
-    one = risk(mtti_s, stall_s, recovery_s)
-    shares = breakdown(one, interval)
+    node_risk = risk(mtti_s, stall_s, recovery_s)
+    shares = breakdown(node_risk, interval)
     assert sum(shares.values()) == pytest.approx(1)
     assert min(shares.values()) >= 0
-    assert shares["committed"] == efficiency(one, interval)
+    assert shares["committed"] == efficiency(node_risk, interval)
 
 
 @given(mttis, stalls, recoveries, st.floats(100.0, 1e6))
@@ -160,8 +160,8 @@ def simulated_goodput(plan: CheckpointPlan, work_s: float, runs: int = 400, seed
     ("mtti_s", "stall_s", "recovery_s"), [(1800.0, 5.0, 600.0), (1800.0, 60.0, 1200.0), (11_000.0, 1.0, 60.0)]
 )
 def test_simulated_runs_agree_with_the_closed_form(mtti_s: float, stall_s: float, recovery_s: float) -> None:
-    one = risk(mtti_s, stall_s, recovery_s)
-    plan = CheckpointPlan(one, optimal_interval_s(mtti_s, stall_s), NEVER, 1e9)
+    node_risk = risk(mtti_s, stall_s, recovery_s)
+    plan = CheckpointPlan(node_risk, optimal_interval_s(mtti_s, stall_s), NEVER, 1e9)
     assert simulated_goodput(plan, 30 * days) == pytest.approx(plan.goodput, rel=0.01)
 
 
@@ -242,5 +242,5 @@ def test_impossible_times_are_refused_by_name() -> None:
 
 
 def test_a_rare_risk_that_never_strikes_changes_nothing() -> None:
-    one = risk(1800.0, 5.0, 600.0)
-    assert nested_breakdown(one, 100.0, NEVER, 1e9) == breakdown(one, 100.0)
+    node_risk = risk(1800.0, 5.0, 600.0)
+    assert nested_breakdown(node_risk, 100.0, NEVER, 1e9) == breakdown(node_risk, 100.0)
