@@ -123,6 +123,17 @@ def test_another_project_adds_an_engine_whose_runs_the_commands_follow(tmp_path:
     assert run_with(environment, "status", run).stdout.startswith("run on this machine (mine): ended")
     alone = run_with(dict(os.environ), "cancel", run)
     assert "the engine 'mine' is not known" in alone.stderr
+    assert f"remove {run / 'launch' / 'submitted.json'} if nothing of it runs" in alone.stderr
+
+
+def test_an_engine_that_cannot_be_loaded_hides_no_other_run(tmp_path: Path) -> None:
+    environment = other_project(
+        tmp_path, "[phalanx.engines]\nbroken = other_project:x\n", "import no_such_module\n"
+    )
+    (tmp_path / "run" / "launch").mkdir(parents=True)
+    refused = run_with(environment, "cancel", tmp_path / "run")
+    assert refused.returncode == 1
+    assert "broken" not in refused.stderr
 
 
 def test_a_misspelled_engine_is_refused_with_the_nearest_name(tmp_path: Path) -> None:

@@ -13,5 +13,5 @@ def test_the_network_is_not_read_for_a_run_without_a_price() -> None:
     def unread() -> Topology:
         raise AssertionError("a scheduler that does not answer must not keep such a run from being submitted")
 
-    with pytest.raises(PlannerError, match="on how many nodes"):
+    with pytest.raises(PlannerError, match="the run file sets no number of nodes"):
         installed_planner().best_placement(RunSpec(launch=LaunchSpec(cluster="h100")), unread)

@@ -16,8 +16,8 @@ def raise_open_file_limit(at_least: int = 0) -> int:
     """Raise this process's limit on open files to the hard limit, or to ``at_least`` where there is none; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = max(at_least, _WHERE_UNLIMITED) if hard == resource.RLIM_INFINITY else hard
-    if soft in (limit, resource.RLIM_INFINITY):
-        return limit
+    if soft == resource.RLIM_INFINITY or soft >= limit:
+        return max(soft, limit)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     except (OSError, ValueError):  # a kernel may allow less than it reports

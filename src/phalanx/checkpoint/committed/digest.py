@@ -30,7 +30,7 @@ def gather(
 ) -> list[RawArray]:
     """Return the elements of each box as raw unsigned integers of the item's size, in C order.
 
-    ``held`` is ``tier.boxes(step)``, or a subset. Raises the errors of ``plan_restore`` and ``ReadableTier.read``.
+    ``stored`` is ``tier.boxes(step)``, or a subset. Raises the errors of ``plan_restore`` and ``ReadableTier.read``.
     """
     arrays = [np.empty(box.shape, RAW_DTYPE[box.itemsize]) for box in boxes]
     targets: dict[str, list[tuple[Box, RawArray]]] = {}

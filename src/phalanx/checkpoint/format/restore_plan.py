@@ -72,7 +72,7 @@ def plan_restore(
 ) -> tuple[PlannedRead, ...]:
     """Return the reads that cover each element of every needed box exactly once, nearest holders first.
 
-    Reads are in the order in which ``held`` lists their sources, so that a file is read front to back. If several equally near holders
+    Reads are in the order in which ``stored`` lists their sources, so that a file is read front to back. If several equally near holders
     have the same elements, ``reader`` (for example the restoring rank) rotates the choice, which spreads the load.
 
     Raises MismatchError if a tensor is stored with another global shape or dtype, NotCoveredError if elements are stored nowhere. Both
@@ -100,7 +100,7 @@ def plan_restore(
 
 
 def require_complete(stored: Sequence[StoredBox], required: Sequence[Box] = ()) -> None:
-    """Raise NotCoveredError unless ``held`` covers ``required`` and every tensor that it names.
+    """Raise NotCoveredError unless ``stored`` covers ``required`` and every tensor that it names.
 
     Raise MismatchError if holders disagree about a tensor's shape or dtype.
     """

@@ -170,7 +170,7 @@ def _job_line(run_dir: Path) -> str | None:
     try:
         run = submission_of(run_dir)
     except EngineError as error:
-        return f"whether Slurm has a job of it is not known here ({error})"
+        return f"whether a job of it is queued is not known here ({error})"
     if run is None:
         return None
     try:

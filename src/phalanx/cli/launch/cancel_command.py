@@ -90,7 +90,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             run.cancel_joining()
         if not no_wait or job.is_waiting:
             _give_back(run_dir, run.made)
-    click.echo(f"{run.title} is cancelled" if not no_wait else f"{run.title} has a request to end")
+    click.echo(f"{run.title} is cancelled" if not no_wait else f"{run.title} gets a request to end")
 
 
 def _give_back(run_dir: Path, made: Submitted) -> None:

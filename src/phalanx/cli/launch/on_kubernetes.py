@@ -35,7 +35,7 @@ def cancel_job(name: str, namespace: str, *, now: bool, wait: bool) -> None:
         click.echo(f"job {job.name} saves and ends (phalanx cancel --now ends it at once)")
     cluster.end(job, at_once=now, wait=wait)
     done = "is cancelled; the same phalanx submit resumes from its newest checkpoint"
-    click.echo(f"job {job.name} {done if wait and not now else 'has a request to end'}")
+    click.echo(f"job {job.name} {done if wait and not now else 'gets a request to end'}")
 
 
 def print_log(name: str, namespace: str, *, index: int, follow: bool, last: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 from phalanx.launch.engines.order import FOLDER, EngineError
-from phalanx.launch.engines.submission import OF_PODS, Submitted, mark_stopped, read_record
+from phalanx.launch.engines.submission import OF_PODS, RECORD, Submitted, mark_stopped, read_record
 from phalanx.plugins import PluginError, load_plugin, plugin_names
 from phalanx.run.fields import Problem, unknown_value
 from phalanx.run.resolve import variable_problems
@@ -22,17 +22,17 @@ from phalanx.run.smaller_degrees import problems_on
 from phalanx.run.spec import LaunchSpec, RunSpec
 
 GROUP = "phalanx.engines"
-_FIELDS_OF_ONE_ENGINE: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "ssh": ("hosts that are reached by ssh", ("hosts",)),
-    "kubernetes": (
-        "Kubernetes",
-        (
-            *("namespace", "scheduler", "topology_label", "domain_labels", "resources", "gpu_resource"),
-            *("tolerations", "service_account", "run_as", "pod_patch"),
-        ),
-    ),
+FIELDS_OF_PODS = frozenset(
+    {
+        *("namespace", "scheduler", "topology_label", "domain_labels", "resources", "gpu_resource"),
+        *("tolerations", "service_account", "run_as", "pod_patch"),
+    }
+)
+_FIELDS_OF_SOME_ENGINES: Mapping[str, tuple[str, frozenset[str]]] = {
+    "ssh": ("hosts that are reached by ssh", frozenset({"hosts"})),
+    "kubernetes": ("Kubernetes", FIELDS_OF_PODS),
 }
-"""Engine -> the fields of ``[launch]`` that no other engine reads, and what they are about."""
+"""Engine -> the fields of ``[launch]`` that it reads and not every other one, and what they are about."""
 _SILENT_S = 30.0
 _LONGEST_LINE, _TAIL_BYTES = 500, 16 << 10
 
@@ -107,7 +107,7 @@ class LaunchEngine(Protocol):
 
     @property
     def options(self) -> frozenset[str]:
-        """The options of commands that this engine uses, of ``out``, ``lender`` and ``namespace``."""
+        """The options of commands (``out``, ``lender``) and fields of ``[launch]`` that this engine uses, of those that not every engine does."""
         ...
 
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:
@@ -235,7 +235,16 @@ def engine_named(name: str) -> LaunchEngine:
 def recorded_run(run_dir: Path) -> SubmittedRun | None:
     """Return the last submission of a run, by its record; ``None`` if there is none. Raises ``EngineError``."""
     made = read_record(run_dir)
-    return None if made is None else engine_named(made.engine).submitted(run_dir, made)
+    if made is None:
+        return None
+    try:
+        engine = engine_named(made.engine)
+    except EngineError as error:
+        record = run_dir / FOLDER / RECORD
+        raise EngineError(
+            f"the run in {run_dir} was submitted to {made.engine}: {error}; or remove {record} if nothing of it runs"
+        ) from error
+    return engine.submitted(run_dir, made)
 
 
 def submission_of(run_dir: Path) -> SubmittedRun | None:
@@ -247,7 +256,10 @@ def submission_of(run_dir: Path) -> SubmittedRun | None:
     if run is not None or not (run_dir / FOLDER).is_dir():
         return run
     for name in plugin_names(GROUP):
-        engine = engine_named(name)
+        try:
+            engine = engine_named(name)
+        except EngineError:  # a package that cannot be loaded has queued nothing from here
+            continue
         made = engine.queued(run_dir)
         if made is not None:
             return engine.submitted(run_dir, made)
@@ -326,10 +338,8 @@ def mark_as_stopped(run_dir: Path, *, at_once: bool = False) -> str:
                 return ""
             raise EngineError(f"{error}; phalanx cancel --now ends it without saving") from error
         if (run_dir / FOLDER / OF_PODS).exists():
-            return f"{error}. It is told to end all the same, and its pods start it again: phalanx cancel NAME --on kubernetes ends their job"
-        return (
-            f"{error}. It is told to end all the same: no scheduler has it, and nothing else queues it again"
-        )
+            return f"{error}. The request to end is sent all the same, and its pods start it again: phalanx cancel NAME --on kubernetes ends their job"
+        return f"{error}. The request to end is sent all the same: no scheduler has it, and nothing else queues it again"
     return ""
 
 
@@ -350,9 +360,9 @@ def problems_of(spec: RunSpec, engine: LaunchEngine) -> list[Problem]:
     ]
     problems += [
         Problem(f"launch.{field}", f"is about {words}", f"take it out, or --on {name}")
-        for name, (words, fields) in _FIELDS_OF_ONE_ENGINE.items()
-        for field in fields
-        if name != engine.name and getattr(spec.launch, field) != getattr(LaunchSpec(), field)
+        for name, (words, fields) in _FIELDS_OF_SOME_ENGINES.items()
+        for field in sorted(fields - engine.options)
+        if getattr(spec.launch, field) != getattr(LaunchSpec(), field)
     ]
     sinks = plugin_names("phalanx.sinks") if spec.observe.sinks else []
     problems += [

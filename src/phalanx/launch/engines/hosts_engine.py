@@ -188,7 +188,7 @@ class HostsRun:
         """Return: hosts that join are sessions of the run itself."""
 
 
-SSH = HostsEngine("ssh", needs_nodes=True, has_hosts=True)
+SSH = HostsEngine("ssh", needs_nodes=True, has_hosts=True, options=frozenset({"hosts"}))
 LOCAL = HostsEngine("local", needs_nodes=False, has_hosts=False)
 
 

@@ -23,7 +23,8 @@ from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
 from phalanx.run.spec import RunSpec
 
-_RECORD = "submitted.json"
+RECORD = "submitted.json"
+"""The record of the last submission, in ``RUN_DIR/launch``."""
 STOPPED = "stopped"
 """A file of this name keeps a job from queueing itself again, and a run that is being submitted from starting."""
 OF_PODS = "submission"
@@ -211,7 +212,7 @@ def record(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Submi
         *(lender, order.taken),
     )
     try:
-        write_atomically(order.folder / _RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
+        write_atomically(order.folder / RECORD, (json.dumps(asdict(made), indent=1) + "\n").encode())
     except OSError as error:
         raise EngineError(f"cannot write {order.folder}: {error.strerror}; give another run_dir") from error
     return made
@@ -223,7 +224,7 @@ def recorded(order: LaunchOrder, engine: str, job: str, leader: str = "") -> Ite
 
     If it was not started (``EngineError``), the record is again what it was.
     """
-    path = order.folder / _RECORD
+    path = order.folder / RECORD
     try:
         before = path.read_bytes()
     except OSError:
@@ -246,7 +247,7 @@ def how_to_follow(run_dir: Path) -> str:
 def read_record(run_dir: Path) -> Submitted | None:
     """The last submission of the run in ``run_dir``; ``None`` if there is none that can be read."""
     try:
-        return Submitted(**json.loads((run_dir / FOLDER / _RECORD).read_bytes()))
+        return Submitted(**json.loads((run_dir / FOLDER / RECORD).read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import tomli_w
 
-from phalanx.launch.engines.engine import SubmitReport, SubmitRequest
+from phalanx.launch.engines.engine import FIELDS_OF_PODS, SubmitReport, SubmitRequest
 from phalanx.launch.engines.order import EngineError
 from phalanx.launch.engines.submission import Submitted
 from phalanx.launch.kubernetes import cluster
@@ -26,7 +26,7 @@ class KubernetesEngine:
 
     name: str = "kubernetes"
     needs_nodes: bool = True
-    options: frozenset[str] = frozenset({"out", "namespace"})
+    options: frozenset[str] = frozenset({"out", *FIELDS_OF_PODS})
 
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:  # noqa: ARG002
         """Return the run with its directory in the pods."""

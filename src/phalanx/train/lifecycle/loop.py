@@ -309,7 +309,7 @@ class Trainer:
 
 
 def what_is_kept(started_at: int, step: int, *, saved: bool) -> str:
-    """Describe what is kept of a run that stops after ``step`` steps; this start began after ``begun`` of them."""
+    """Describe what is kept of a run that stops after ``step`` steps; this start began after ``started_at`` of them."""
     if step == started_at:
         return "no step was done since the start, and nothing was to be saved"
     return (

@@ -53,9 +53,9 @@ OWNER = "run.json"
 
 
 def claim_store(spec: RunSpec, fingerprint: str, *, has_begun: bool = False) -> list[str]:
-    """Takes ``checkpoint.store`` for a resolved run on the data of ``fingerprint``; returns what of its layout has changed since.
+    """Claim ``checkpoint.store`` for a resolved run on the data of ``fingerprint``; returns what of its layout has changed since.
 
-    A run that has ``begun`` has checkpoints on disk, and needs no store that cannot be reached now. Raises ``RunDirectoryError`` if it holds
+    A run that ``has_begun`` has checkpoints on disk, and needs no store that cannot be reached now. Raises ``RunDirectoryError`` if it holds
     another run's checkpoints, cannot commit, or cannot be reached.
     """
     url = spec.checkpoint.store
