@@ -35,7 +35,7 @@ _HOUR_NS = 3600 * 10**9
 
 
 @dataclass(frozen=True)
-class RunCost:
+class SpentCost:
     """Cost of a run so far."""
 
     accelerator_hours: float
@@ -65,7 +65,7 @@ class RunRecording:
     """File of all installed packages; empty if there is none."""
     goodput: Goodput | None
     """Time account; None without a price."""
-    cost: RunCost | None
+    cost: SpentCost | None
 
     @property
     def environment(self) -> Mapping[str, object]:
@@ -126,7 +126,7 @@ def _price(directory: RunDirectory) -> float:
     return 0.0
 
 
-def _spent(directory: RunDirectory, price: float, row: RunRow) -> tuple[Goodput, RunCost] | None:
+def _spent(directory: RunDirectory, price: float, row: RunRow) -> tuple[Goodput, SpentCost] | None:
     """Return the held time of all ranks, from the run's ledger, and its price, without spares."""
     if price <= 0:
         return None
@@ -134,7 +134,7 @@ def _spent(directory: RunDirectory, price: float, row: RunRow) -> tuple[Goodput,
         account = goodput(read_events(directory.events))
     except EventLogError:
         return None
-    return account, RunCost(account.held_ns / _HOUR_NS * max(1, row.ranks), price)
+    return account, SpentCost(account.held_ns / _HOUR_NS * max(1, row.ranks), price)
 
 
 # Several runs side by side.

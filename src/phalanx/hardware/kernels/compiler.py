@@ -3,7 +3,7 @@
 Three ways were weighed. A C++ extension built with the package ties a wheel to a platform and a source tree to a build step. Numba
 needs no compiler, but is 60 MB more to install and half a second of processor time in every rank that starts. C compiled at first
 use is a third of a second once, a millisecond in every process after that, and no dependency; it needs a C compiler, which machines that train
-have as a rule, since ``torch.compile`` needs one too. Where there is none, callers say what
+usually have, since ``torch.compile`` needs one too. Without one, callers report what
 they do without: PyTorch's own operations, or nothing.
 
 A library lies in ``phalanx/kernels`` of the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``), under a name that its source and the

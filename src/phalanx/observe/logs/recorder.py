@@ -41,7 +41,7 @@ class Recorder:
     ) -> None:
         self._order, self._mask, self._place = order, mask, place
         self._file = LogFile(path, order.bounds, self._lost, on_trouble)
-        self._bucket, self._reserve = TokenBucket(), TokenBucket(256 << 10, 1 << 20)
+        self._bucket, self._reserve = LineBucket(), LineBucket(256 << 10, 1 << 20)
         self._left_out, self._left_out_bytes = 0, 0
         self._looked_s, self._seen = 0.0, dict[str, int]()
 
@@ -131,7 +131,7 @@ PER_LINE = 200
 """Bytes that a line costs beside its text."""
 
 
-class TokenBucket:
+class LineBucket:
     """Lets ``per_s`` bytes a second through, and ``most`` at once."""
 
     def __init__(

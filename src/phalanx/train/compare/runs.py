@@ -222,7 +222,7 @@ class RunComparison:
 
 
 def compare_runs(
-    first: Path, other: Path, on_progress: OnCompared = lambda _what, _done, _total: None
+    first: Path, other: Path, on_progress: OnCompared = lambda _label, _done, _total: None
 ) -> RunComparison:
     """Compares the runs in two directories.
 

@@ -327,16 +327,16 @@ def evaluate(
     runner: SlotRunner,
     data: RunData,
     spec: RunSpec,
-    wanted: int,
+    most: int,
     on_progress: Callable[[int, int], None] = lambda _done, _sequences: None,
     stops: Callable[[], bool] = lambda: False,
 ) -> HeldOutLoss | None:
-    """The loss on ``wanted`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none.
+    """The loss on ``most`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none.
 
     ``on_progress`` is called after each round of batches with the number of sequences that all ranks have scored, and of all. If
     ``stops()`` is true on some rank after a round, ``EvaluationStoppedError`` is raised.
     """
-    sequences = min(wanted or data.held_out_len, data.held_out_len)
+    sequences = min(most or data.held_out_len, data.held_out_len)
     if sequences == 0:
         return None
     numbers = np.arange(sequences) * data.held_out_len // sequences
