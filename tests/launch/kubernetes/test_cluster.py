@@ -209,7 +209,7 @@ def test_a_cancelled_run_takes_what_belongs_to_it_along(cluster: ApiServer) -> N
     name = name_of(cluster)
     told = phalanx("cancel", name, "--on", "kubernetes")
     assert f"job {name} saves and ends" in told
-    assert "is cancelled; the same phalanx submit goes on" in told
+    assert "is cancelled; the same phalanx submit resumes" in told
     assert not any(
         cluster.of(plural) for plural in ("jobsets", "secrets", "configmaps", "poddisruptionbudgets")
     )
