@@ -203,4 +203,4 @@ def test_a_tracker_is_refused_by_name_where_no_package_offers_it(tmp_path: Path)
     run_file.write_text(RUN_FILE.format(data=make_dataset(tmp_path / "data")))
     refused = run_alone("train", run_file, "--set", 'observe.sinks=["tensorboard"]')
     assert refused.returncode != 0
-    assert "there is no sink 'tensorboard'" in refused.stderr
+    assert "the sink 'tensorboard' is not known: nothing here offers one" in refused.stderr

@@ -54,7 +54,7 @@ class EventLog:
                 f"cannot open {path} for appending: {error.strerror}; "
                 "give the run a directory that exists and that you may write to"
             ) from error
-        self._index = StepIndexWriter(index_beside(path), anew=not self._file.size_bytes)
+        self._index = StepIndexWriter(index_beside(path), is_empty=not self._file.size_bytes)
         self._lock = threading.Lock()
 
     def append(self, body: Body) -> Event:
@@ -354,10 +354,10 @@ def checksum(fields: bytes) -> int:
 class StepIndexWriter:
     """Appends records to an index; it is opened at the first group. Nothing raises: after a failure the index is left as it is."""
 
-    def __init__(self, path: Path, *, anew: bool = False) -> None:
-        """``anew``: the stream is empty, so that an existing index belongs to another one."""
+    def __init__(self, path: Path, *, is_empty: bool = False) -> None:
+        """``is_empty``: the stream is empty, so that an existing index belongs to another one."""
         self.path = path
-        self._anew = anew
+        self._is_empty = is_empty
         self._waiting = bytearray()
         self._descriptor = -1
         self._given_up = False
@@ -384,8 +384,8 @@ class StepIndexWriter:
         try:
             if self._descriptor < 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
-                self._descriptor = os.open(self.path, flags | (os.O_TRUNC if self._anew else 0), 0o644)
-                self._anew = False
+                self._descriptor = os.open(self.path, flags | (os.O_TRUNC if self._is_empty else 0), 0o644)
+                self._is_empty = False
             size = os.fstat(self._descriptor).st_size
             before = b"\0" * (-size % RECORD_BYTES) if size else TITLE
             entries = before + self._waiting

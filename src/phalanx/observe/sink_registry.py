@@ -6,7 +6,6 @@ its own thread (``background``).
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,6 +19,7 @@ from phalanx.observe.events import Evaluated, Event, Step, decode
 from phalanx.observe.sinks import Background, Sink, none_missing, point_of
 from phalanx.plugins import PluginError, load_plugin, plugin_names
 from phalanx.run.directory.files import open_regular
+from phalanx.run.fields import unknown_value
 
 # The points of a run's event stream that a tracker lacks: a process that is killed takes with it what its tracker had not sent.
 #
@@ -172,9 +172,8 @@ def require_sinks(names: Sequence[str], vendors: Mapping[str, Vendor] | None = N
             raise SinkError(str(error)) from error
         if vendor is None:
             offered = plugin_names("phalanx.sinks") if vendors is None else sorted(vendors)
-            near = difflib.get_close_matches(name, offered, n=1)
-            meant = f" (did you mean {near[0]!r}?)" if near else ""
-            raise SinkError(f"there is no sink {name!r}{meant}; there are: {', '.join(offered)}")
+            problem = unknown_value("observe.sinks", name, offered)
+            raise SinkError(f"the sink {problem.finding}: {problem.remedy}")
         chosen[name] = vendor
         module, package = vendor.module, vendor.package
         if not _installed(module):

@@ -268,9 +268,11 @@ def unknown_field(path: str, key: str, fields: Iterable[str]) -> Problem:
 
 def unknown_value(path: str, raw: object, allowed: Iterable[str]) -> Problem:
     """Return the mistake for a value ``raw`` that is not in ``allowed``, with the nearest of them."""
-    nearest = difflib.get_close_matches(str(raw), allowed, n=1, cutoff=0.5)
+    names = list(allowed)
+    nearest = difflib.get_close_matches(str(raw), names, n=1, cutoff=0.5)
     suffix = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return Problem(path, f"{raw!r} is not known", f"one of {', '.join(map(repr, allowed))}{suffix}")
+    remedy = f"one of {', '.join(map(repr, names))}{suffix}" if names else "nothing here offers one"
+    return Problem(path, f"{raw!r} is not known", remedy)
 
 
 def _is_utf8(text: str) -> bool:

@@ -118,15 +118,16 @@ def test_who_stops_a_submitted_run_is_not_told_to_start_an_agent_of_its_job_by_h
 
 @pytest.mark.servers
 @pytest.mark.skipif(bool(missing()), reason=f"no Slurm: {missing()}")
+@pytest.mark.parametrize(("number", "title"), [("7", "job 7"), ("", "job of unknown number")])
 def test_a_run_whose_cluster_does_not_answer_is_not_started_elsewhere_before_somebody_says_that_it_is_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: str, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Submitted("slurm", "7", "tiny", 2, 0, 0.0, str(tmp_path))
+    made = Submitted("slurm", number, "tiny", 2, 0, 0.0, str(tmp_path))
     (tmp_path / "slurm.conf").write_text(
         "nonsense\n"
     )  # with none at all, or of a dead controller, squeue tries for a minute
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    with pytest.raises(EngineError, match=r"job 7 \(slurm\) .* still runs is not known.*submitted\.json"):
+    with pytest.raises(EngineError, match=rf"{title} \(slurm\) .* still runs is not known.*submitted\.json"):
         engine_named(made.engine).submitted(tmp_path, made).refuse_second()
     # The run was taken to a machine of no cluster.
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -197,7 +197,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path: 
 def test_an_unknown_sink_is_refused_with_the_nearest_and_those_there_are(
     wrong: str, nearest: str, tmp_path: Path
 ) -> None:
-    refusal = rf"no sink '{wrong}' \(did you mean '{nearest}'\?\); there are: mlflow, otel, tensorboard, trackio, wandb"
+    refusal = rf"'{wrong}' is not known: one of 'mlflow', 'otel', 'tensorboard', 'trackio', 'wandb'; did you mean '{nearest}'\?"
     with pytest.raises(SinkError, match=refusal):
         open_sinks([wrong], tmp_path, "run")
 

@@ -128,12 +128,12 @@ def stop(run_dir: Path, for_now: bool, certificates: Path | None, as_json: bool)
       phalanx fleet stop runs/quickstart-1f3a9c04
     """
     from phalanx.fleet.core.messages import StopRun
-    from phalanx.launch.engines.engine import mark_as_stopped
+    from phalanx.launch.engines.engine import prevent_restart
     from phalanx.launch.engines.order import EngineError
 
     if not for_now:
         with explained(EngineError):
-            if unnoted := mark_as_stopped(run_dir):
+            if unnoted := prevent_restart(run_dir):
                 click.echo(unnoted, err=True)
     if full := full_disk(run_dir):
         click.echo(full, err=True)

@@ -39,7 +39,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
       phalanx cancel runs/big-1f3a9c04 --now
       phalanx cancel big-1f3a9c04 --on kubernetes
     """
-    from phalanx.launch.engines.engine import mark_as_stopped, submission_of, wait_until_ended
+    from phalanx.launch.engines.engine import prevent_restart, submission_of, wait_until_ended
     from phalanx.launch.engines.order import EngineError
     from phalanx.launch.engines.submission import read_record, submitter_of, wait_for_submitter
 
@@ -57,7 +57,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             raise EngineError(
                 f"{run_dir} holds no run that phalanx submit has started; `phalanx runs --on slurm` lists them"
             )
-        unnoted = mark_as_stopped(run_dir, at_once=now)
+        unnoted = prevent_restart(run_dir, at_once=now)
         # Recorded first: a submission that misses the record has already published what it starts.
         submitter = wait_for_submitter(run_dir, partial(click.echo, err=True)) or submitter
         run = None if submitter and read_record(run_dir) is None else submission_of(run_dir)
@@ -65,7 +65,7 @@ def command(run_dir: Path, now: bool, no_wait: bool, engine: str | None, namespa
             click.echo(f"{submitter} has started nothing: the run is cancelled")
             return
         # Recorded again if a submission has begun or a job has started since: both clear earlier records.
-        if (unnoted or submitter) and (unnoted := mark_as_stopped(run_dir, at_once=now)):
+        if (unnoted or submitter) and (unnoted := prevent_restart(run_dir, at_once=now)):
             click.echo(unnoted, err=True)
         run.cancel_joining(waiting_only=True)  # They would get nodes for a run that ends.
         job = run.standing()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
@@ -127,7 +127,7 @@ class LaunchEngine(Protocol):
         ...
 
     def queued(self, run_dir: Path) -> Submitted | None:
-        """Return the submission of a run of which there is no record; ``None`` if no queue knows it."""
+        """Return the submission of a run by the engine's queue; ``None`` if that does not have it."""
         ...
 
     def submitted(self, run_dir: Path, made: Submitted) -> SubmittedRun:
@@ -250,20 +250,20 @@ def recorded_run(run_dir: Path) -> SubmittedRun | None:
 def submission_of(run_dir: Path) -> SubmittedRun | None:
     """Return the last submission of a run, by its record or by an engine's queue.
 
-    A submitter that was killed may have queued a job without recording it. Raises ``EngineError``.
+    A submitter that was killed may have queued a job without recording its number, or anything. Raises ``EngineError``.
     """
     run = recorded_run(run_dir)
-    if run is not None or not (run_dir / FOLDER).is_dir():
+    if (run is not None and run.made.job) or not (run_dir / FOLDER).is_dir():
         return run
-    for name in plugin_names(GROUP):
+    for name in plugin_names(GROUP) if run is None else [run.made.engine]:
         try:
             engine = engine_named(name)
         except EngineError:  # a package that cannot be loaded has queued nothing from here
             continue
-        made = engine.queued(run_dir)
-        if made is not None:
-            return engine.submitted(run_dir, made)
-    return None
+        queued = engine.queued(run_dir)
+        if queued is not None:
+            return engine.submitted(run_dir, queued if run is None else replace(run.made, job=queued.job))
+    return run
 
 
 def standing_or_end(run_dir: Path) -> JobStanding | None:
@@ -324,8 +324,8 @@ def wait_until_ended(run: SubmittedRun, poll_s: float, *, silent_timeout_s: floa
         time.sleep(poll_s)
 
 
-def mark_as_stopped(run_dir: Path, *, at_once: bool = False) -> str:
-    """Mark a run as stopped that is to end; returns what follows if that cannot be written (a full disk), else an empty text.
+def prevent_restart(run_dir: Path, *, at_once: bool = False) -> str:
+    """Mark a run that is to end, so that nothing starts it again; returns what follows if that cannot be written (a full disk), else an empty text.
 
     Raises ``EngineError`` for a job that would queue itself again, unless it is ended ``at_once``.
     """

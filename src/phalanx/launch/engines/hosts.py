@@ -59,7 +59,7 @@ class Host:
 
     @property
     def machine(self) -> tuple[str, int]:
-        """Host name and port for ssh, whoever the user is; another port may lead to another machine."""
+        """Host name and port for ssh, without the user; another port may lead to another machine."""
         return self.destination.rpartition("@")[2], self.port or SSH_PORT
 
 

@@ -26,6 +26,7 @@ from phalanx.launch.engines.order import FOLDER, EngineError, LaunchOrder, priva
 from phalanx.launch.engines.slurm_options import from_environment, options_in
 from phalanx.launch.engines.slurm_script import RETURNED, batch_script, joining_script
 from phalanx.launch.engines.submission import (
+    RECORD,
     Submitted,
     forget_stopped,
     how_to_follow,
@@ -109,9 +110,8 @@ class SlurmEngine:
         return Submitted(self.name, job.id, job.name.removeprefix("phalanx-"), job.nodes, 0, 0.0, "")
 
     def submitted(self, run_dir: Path, made: Submitted) -> SlurmRun:
-        """Return the run with the number of its job, which the queue has if a killed submitter did not record it."""
-        job = None if made.job else self.queued(run_dir)
-        return SlurmRun(run_dir, made if job is None else replace(made, job=job.job))
+        """Return the run with its job."""
+        return SlurmRun(run_dir, made)
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class SlurmRun:
         except EngineError as error:
             raise EngineError(
                 f"whether {self.title} of the run in {self.run_dir} still runs is not known: {error}. If it does not, remove "
-                f"{self.run_dir / FOLDER / 'submitted.json'}"
+                f"{self.run_dir / FOLDER / RECORD}"
             ) from error
         if job is not None:
             raise slurm.second(self.run_dir, job)
