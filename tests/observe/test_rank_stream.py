@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from phalanx.observe.rank_stream import (
     RankStreamError,
     RankStreamWriter,
 )
+from traced_memory import peak_and_found
 
 FRAMES = st.lists(
     st.tuples(st.integers(0, 400), st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=6
@@ -236,13 +236,17 @@ def test_a_frame_that_claims_many_ranks_takes_no_memory(tmp_path: Path) -> None:
     head = encode_frame(drawn_frame(2, 2, 1 << 20))[:80]
     with path.open("ab") as file:
         file.write(head)
-    tracemalloc.start()
-    with RankStream(path) as stream:
-        assert stream.steps.tolist() == [1]
-        stream.heat_map("compute_s")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    peak, steps = peak_and_found(
+        tmp_path,
+        "from pathlib import Path; from phalanx.observe.rank_stream import RankStream",
+        f"""
+        with RankStream(Path({str(path)!r})) as stream:
+            found = stream.steps.tolist()
+            stream.heat_map("compute_s")
+        """,
+    )
     assert peak < 1 << 20
+    assert steps == [1]
 
 
 def test_a_frame_of_the_wrong_shape_is_not_written(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from observe.recorded import step
 from phalanx.observe.event_log import EventLog, EventLogError
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.compare.runs import read_logged
+from traced_memory import peak_and_found
 
 
 def test_a_line_without_an_end_takes_no_memory_and_hides_no_step(tmp_path: Path) -> None:
@@ -23,15 +23,21 @@ def test_a_line_without_an_end_takes_no_memory_and_hides_no_step(tmp_path: Path)
         file.write(b"\n")
     with EventLog(directory.events, 0) as log:
         log.append(step(2, 9, 2.0))
-    tracemalloc.start()
-    try:
+    peak, (torn, steps) = peak_and_found(
+        tmp_path,
+        f"""
+        from pathlib import Path
+        from phalanx.run.directory.paths import RunDirectory
+        from phalanx.train.compare.runs import read_logged
+        directory = RunDirectory(Path({str(tmp_path)!r}))
+        """,
+        """
         logged = read_logged(directory)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+        found = [logged.torn_lines, sorted(logged.ranks)]
+        """,
+    )
     assert peak < 64 << 20
-    assert logged.torn_lines == 1
-    assert sorted(logged.ranks) == [1, 2]
+    assert (torn, steps) == (1, [1, 2])
 
 
 def test_a_step_that_is_being_written_is_no_torn_line(tmp_path: Path) -> None:
