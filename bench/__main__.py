@@ -1,4 +1,4 @@
-"""List the benches with the memory and time that they need: ``python -m bench``; ``--write`` writes the table of docs/benches.md."""
+"""List the benches with the memory and time that they need: ``python -m bench``; ``--write`` writes the table of docs/reference/benches.md."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.catalog import BENCHES
 from bench.running import usage_line
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "benches.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "benches.md"
 HEAD = "| command | measures | GiB | minutes |\n|---|---|---|---|\n"
 
 

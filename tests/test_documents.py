@@ -32,7 +32,7 @@ def rows(page: Path) -> list[list[str]]:
     return [row for number, row in enumerate(cells) if number not in heads and number - 1 not in heads]
 
 
-GLOSSARY = rows(ROOT / "docs" / "glossary.md")
+GLOSSARY = rows(ROOT / "docs" / "design" / "glossary.md")
 
 
 def test_each_word_of_the_glossary_has_one_sense_and_a_term_of_the_field() -> None:
@@ -49,7 +49,7 @@ def test_a_class_of_the_glossary_stands_in_one_file() -> None:
 
 
 def test_the_terms_that_people_search_for_are_in_the_glossary() -> None:
-    text = (ROOT / "docs" / "glossary.md").read_text().lower()
+    text = (ROOT / "docs" / "design" / "glossary.md").read_text().lower()
     terms = [
         "fencing",
         "heartbeat",
@@ -164,7 +164,7 @@ def test_every_optimizer_is_in_the_files_that_its_walk_names() -> None:
     for name in get_args(get_type_hints(OptimizerSpec)["name"]):
         for file in ("model/facts/optimizer_state.py", "train/compose.py"):
             assert f'"{name}"' in (SOURCE / "phalanx" / file).read_text(), (name, file)
-        assert name in (ROOT / "docs" / "optimizers.md").read_text().lower()
+        assert name in (ROOT / "docs" / "train" / "optimizers.md").read_text().lower()
 
 
 def test_every_command_is_in_the_file_that_its_walk_names() -> None:
@@ -175,7 +175,7 @@ def test_every_command_is_in_the_file_that_its_walk_names() -> None:
 def test_every_fault_is_in_the_files_that_its_walk_names() -> None:
     grammar = re.findall(r"^    ([a-z]+) .*", (fault.__doc__ or "").partition("::")[2], re.MULTILINE)
     assert len(grammar) == len(get_args(fault.FaultAction))
-    page = (ROOT / "docs" / "fleet.md").read_text()
+    page = (ROOT / "docs" / "fleet" / "recovery.md").read_text()
     assert [verb for verb in grammar if f"    {verb} " not in page and f"| {verb} " not in page] == []
 
 
@@ -196,7 +196,7 @@ def test_an_accelerator_of_ones_own_is_planned_for_without_code(tmp_path: Path) 
 
 
 def test_every_test_that_the_page_of_findings_names_is_there() -> None:
-    page = (ROOT / "docs" / "trust.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "trust.md").read_text()
     named = re.findall(r"`([\w/]+\.py)(?:::(test_\w+))?`", page)
     assert len(named) > 60
     for file, test in named:

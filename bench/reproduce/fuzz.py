@@ -142,15 +142,14 @@ def _import_all() -> None:
     context = click.Context(phalanx_command)
     for name in _COMMANDS:
         phalanx_command.get_command(context, name)
+    # Commands import these, and PyTorch with them, when they are used.
     for name in (
-        "checkpoint.interop.huggingface",
-        "checkpoint.interop.dcp",
-        "serve.generate",
-        "train.lifecycle.loop",
+        "phalanx.checkpoint.interop.huggingface",
+        "phalanx.checkpoint.interop.dcp",
+        "phalanx_serve.generate",
+        "phalanx.train.lifecycle.loop",
     ):
-        importlib.import_module(
-            f"phalanx.{name}"
-        )  # commands import these, and PyTorch with them, when they are used
+        importlib.import_module(name)
 
 
 def _as_table(counts: dict[str, Counter[str]], findings: list[Finding]) -> str:

@@ -1,9 +1,9 @@
 """Phalanx trains one model as one logical job on whatever fleet there is.
 
 The bits belong to the run, not to the fleet: the weights after step *n* are a function of the run
-file, the data and the seed. ``docs/reproducibility.md`` states the contract.
+file, the data and the seed. ``docs/design/reproducibility.md`` states the contract.
 
-The names below are the public Python interface (``docs/python-api.md``). They are imported when they are first used, so
+The names below are the public Python interface (``docs/reference/python-api.md``). They are imported when they are first used, so
 that ``import phalanx`` and ``phalanx --help`` wait for nothing.
 """
 

@@ -70,7 +70,7 @@ def test_importing_phalanx_imports_nothing_else() -> None:
 
 
 def test_every_public_name_is_there_and_documented() -> None:
-    page = (ROOT / "docs" / "python-api.md").read_text()
+    page = (ROOT / "docs" / "reference" / "python-api.md").read_text()
     for name in set(phalanx.__all__) - {"__version__"}:
         assert getattr(phalanx, name).__doc__, name
         assert f"`{name}" in page, name

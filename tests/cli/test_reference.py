@@ -16,7 +16,7 @@ from phalanx.run.read import read_run
 from phalanx.run.spec import RunSpec
 from phalanx_process import run
 
-PAGE = Path(__file__).parents[2] / "docs" / "run-file.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-file.md"
 
 
 def test_the_page_of_the_run_file_is_what_the_command_prints(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ class RemoteStore:
                     self._delete_one(key)
 
     def remove_unfinished(self) -> None:
-        """Nothing: an upload that was not completed has no key, and the rules of its bucket end it (docs/object-stores.md)."""
+        """Nothing: an upload that was not completed has no key, and the rules of its bucket end it (docs/train/object-stores.md)."""
 
     def _delete_all(self, keys: Sequence[str]) -> None:
         self._repeated(lambda: obstore.delete(self._writes, keys), keys[0], "delete")
@@ -398,7 +398,7 @@ def _client(
         )
     except (BaseError, ValueError) as error:
         missing = "account" if "account" in str(error).lower() else "settings"
-        remedy = "set AZURE_STORAGE_ACCOUNT_NAME" if parts.scheme == "az" else "see docs/object-stores.md"
+        remedy = "set AZURE_STORAGE_ACCOUNT_NAME" if parts.scheme == "az" else "see docs/train/object-stores.md"
         raise BadUrlError(
             f"{url}: cannot be opened ({missing} missing or wrong); {remedy}", url, "open"
         ) from None

@@ -13,7 +13,7 @@ from phalanx.observe.metrics.samples import Metric
 from phalanx_watch.lookout import SERVING_METRICS, WATCHED_METRICS
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "metrics.md").read_text()
+PAGE = (ROOT / "docs" / "watch" / "metrics.md").read_text()
 
 
 def metrics() -> list[tuple[str, Metric]]:

@@ -257,7 +257,7 @@ def family_of(hf_config: JsonObject) -> Family:
     if family is None and model_type in MISSING_LAYERS:
         raise UnsupportedModelError(
             f"model_type {model_type!r} is not supported: its layers of {MISSING_LAYERS[model_type]} are not built here; supported are "
-            "models all of whose layers are softmax attention (docs/imported-models.md)"
+            "models all of whose layers are softmax attention (docs/train/imported-models.md)"
         )
     if family is None:
         supported = ", ".join(f'"{name}"' for name in FAMILIES)
