@@ -28,8 +28,8 @@ from phalanx.parallel.pipeline.stage_links import StageLinks
 from phalanx.parallel.reduction import exact_sum, tree
 from phalanx.parallel.reduction.reduce_scatter import TreeReduceScatter
 from phalanx.run.directory.paths import RunResult
+from phalanx.train.evaluation.held_out import evaluate
 from phalanx.train.lifecycle.loop import Trainer
-from phalanx.train.lifecycle.observers import evaluate
 from phalanx.train.lifecycle.saving import Saving
 from phalanx.train.step.slot import LoopRunner, PipelineRunner
 from phalanx.train.step.state import weights_sha256

@@ -21,7 +21,7 @@ from phalanx.model.layers.experts.moe import make_rows_independent
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.spec import ModelSpec, MoeSpec
-from phalanx.train.step.loss import summed_cross_entropy, token_cross_entropy
+from phalanx.train.step.loss import summed_cross_entropy, token_scores
 
 CHUNK = 1024
 
@@ -46,7 +46,7 @@ def train(model: Transformer, tokens: Tensor) -> None:
 
 @torch.no_grad()
 def score(model: Transformer, tokens: Tensor) -> None:
-    model(tokens, lambda hidden, weight: token_cross_entropy(hidden, weight, tokens, CHUNK))
+    model(tokens, lambda hidden, weight: token_scores(hidden, weight, tokens, CHUNK))
 
 
 def seconds(work: Callable[[Transformer, Tensor], None], model: Transformer, tokens: Tensor) -> float:

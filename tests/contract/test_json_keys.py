@@ -78,6 +78,7 @@ IN_OTHER_PROCESS = {
     "health": "health --device cpu --memory-mib 1 --disk-mib 1 --json",
     "import": "import exported --out imported --json",
     "score": "score runs/tiny short.txt --json",
+    "eval": "eval runs/tiny --file questions.jsonl --json",
 }
 """Commands that compute with PyTorch."""
 
@@ -111,6 +112,8 @@ def work(in_stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("some words to prepare " * 20)
     (tmp_path / "short.txt").write_text("some words")
+    question = {"context": "a", "choices": ["b", "c"], "answer": 0}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(question))
     raw_folder(tmp_path)
     recipe_file(tmp_path, '[[step]]\nuse = "length"\nmin_words = 3', output="seq_len = 64")
     (tmp_path / "fabric.toml").write_text(FABRIC)

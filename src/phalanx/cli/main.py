@@ -99,6 +99,7 @@ _TASKS = {
     "Serve": {
         "generate": ("phalanx_serve.cli", "Text from a checkpoint."),
         "serve": ("phalanx_serve.cli", "A run's model behind OpenAI's HTTP interface."),
+        "eval": ("phalanx_serve.cli", "Figures of a run's weights on tasks with known answers."),
         "score": ("phalanx_serve.cli", "Log-probabilities of given text, by the trainer's arithmetic."),
     },
 }

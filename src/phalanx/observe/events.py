@@ -138,6 +138,24 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class TaskEvaluated:
+    """A task was scored with the weights after ``step``."""
+
+    step: int
+    task: str
+    scored_as: str
+    """The kind of task: "choice", "completion" or "text"."""
+    items: int
+    figures: dict[str, float] = field(default_factory=dict)
+    """By name: ``accuracy`` and ``accuracy_error`` (0 to 1), ``accuracy_per_character``, ``bits_per_byte``, as far as the kind has them."""
+    cut: int = 0
+    """Sequences whose context was too long for the model and lost its beginning."""
+    sha256: str = ""
+    """SHA-256 of the task's file, in hex."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Evaluating:
     """An evaluation with the weights after ``step`` goes on: ``done`` of ``sequences`` are scored. Short ones log no such event."""
 
@@ -296,6 +314,7 @@ Known = (
     | Step
     | MemoryMeasured
     | Evaluated
+    | TaskEvaluated
     | Evaluating
     | CheckpointSaved
     | CheckpointFailed

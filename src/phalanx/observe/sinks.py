@@ -7,6 +7,7 @@ The last section feeds a tracker from a thread of its own.
 """
 
 import json
+import re
 import threading
 import time
 import tomllib
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.observe.event_log import EventLogError, read_events
-from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped
+from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped, TaskEvaluated
 from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
 from phalanx.observe.logs.masking import run_file_mask
@@ -59,6 +60,8 @@ def scalars(event: Event) -> dict[str, float]:
         case Evaluated() as body:
             named = {"eval/loss": body.loss, "eval/bits_per_byte": body.bits_per_byte}
             named |= {f"eval/loss/{name}": loss for name, loss in body.sources.items()}
+        case TaskEvaluated() as body:
+            named = {f"task/{body.task}/{name}": value for name, value in body.figures.items()}
         case _:
             return {}
     return {name: float(value) for name, value in named.items() if value is not None}
@@ -123,12 +126,25 @@ def goodput_rows(event: Event, run_directory: Path) -> list[tuple[str, float, fl
 def point_of(event: Event) -> tuple[str, int] | None:
     """The kind and the step of an event with numbers, which a tracker draws once; ``None`` for other events."""
     step = step_of(event)
-    return None if step is None else (type(event.body).__name__, step)
+    if step is None:
+        return None
+    kind = type(event.body).__name__
+    return f"{kind} {event.body.task}" if isinstance(event.body, TaskEvaluated) else kind, step
+
+
+_POINT_OF_TAG = {"train/loss": "Step", "eval/loss": "Evaluated"}
+_TASK_TAG = re.compile(r"task/([^/]+)/bits_per_byte")
+
+
+def kind_of_tag(tag: str) -> str | None:
+    """The kind of point, as ``point_of`` has it, of which each has this tag; ``None`` for other tags."""
+    task = _TASK_TAG.fullmatch(tag)
+    return f"{TaskEvaluated.__name__} {task[1]}" if task else _POINT_OF_TAG.get(tag)
 
 
 def step_of(event: Event) -> int | None:
     """The step an event belongs to: the x-axis of every tracker."""
-    return event.body.step if isinstance(event.body, Step | Evaluated) else None
+    return event.body.step if isinstance(event.body, Step | Evaluated | TaskEvaluated) else None
 
 
 # Feeds a tracker (TensorBoard, W&B, MLflow) from a thread of its own, so that it can never hold training up.

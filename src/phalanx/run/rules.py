@@ -20,6 +20,7 @@ from phalanx.run.smaller_degrees import problems_on, smaller_degree_problems
 from phalanx.run.spec import (
     CheckpointSpec,
     DataSpec,
+    EvalSpec,
     FleetSpec,
     ModelSpec,
     RopeScalingSpec,
@@ -42,6 +43,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *expected_weights_problems(spec),
         *_absorbed(spec),
         *mixture_problems(spec.data),
+        *task_problems(spec.evaluation),
         *_train(spec.train),
         *_origin(spec.checkpoint),
         *_store(spec.checkpoint),
@@ -391,6 +393,30 @@ def mixture_problems(data: DataSpec) -> Iterator[Problem]:
             if not any(source.weights[number] for source in data.sources):
                 problem = f"all weights of the stage that begins after step {step} are 0"
                 yield Problem("data.sources", problem, "give a source a weight there")
+
+
+MOST_TASKS = 256
+"""More would make each evaluation longer than what it judges."""
+
+
+def task_problems(evaluation: EvalSpec) -> Iterator[Problem]:
+    """All that is impossible in a run's tasks without looking at their files."""
+    names = [task.name for task in evaluation.tasks]
+    if len(names) > MOST_TASKS:
+        yield Problem("evaluation.tasks", f"{len(names)} tasks are too many", f"at most {MOST_TASKS}")
+    for number, task in enumerate(evaluation.tasks):
+        path = f"evaluation.tasks[{number}]"
+        if not _NAME.fullmatch(task.name):
+            problem = f"{task.name[:100]!r} is no name of a task"
+            yield Problem(f"{path}.name", problem, 'letters, digits, "-" and "_", such as "arc-easy"')
+        elif task.name in names[:number]:
+            yield Problem(
+                f"{path}.name", f"two tasks are called {task.name!r}", "give each a name of its own"
+            )
+        if not task.path:
+            yield Problem(
+                f"{path}.path", "is missing", "the file of the task's items, one JSON object a line"
+            )
 
 
 def _cache_problems(data: DataSpec) -> Iterator[Problem]:

@@ -291,8 +291,23 @@ class RuntimeSpec:
 
 
 @dataclass(frozen=True)
+class TaskSpec:
+    """A file of items with known answers that each evaluation scores; [[evaluation.tasks]] once for each."""
+
+    name: Annotated[str, FLEET] = ""
+    """Name of the task in events, curves and trackers: letters, digits, "-" and "_"."""
+    path: Annotated[str, FLEET] = ""
+    """File of the items, one JSON object a line. The run directory keeps a copy of it, from which the ranks read."""
+    kind: Annotated[Literal["choice", "completion", "text"], FLEET] = "choice"
+    """The lines' form. "choice": {"context", "choices", "answer"}, the most probable choice is the model's; "completion": {"context", "completion"}, right
+    if greedy decoding writes it; "text": {"text"}, scored in bits per byte."""
+    items: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Number of the file's first items that are scored; 0 means all."""
+
+
+@dataclass(frozen=True)
 class EvalSpec:
-    """Evaluation on held-out text."""
+    """Evaluation on held-out text and on tasks."""
 
     every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
     """Steps between evaluations; 0 means only at the end."""
@@ -300,6 +315,8 @@ class EvalSpec:
     """Held-out sequences scored by an evaluation during the run, or all if there are fewer."""
     final_sequences: Annotated[int, FLEET, NOT_NEGATIVE] = 4096
     """Held-out sequences scored after the last step; 0 means all. The figure for xz is for all held-out text."""
+    tasks: Annotated[tuple[TaskSpec, ...], FLEET] = ()
+    """Tasks that each evaluation scores, with the same numbers on any layout of one promise; each is a table [[evaluation.tasks]]."""
 
 
 @dataclass(frozen=True)

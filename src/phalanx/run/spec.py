@@ -27,6 +27,7 @@ from phalanx.run.sections import (
     SampleSpec,
     ScheduleSpec,
     SourceSpec,
+    TaskSpec,
     TrainSpec,
 )
 
@@ -252,6 +253,7 @@ __all__ = [
     "SampleSpec",
     "ScheduleSpec",
     "SourceSpec",
+    "TaskSpec",
     "TrainSpec",
 ]
 

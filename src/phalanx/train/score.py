@@ -9,6 +9,7 @@ the user's own, each text has a micro-batch of its own, with padding in the othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,9 @@ from phalanx.run.kinds.whole_model import resolve
 from phalanx.run.rules import NotPortableError
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.train.compose import compute_dtype, whole_model
-from phalanx.train.step.loss import IGNORE, token_cross_entropy
+from phalanx.train.evaluation.scoring import micro_batch, micro_batch_rows, scores_of_sequences
+from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore
+from phalanx.train.step.loss import IGNORE, token_scores
 
 # A run's model with the weights of a step, for code that computes with it and does not train it.
 
@@ -152,38 +155,45 @@ class Scorer:
         micro-batch. Raises ScoreError before anything is computed, and for logits that are not finite."""
         for number, text in enumerate(texts, 1):
             self._require(text, number)
-        train = self.spec.train
-        rows = train.micro_batch_size or train.batch_size // train.slots
-        together = rows if self.is_exact else 1
-        results: list[Tensor] = []
-        with torch.no_grad(), _as_trained(self.spec):
-            for first in range(0, len(texts), together):
-                results += self._micro_batch(texts[first : first + together], rows)
-                if progress is not None:
-                    progress(len(results))
-        for number, values in enumerate(results, 1):
-            if not bool(torch.isfinite(values).all()):
+        sequences = [
+            ScoredSequence(tuple(text), len(text) - 1, number, 0) for number, text in enumerate(texts)
+        ]
+        scores = self.score_sequences(sequences, progress)
+        for number, values in enumerate(scores, 1):
+            if not all(map(math.isfinite, values.log_probabilities)):
                 raise ScoreError(
                     f"text {number}: its log-probabilities are not finite (NaN or infinite): the weights are, or too large for the "
                     "format computed in; take an earlier step or --dtype float32"
                 )
+        return [torch.tensor(score.log_probabilities, dtype=torch.float32) for score in scores]
+
+    def score_sequences(
+        self, sequences: Sequence[ScoredSequence], progress: Callable[[int], None] | None = None
+    ) -> list[SequenceScore]:
+        """The scores of sequences of at most ``length + 1`` tokens, as an evaluation of the run computes them. ``progress`` is as for ``score``."""
+        rows = micro_batch_rows(self.spec)
+        together = rows if self.is_exact else 1
+        results: list[SequenceScore] = []
+        with torch.no_grad(), _as_trained(self.spec):
+            for first in range(0, len(sequences), together):
+                own = sequences[first : first + together]
+                samples, targets = micro_batch(own, rows, self.length)
+                scores = self._token_scores(samples[:, :-1], targets)  # (2, rows, seq)
+                results += scores_of_sequences(own, scores[:, targets != IGNORE])
+                if progress is not None:
+                    progress(len(results))
         return results
 
-    def _micro_batch(self, texts: Sequence[Sequence[int]], rows: int) -> list[Tensor]:
-        tokens = torch.zeros(rows, self.length, dtype=torch.int64)
-        targets = torch.full_like(tokens, IGNORE)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text)] = torch.tensor(text)
-            targets[row, : len(text) - 1] = tokens[row, 1 : len(text)]
+    def _token_scores(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The scores ``(2, rows, seq)``, on the host, of ``tokens`` and ``targets`` ``(rows, seq)``."""
         tokens, targets = brought(tokens, self.device), brought(targets, self.device)
         positions = torch.arange(self.length, device=self.device)
         cap, chunk = self.spec.model.logit_cap, self.spec.train.loss_chunk
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
-            return token_cross_entropy(hidden, weight, targets, chunk, cap=cap)
+            return token_scores(hidden, weight, targets, chunk, cap=cap)
 
-        losses = torch.from_numpy(fetched(self._model(tokens, readout, positions=positions)))  # (rows, seq)
-        return [-losses[row, : len(text) - 1] for row, text in enumerate(texts)]
+        return torch.from_numpy(fetched(self._model(tokens, readout, positions=positions)))
 
     def _require(self, text: Sequence[int], number: int) -> None:
         vocab = self.spec.model.vocab_size

@@ -77,7 +77,7 @@ def command(options: ScoreOptions) -> None:
     place, file = options.place, options.file
     inputs = given_texts(file.read(), "standard input" if file is sys.stdin.buffer else file.name)
     kinds = (CheckpointError, DataError, RunDirectoryError, PartLostError, ValueError)
-    with explained(*kinds), _opened(place, options.step) as opened:
+    with explained(*kinds), opened_weights(place, options.step) as opened:
         run_dir, step = opened
         pack = place if place.is_file() else None
         require_trusted_code(run_dir, trust_code=options.trust_code, place=pack)
@@ -89,9 +89,11 @@ def command(options: ScoreOptions) -> None:
                 raise
             tokenizer = None  # tokens alone are scored without one, but not by the byte
         texts = [_encoded(text, tokenizer) for text in inputs]
-        scorer = _scorer(pack or run_dir, step, options)
+        scorer = scorer_for(
+            pack or run_dir, step, options.dtype, options.device, stream=options.stream, memory=options.memory
+        )
         with computing_on(scorer.device, "the scores of a text"):
-            scores = scorer.score(texts, _progress(len(texts)))
+            scores = scorer.score(texts, shown_progress(len(texts), "texts"))
         computed = numerics_id(
             "exact" if scorer.is_exact else "score",
             scorer.dtype,
@@ -114,7 +116,7 @@ def command(options: ScoreOptions) -> None:
 
 
 @contextmanager
-def _opened(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
+def opened_weights(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
     """Yield the run directory and the step to score. A pack's small files are unpacked for the time of the block."""
     if not place.is_file():
         with weights_place(place, step) as where:
@@ -129,7 +131,10 @@ def _opened(place: Path, step: int | None) -> Iterator[tuple[Path, int | None]]:
         yield folder, step
 
 
-def _scorer(place: Path, step: int | None, options: ScoreOptions) -> Scorer:
+def scorer_for(
+    place: Path, step: int | None, dtype_name: str | None, device: str, *, stream: bool, memory: int | None
+) -> Scorer:
+    """Return what scores with the weights in a run directory or a pack, by the options of those names."""
     from phalanx.hardware.local.detect import set_for_rank
     from phalanx.hardware.local.device import gpus, on_gpu
     from phalanx.run.directory.paths import RunDirectory, read_resolved
@@ -137,8 +142,8 @@ def _scorer(place: Path, step: int | None, options: ScoreOptions) -> Scorer:
     from phalanx_serve.numerics import computing_on, device_named
     from phalanx_serve.weights.open_model import scorer_of
 
-    device, dtype = options.device, None if options.dtype is None else RUN_FILE_NAMES[options.dtype]
-    of_pack = options.stream or place.is_file()
+    dtype = None if dtype_name is None else RUN_FILE_NAMES[dtype_name]
+    of_pack = stream or place.is_file()
     if device == "auto" and (of_pack or read_resolved(RunDirectory(place)).runtime.device != "cuda"):
         device = "cpu"
     only_cpu = "a pack, and what is streamed, is scored by the CPU: leave out --device" if of_pack else ""
@@ -146,18 +151,18 @@ def _scorer(place: Path, step: int | None, options: ScoreOptions) -> Scorer:
     if on_gpu(computing):
         set_for_rank()  # before CUDA starts: deterministic mode needs it
     if of_pack:
-        return scorer_of(place, step, dtype, stream=options.stream, memory_bytes=options.memory)
+        return scorer_of(place, step, dtype, stream=stream, memory_bytes=memory)
     with computing_on(computing, "the weights"):
         return Scorer.of_run(place, step, dtype, computing)
 
 
-def _progress(count: int) -> Callable[[int], None] | None:
-    """Return a callback that prints on a terminal how many of ``count`` texts are scored. Return None without a
+def shown_progress(count: int, things: str) -> Callable[[int], None] | None:
+    """Return a callback that prints on a terminal how many of ``count`` things are scored. Return None without a
     terminal.
     """
     if count < 2 or not sys.stderr.isatty():
         return None
-    return lambda scored: click.echo(f"\r{scored} of {count} texts", err=True, nl=scored == count)
+    return lambda scored: click.echo(f"\r{scored} of {count} {things}", err=True, nl=scored == count)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from phalanx.observe.events import (
     RunStarted,
     Step,
     Stopped,
+    TaskEvaluated,
     Unknown,
     decode,
 )
@@ -129,6 +130,8 @@ MOST_EVALUATIONS = 5_000
 MOST_OTHERS = 200_000
 """Most lines other than steps whose offsets are kept."""
 MOST_MEMORY_KINDS = 16
+_MOST_SPARSE = {"memory": MOST_MEMORY_KINDS, "task": 256}
+"""Largest number of curves whose names begin so."""
 USUAL_BUDGET_S = 1.5
 _NEWEST = 256
 _ENDINGS = (Stopped, Finished)
@@ -341,6 +344,9 @@ class RunSeries:
             self.evaluations.append((event, body))
             self._note(body.step, "eval_loss", body.loss, before)
             self._note(body.step, "eval_bits_per_byte", body.bits_per_byte, before)
+        elif isinstance(body, TaskEvaluated):
+            for figure, value in body.figures.items():
+                self._note(body.step, f"task.{body.task}.{figure}", value, before)
         elif isinstance(body, MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
                 self._note(body.step, f"memory.{kind}", size, before)
@@ -351,12 +357,12 @@ class RunSeries:
     def _note(self, step: int, name: str, value: float | None, before: int) -> None:
         if value is None or abs(value) > 1e300 or math.isnan(value):
             return
-        if (
-            name.startswith("memory.")
-            and name not in self.table.sparse
-            and len(self.table.sparse) >= MOST_MEMORY_KINDS
-        ):
-            return
+        prefix, _, _ = name.partition(".")
+        most = _MOST_SPARSE.get(prefix)
+        if most is not None and name not in self.table.sparse:
+            count = sum(other.startswith(f"{prefix}.") for other in self.table.sparse)
+            if count >= most:
+                return
         self.table.set_at(step, name, float(value), before)
 
     @property

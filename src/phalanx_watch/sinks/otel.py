@@ -34,6 +34,7 @@ from phalanx.observe.events import (
     RunStarted,
     Step,
     Stopped,
+    TaskEvaluated,
     encode,
 )
 from phalanx.observe.ledger import PHASES
@@ -96,6 +97,9 @@ class OtelSink:
             case Evaluated() as body:
                 attributes = {"step": body.step, "loss": body.loss}
                 self._span("evaluation", body.step, at_ns - round(body.seconds * _NS), at_ns, attributes)
+            case TaskEvaluated() as body:
+                attributes = {"step": body.step, "task": body.task, **body.figures}
+                self._span("task", body.step, at_ns - round(body.seconds * _NS), at_ns, attributes)
             case Restored() as body if self._epoch is not None:
                 attributes = {"step": body.step, "source": body.source, "moved_bytes": body.moved_bytes}
                 self._epoch.add_event("restored", attributes, at_ns)

@@ -18,14 +18,12 @@ from phalanx.observe.sinks import (
     GOODPUT_COLUMNS,
     goodput_rows,
     hyperparameters,
+    kind_of_tag,
     point_of,
     record,
     scalars,
     step_of,
 )
-
-_POINTS = {"Step": "train/loss", "Evaluated": "eval/loss"}
-"""A scalar that each event of a kind has."""
 
 
 class TensorBoardSink:
@@ -86,9 +84,8 @@ def newest_steps(folder: Path) -> dict[str, int]:
                 if len(file.read(4)) < 4:
                     break
                 record = EventRecord.FromString(data)
-                tags = {value.tag for value in record.summary.value}
-                for kind, tag in _POINTS.items():
-                    if tag in tags:
+                for value in record.summary.value:
+                    if kind := kind_of_tag(value.tag):
                         newest[kind] = max(newest.get(kind, 0), record.step)
         if "Step" in newest:
             break

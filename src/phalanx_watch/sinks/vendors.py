@@ -22,6 +22,7 @@ from phalanx.observe.sinks import (
     Sink,
     goodput_rows,
     hyperparameters,
+    kind_of_tag,
     point_of,
     record,
     scalars,
@@ -175,8 +176,6 @@ BATCH = 900
 PARAMETERS = 100
 """Parameters per call; MLflow refuses more."""
 _TAG = "phalanx.run_directory"
-_POINTS = {"Step": "train/loss", "Evaluated": "eval/loss"}
-"""A metric that each event of a kind has."""
 _PATIENCE = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
@@ -209,7 +208,8 @@ class MlflowSink:
         self._metrics: list[Any] = []
         self._drawn = {
             (kind, metric.step)
-            for kind, tag in _POINTS.items()
+            for tag in self._client.get_run(self._run_id).data.metrics
+            if (kind := kind_of_tag(tag))
             for metric in self._client.get_metric_history(self._run_id, tag)
         }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from observe.recorded import crashed_run, step
-from phalanx.observe.events import Evaluated, Event, Message, encode
+from phalanx.observe.events import Evaluated, Event, Message, TaskEvaluated, encode
 from phalanx.observe.sink_registry import SinkError, Vendor, fill_sink, missing_points, open_sinks
 from phalanx.observe.sinks import (
     FAILURES_IN_A_ROW,
@@ -17,6 +17,7 @@ from phalanx.observe.sinks import (
     SinkHealth,
     close_sinks,
     hyperparameters,
+    kind_of_tag,
     point_of,
     scalars,
     step_of,
@@ -346,3 +347,36 @@ def test_tensorboard_after_a_kill_has_every_step_once(tmp_path: Path) -> None:
                 found += [record.step for value in record.summary.value if value.tag == "train/loss"]
             at += 16 + size
     assert sorted(found) == list(range(1, 81))
+
+
+def test_each_task_has_points_and_tags_of_its_own() -> None:
+    figures = {"accuracy": 0.5, "bits_per_byte": 1.25}
+    event = Event(1.0, 0, TaskEvaluated(step=3, task="sums", scored_as="choice", items=4, figures=figures))
+    tags = scalars(event)
+    assert tags == {"task/sums/accuracy": 0.5, "task/sums/bits_per_byte": 1.25}
+    assert {kind_of_tag(tag) for tag in tags} == {None, "TaskEvaluated sums"}
+    assert point_of(event) == ("TaskEvaluated sums", 3)
+    assert [kind_of_tag(tag) for tag in ("train/loss", "eval/loss", "train/lr")] == [
+        "Step",
+        "Evaluated",
+        None,
+    ]
+
+
+def test_a_tracker_that_lacks_the_tasks_of_an_evaluation_gets_them(tmp_path: Path) -> None:
+    events = [
+        Event(1.0, 0, step(2, 9)),
+        Event(2.0, 0, Evaluated(2, 3.0)),
+        *(
+            Event(
+                3.0,
+                0,
+                TaskEvaluated(step=2, task=task, scored_as="text", items=1, figures={"bits_per_byte": 2.0}),
+            )
+            for task in ("one", "other")
+        ),
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(map(encode, events)))
+    held = {("Step", 2), ("Evaluated", 2), ("TaskEvaluated one", 2)}
+    sent = [point_of(event) for event in missing_points(tmp_path / "events.jsonl", Recording(held).holds)]
+    assert sent == [("TaskEvaluated other", 2)]

@@ -23,6 +23,7 @@ from phalanx.observe.events import (
     Message,
     Restored,
     Step,
+    TaskEvaluated,
     encode,
 )
 from phalanx_watch.page.runs import SeriesCache, StoredSeries
@@ -284,3 +285,22 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     stored.save(run)
     stored.load(run)
     assert run.table.rows == 45
+
+
+def test_each_figure_of_a_task_is_a_curve_and_their_number_is_bounded(tmp_path: Path) -> None:
+    events = [Event(float(number), 0, step(number, 300)) for number in range(1, 5)]
+    events += [
+        Event(
+            9.0,
+            0,
+            TaskEvaluated(
+                step=4, task=f"task-{number}", scored_as="choice", items=2, figures={"accuracy": 0.5}
+            ),
+        )
+        for number in range(300)
+    ]
+    write_events(tmp_path, events)
+    run = _read(tmp_path)
+    (line,) = [line for name, line in curves(run, ["task.task-7.accuracy"]).series.items() if "task" in name]
+    assert [value for value in np.asarray(line.y).tolist() if not math.isnan(value)] == [0.5]
+    assert sum(name.startswith("task.") for name in run.curve_names()) == 256

@@ -4,6 +4,7 @@
 nothing, so the display of a run that died last week is the display it had then.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from phalanx.observe.events import (
@@ -25,6 +26,7 @@ from phalanx.observe.events import (
     RunStarted,
     Step,
     Stopped,
+    TaskEvaluated,
     Torn,
     Unknown,
 )
@@ -121,6 +123,8 @@ def reduce(state: State, event: Event) -> State:
             return _with_step(state, event.t, body)
         case Evaluated() as body:
             return replace(state, evaluated=body, evaluating=None)
+        case TaskEvaluated():
+            return replace(state, evaluating=None)
         case Evaluating() as body:
             return replace(state, evaluating=body)
         case CheckpointSaved() as body:
@@ -221,6 +225,18 @@ def describe_evaluation(body: Evaluated, xz_bits_per_byte: float | None) -> str:
         if xz_bits_per_byte is not None:
             text += f" (xz -9: {xz_bits_per_byte:.3f})"
     return text
+
+
+def describe_figures(figures: Mapping[str, float]) -> str:
+    """``accuracy 0.412 ± 0.016 · 1.204 bits/byte``."""
+    parts = []
+    if "accuracy" in figures:
+        parts.append(f"accuracy {figures['accuracy']:.3f} ± {figures.get('accuracy_error', 0.0):.3f}")
+    if "accuracy_per_character" in figures:
+        parts.append(f"{figures['accuracy_per_character']:.3f} per character")
+    if "bits_per_byte" in figures:
+        parts.append(f"{figures['bits_per_byte']:.3f} bits/byte")
+    return " · ".join(parts)
 
 
 def describe_evaluating(body: Evaluating) -> str:

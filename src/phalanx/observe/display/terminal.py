@@ -23,10 +23,20 @@ from phalanx.observe.display.state import (
     describe_checkpoint,
     describe_evaluating,
     describe_evaluation,
+    describe_figures,
     notes,
     reduce,
 )
-from phalanx.observe.events import CheckpointSaved, Evaluated, Evaluating, Event, Finished, RunStarted, Step
+from phalanx.observe.events import (
+    CheckpointSaved,
+    Evaluated,
+    Evaluating,
+    Event,
+    Finished,
+    RunStarted,
+    Step,
+    TaskEvaluated,
+)
 from phalanx.observe.throughput import format_bytes, format_count, format_duration
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -322,6 +332,10 @@ def _milestone(state: State, event: Event) -> str | None:
         case Evaluated() as body:
             baseline = state.started.xz_bits_per_byte if state.started else None
             return f"{at}  held out at step {body.step:,}: {describe_evaluation(body, baseline)}"
+        case TaskEvaluated() as body:
+            return (
+                f"{at}  task {printable(body.task)} at step {body.step:,}: {describe_figures(body.figures)}"
+            )
         case Evaluating() as body:
             return f"{at}  {describe_evaluating(body)}"
         case CheckpointSaved() as body:

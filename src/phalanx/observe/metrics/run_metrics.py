@@ -26,6 +26,7 @@ from phalanx.observe.events import (
     RunStarted,
     Step,
     Stopped,
+    TaskEvaluated,
     Torn,
     Unknown,
     decode,
@@ -84,6 +85,8 @@ class RunFacts:
     over: str = ""
     """``finished`` or ``stopped`` once the newest attempt has ended so."""
     evaluation: Evaluated | None = None
+    tasks: dict[str, TaskEvaluated] = field(default_factory=dict)
+    """The newest evaluation of each task."""
     evaluation_seconds: float = 0.0
     saved: CheckpointSaved | None = None
     saved_t: float = 0.0
@@ -186,6 +189,9 @@ class RunFacts:
                 self._restored(body)
             case Evaluated():
                 self.evaluation, self.evaluation_seconds = body, self.evaluation_seconds + body.seconds
+            case TaskEvaluated():
+                self.tasks[body.task] = body
+                self.evaluation_seconds += body.seconds
             case CheckpointSaved():
                 self.saved, self.saved_t = body, event.t
                 self.checkpoint_seconds += body.seconds
@@ -314,6 +320,14 @@ def _memory(facts: RunFacts) -> Found:
     return None if facts.memory is None else _by("kind", {k: float(v) for k, v in facts.memory.most.items()})
 
 
+def _tasks(facts: RunFacts) -> Found:
+    return [
+        ({"task": body.task, "figure": name}, value)
+        for body in facts.tasks.values()
+        for name, value in body.figures.items()
+    ]
+
+
 def _recovery_seconds(facts: RunFacts) -> Found:
     return _by("phase", {phase.value: facts.recovery_seconds[phase.value] for phase in PHASES})
 
@@ -383,6 +397,7 @@ RUN_METRICS: tuple[Derived[RunFacts], ...] = (
     _derived("evaluation_step", "gauge", "Step of the newest evaluation.", _of("evaluation", "step")),
     _derived("evaluation_loss", "gauge", "Loss on held-out text in the newest evaluation.", _of("evaluation", "loss")),
     _derived("evaluation_bits_per_byte", "gauge", "The same in bits a byte.", _of("evaluation", "bits_per_byte")),
+    _derived("task_figure", "gauge", "Figures of each task in its newest evaluation.", _tasks, "task", "figure"),
     _derived("nonfinite_steps_total", "counter", "Steps with a loss or gradient that was not finite.", _count("NonFinite")),
     _derived("skipped_steps_total", "counter", "Those of them that changed no weight.", lambda f: f.skipped),
     _derived("loss_spikes_total", "counter", "Steps whose loss was far above what is usual.", _count("LossSpike")),

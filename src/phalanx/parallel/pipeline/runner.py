@@ -249,10 +249,13 @@ class Pipeline:
         passage = _Passage(self, tokens, forward, scales, accumulation)
         return passage.run(partial(self.schedule.actions, slots=len(scales)))
 
-    def evaluate(self, tokens: MicroBatches, forward: Forward) -> Tensor:
-        """Return the loss of each micro-batch ``(b, s)``, zero except on the rank with the last stage; no gradients."""
+    def evaluate(self, tokens: MicroBatches, forward: Forward, shape: tuple[int, ...] = ()) -> Tensor:
+        """Return the last stage's result, of ``shape``, for each micro-batch ``(b, s)``: ``(micro-batches, *shape)``, fp32.
+
+        It is the loss by default, and zero except on the rank with the last stage; no gradients.
+        """
         with torch.no_grad():
-            return _Passage(self, tokens, forward).run(self.schedule.forward_only)
+            return _Passage(self, tokens, forward, shape=shape).run(self.schedule.forward_only)
 
 
 @dataclass
@@ -265,6 +268,8 @@ class _Passage:
     scales: Sequence[float] = (1.0,)
     """Loss factors by slot."""
     accumulation: Accumulation | None = None
+    shape: tuple[int, ...] = ()
+    """The shape of the last stage's result: 0-dim for a loss."""
     local: dict[StageMessage, Tensor] = field(default_factory=dict)
     """Messages between two stages of this rank."""
     graphs: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = field(default_factory=dict)
@@ -278,7 +283,7 @@ class _Passage:
         actions = actions_of(pipeline.rank, count)
         # Micro-batches with an I postpone their weight gradients to a W; those with a B compute both at once.
         self.divided = frozenset(action[1:] for action in actions if action.kind == "I")
-        self.losses = torch.zeros(count, device=pipeline.device)
+        self.losses = torch.zeros(count, *self.shape, device=pipeline.device)
         links, schedule = pipeline.links, pipeline.schedule
         # Every rank can compute any rank's list, so receivers expect each sender's messages in their order.
         coming = {

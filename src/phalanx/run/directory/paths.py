@@ -7,6 +7,7 @@
         steps.bin         a cache of the numbers of logged steps, for fast curves (observe/event_log.py)
         ranks.bin         measurements of each rank by window (observe/rank_stream.py)
         checkpoints/      committed steps: step-00000100/checkpoint.json and so on
+        tasks/            copies of the files of evaluation.tasks
         tokenizer/        a copy of the tokenizer, so that the folder is enough to generate text
         published/        the publisher's files of an imported model, without the weights
         logs/             output and log of each process as lines of JSON, with failures
@@ -233,9 +234,18 @@ class RunDirectory:
         own = (
             *(self.lock, self.run_file, self.record, self.events, self.steps, self.ranks, self.checkpoints),
             *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.profiles),
-            *(self.labels, self.code, self.machines, self.packs, self.serving),
+            *(self.labels, self.code, self.machines, self.packs, self.serving, self.tasks),
         )
         return {path.name for path in own}
+
+    @property
+    def tasks(self) -> Path:
+        """Copies of the files of the run's tasks."""
+        return self.path / "tasks"
+
+    def task(self, name: str) -> Path:
+        """Return the copy of the file of the task ``name``."""
+        return self.tasks / f"{name}.jsonl"
 
     def log(self, attempt: int, rank: int) -> Path:
         """Return the log of one rank in one attempt."""
@@ -360,6 +370,8 @@ class RunResult:
     """Bits needed for a byte of the held-out text."""
     xz_bits_per_byte: float | None = None
     """The same for ``xz -9`` on that text."""
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The figures of each task in the last evaluation, by its name."""
     ranks: int = 0
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """Measured device memory by kind, on the rank that holds most of it."""

@@ -21,13 +21,13 @@ from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.run.directory.paths import RunResult
 from phalanx.train.assemble import Training
+from phalanx.train.evaluation.scoring import EvaluationStoppedError
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.observers import (
-    EvaluationStoppedError,
-    HeldOutEvaluation,
-    HeldOutLoss,
+    Evaluator,
     Observer,
     RankWindows,
+    Scores,
     StepEnd,
     StepLog,
     report_start,
@@ -70,7 +70,7 @@ class Trainer:
         self._at_start = replace(self._progress)
         """The progress at which this attempt began."""
         self._saving = Saving(training)
-        self._evaluation = HeldOutEvaluation(training)
+        self._evaluation = Evaluator(training)
         self._step_s: list[float] = []
         """Seconds of each step of this attempt."""
         self._memory_bytes: dict[str, int] = {}
@@ -143,7 +143,7 @@ class Trainer:
             self._saving.save(progress)
         self._ledger.switch(Bucket.STEP_HOST_GAP)
         recording = Recording(training, self._stepper, lambda: ranks.slowest, self._measured_step)
-        # The order of events at a step is the order here. HeldOutEvaluation is last: a request to stop ends it, and the hook with it.
+        # The order of events at a step is the order here. The evaluation is last: a request to stop ends it, and the hook with it.
         self._observers = (
             StepLog(training),
             RankWindows(training, ranks),
@@ -258,7 +258,7 @@ class Trainer:
             problem = f"all {progress.step} steps are done, but the last checkpoint could not be saved"
             raise UnsavedError(f"{problem}; {remedy}", remedy)
         try:
-            evaluation = self._evaluation.run(progress.step, self._spec.evaluation.final_sequences)
+            scores = self._evaluation.run(progress.step, self._spec.evaluation.final_sequences)
         except EvaluationStoppedError:
             self._stop()
             return None
@@ -267,7 +267,7 @@ class Trainer:
         guardian.computed()
         self._saving.settle_copies()
         self._ledger.switch(Bucket.STEP_HOST_GAP)
-        result = self._result(evaluation, weights)
+        result = self._result(scores, weights)
         if first:
             guardian.await_authority()
             guardian.authorize()
@@ -275,8 +275,9 @@ class Trainer:
         self._reporter.emit(Finished(result.to_json(), self._ledger.seconds()))
         return result
 
-    def _result(self, evaluation: HeldOutLoss | None, weights: str) -> RunResult:
+    def _result(self, scores: Scores, weights: str) -> RunResult:
         training, progress, layout = self._training, self._progress, self._training.mesh.layout
+        evaluation = scores.held_out
         tokens_per_s = self._typical_speed()
         return RunResult(
             run_dir=str(training.inputs.directory.path),
@@ -290,6 +291,7 @@ class Trainer:
             held_out_loss=evaluation.loss if evaluation else None,
             bits_per_byte=evaluation.bits_per_byte if evaluation else None,
             xz_bits_per_byte=training.data.index.held_out_xz_bits_per_byte,
+            tasks={name: dict(figures) for name, figures in scores.tasks.items()},
             ranks=training.mesh.ranks,
             memory_bytes=self._memory_bytes,
             layout=layout.degrees | {"expert": layout.expert},

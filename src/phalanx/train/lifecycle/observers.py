@@ -6,36 +6,32 @@ Profiles are recorded by another observer, ``phalanx.train.profile.recording``.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from numpy.typing import NDArray
-from torch import Tensor
-
-from phalanx.data.reading.dataset import RunData
 from phalanx.hardware.local.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.events import Evaluated, Evaluating, Restored, RunStarted, Step
+from phalanx.observe.events import Evaluated, Evaluating, Restored, RunStarted, Step, TaskEvaluated
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
-from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.parallel.reduction.data_parallel import DataParallel, reshard
-from phalanx.run.spec import RunSpec
 from phalanx.train.assemble import Training
+from phalanx.train.evaluation.held_out import HeldOutLoss, evaluate
+from phalanx.train.evaluation.scoring import score_sequences
+from phalanx.train.evaluation.tasks import (
+    ScoredSequence,
+    Task,
+    figures,
+    read_task,
+    scores_by_item,
+    sequences_of,
+)
 from phalanx.train.lifecycle.progress import is_due
 from phalanx.train.lifecycle.reporter import start_record, watch_machines
 from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.start.checks import disk_notes, start_notes
-from phalanx.train.step.loss import IGNORE
 from phalanx.train.step.meters import RankTimes
-from phalanx.train.step.slot import SlotRunner
 from phalanx.train.step.step import StepReport
 
 _REPORT_EVALUATION_S = 5.0
@@ -162,49 +158,103 @@ class RankWindows(Observer):
             self._training.inputs.guardian.measured(frame)
 
 
-class HeldOutEvaluation(Observer):
-    """Evaluations on held-out text, every ``evaluation.every_steps`` steps."""
+@dataclass(frozen=True)
+class Scores:
+    """The results of an evaluation."""
+
+    held_out: HeldOutLoss | None
+    """``None`` without held-out text."""
+    tasks: Mapping[str, Mapping[str, float]]
+    """The figures of each task, by its name."""
+
+
+class Evaluator(Observer):
+    """Evaluations on held-out text and on the run's tasks, every ``evaluation.every_steps`` steps."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
+        self._tasks: list[tuple[Task, list[ScoredSequence]]] | None = None
+        """The run's tasks with their sequences, from the first evaluation on."""
 
     def after_save(self, end: StepEnd) -> None:
         spec = self._training.inputs.spec.evaluation
         if not end.last and not end.report.flags.stop and is_due(end.step, spec.every_steps):
             self.run(end.step, spec.sequences)
 
-    def run(self, step: int, sequences: int) -> HeldOutLoss | None:
-        """Score held-out text and report it. Raises ``EvaluationStoppedError`` on a request to stop."""
-        training, inputs, built = self._training, self._training.inputs, self._training.built
-        with inputs.ledger.bucket(Bucket.EVAL):
-            begin_s = reported_s = time.perf_counter()
-
-            def report(scored: int, total: int) -> None:
-                nonlocal reported_s
-                if time.perf_counter() - reported_s > _REPORT_EVALUATION_S:
-                    reported_s = time.perf_counter()
-                    training.reporter.emit(Evaluating(step, scored, total))
-
-            evaluation = evaluate(
-                built.model,
-                built.runner,
-                training.data,
-                inputs.spec,
-                sequences,
-                report,
-                lambda: inputs.stop.made,
+    def run(self, step: int, sequences: int) -> Scores:
+        """Score held-out text and tasks, and report them. Raises ``EvaluationStoppedError`` on a request to stop."""
+        with self._training.inputs.ledger.bucket(Bucket.EVAL):
+            held_out = self._held_out(step, sequences)
+            return Scores(
+                held_out, {task.name: self._task(step, task, sequences) for task, sequences in self._read()}
             )
-            inputs.guardian.computed()
-            seconds = time.perf_counter() - begin_s
-            # Gathering weights and waiting for stages here was evaluation, not a step's.
-            for clock in built.waits.values():
-                clock.forget()
+
+    def _held_out(self, step: int, sequences: int) -> HeldOutLoss | None:
+        training, inputs, built = self._training, self._training.inputs, self._training.built
+        begin_s, report = time.perf_counter(), self._progress(step)
+        evaluation = evaluate(
+            *(built.model, built.runner, training.data, inputs.spec, sequences, report),
+            lambda: inputs.stop.made,
+        )
+        seconds = self._ended(begin_s)
         if evaluation is not None:
             by_source = dict(evaluation.sources)
             training.reporter.emit(
                 Evaluated(step, evaluation.loss, evaluation.bits_per_byte, seconds, by_source)
             )
         return evaluation
+
+    def _read(self) -> list[tuple[Task, list[ScoredSequence]]]:
+        """The tasks, from their copies in the run directory."""
+        if self._tasks is None:
+            inputs, tokenizer = self._training.inputs, self._training.data.tokenizer
+            self._tasks = [
+                (task, sequences_of(task, tokenizer, inputs.spec.train.seq_len))
+                for spec in inputs.spec.evaluation.tasks
+                for task in [read_task(inputs.directory.task(spec.name), spec.name, spec.kind, spec.items)]
+            ]
+        return self._tasks
+
+    def _task(self, step: int, task: Task, sequences: list[ScoredSequence]) -> dict[str, float]:
+        training, inputs, built = self._training, self._training.inputs, self._training.built
+        begin_s, report = time.perf_counter(), self._progress(step)
+        scores = score_sequences(
+            *(built.model, built.runner, inputs.spec, sequences, report), lambda: inputs.stop.made
+        )
+        results = figures(task, scores_by_item(task, sequences, scores))
+        training.reporter.emit(
+            TaskEvaluated(
+                step=step,
+                task=task.name,
+                scored_as=task.kind,
+                items=len(task.items),
+                figures=results,
+                cut=sum(sequence.cut for sequence in sequences),
+                sha256=task.sha256,
+                seconds=self._ended(begin_s),
+            )
+        )
+        return results
+
+    def _progress(self, step: int) -> Callable[[int, int], None]:
+        """Return a function that reports how far a long evaluation is."""
+        reported_s = time.perf_counter()
+
+        def report(scored: int, total: int) -> None:
+            nonlocal reported_s
+            if time.perf_counter() - reported_s > _REPORT_EVALUATION_S:
+                reported_s = time.perf_counter()
+                self._training.reporter.emit(Evaluating(step, scored, total))
+
+        return report
+
+    def _ended(self, begin_s: float) -> float:
+        """Return the seconds of a part of the evaluation; its waits are no step's."""
+        self._training.inputs.guardian.computed()
+        # Gathering weights and waiting for stages here was evaluation, not a step's.
+        for clock in self._training.built.waits.values():
+            clock.forget()
+        return time.perf_counter() - begin_s
 
 
 def report_start(training: Training) -> None:
@@ -263,112 +313,3 @@ def _changed_numerics(training: Training) -> list[str]:
     return differing(
         Numerics("", {str(name): str(value) for name, value in before.items()}), training.numerics
     )
-
-
-# The loss on held-out text, the same number on any fleet.
-#
-# The held-out sequences are cut into batches of a fixed shape, each of one source where the run has several. Batches are dealt to the
-# data-parallel ranks in turn. The losses are added in the order of batches, and of context ranks within a batch.
-
-
-@dataclass(frozen=True)
-class HeldOutLoss:
-    """The loss on held-out text."""
-
-    loss: float
-    """Mean cross-entropy in nats a token."""
-    bits_per_byte: float
-    """Bits needed for a byte of the text, as a compressor counts."""
-    sources: Mapping[str, float] = field(default_factory=dict)
-    """The loss on the text of each of several sources by its name, if any of it was scored."""
-
-
-def _batch(data: RunData, numbers: NDArray[np.int64], size: int) -> tuple[Tensor, Tensor]:
-    """Held-out samples ``(size, seq + 1)`` and their targets ``(size, seq)``, padded with ignored rows.
-
-    So every batch has the same shape: another one would make some ranks compile the blocks again.
-    """
-    held_out = np.concatenate([data.held_out_samples(int(number), 1) for number in numbers])
-    samples = F.pad(torch.from_numpy(held_out), (0, 0, 0, size - len(numbers)))
-    targets = samples[:, 1:].clone()
-    targets[len(numbers) :] = IGNORE
-    return samples, targets
-
-
-def _batches(data: RunData, numbers: NDArray[np.int64], size: int) -> Iterator[tuple[str, NDArray[np.int64]]]:
-    """The held-out ``numbers`` in batches of at most ``size``, each of one source, with its name."""
-    for name, part in data.held_out_parts.items():
-        chosen = numbers[(numbers >= part.start) & (numbers < part.stop)]
-        for first in range(0, len(chosen), size):
-            yield name, chosen[first : first + size]
-
-
-def _targets(data: RunData, numbers: NDArray[np.int64]) -> int:
-    """The targets in these held-out samples; at least 1, of the many zeros of a record of padding alone."""
-    return max(1, int(data.held_out_targets(numbers).sum()))
-
-
-def _any_rank(here: bool, mesh: Mesh) -> bool:
-    """True on every rank if ``here`` is true on one. A collective."""
-    if mesh.ranks == 1:
-        return here
-    flag = torch.tensor(float(here), device=mesh.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
-
-
-class EvaluationStoppedError(Exception):
-    """A request to stop came to some rank; raised on every rank alike, between two rounds of batches."""
-
-
-@torch.no_grad()
-def evaluate(
-    model: DataParallel,
-    runner: SlotRunner,
-    data: RunData,
-    spec: RunSpec,
-    most: int,
-    on_progress: Callable[[int, int], None] = lambda _done, _sequences: None,
-    stops: Callable[[], bool] = lambda: False,
-) -> HeldOutLoss | None:
-    """The loss on ``most`` held-out sequences (0: on all), evenly spaced; ``None`` if there are none.
-
-    ``on_progress`` is called after each round of batches with the number of sequences that all ranks have scored, and of all. If
-    ``stops()`` is true on some rank after a round, ``EvaluationStoppedError`` is raised.
-    """
-    sequences = min(most or data.held_out_len, data.held_out_len)
-    if sequences == 0:
-        return None
-    numbers = np.arange(sequences) * data.held_out_len // sequences
-    mesh = model.mesh
-    size = spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
-    dealt = list(_batches(data, numbers, size))
-    batches = len(dealt)
-    context = mesh.layout.context
-    losses = torch.zeros(batches * context, dtype=torch.float64, device=mesh.device)
-    for turn in range(-(-batches // mesh.layout.data_ranks)):
-        batch = turn * mesh.layout.data_ranks + mesh.data_rank
-        # A rank without a batch repeats the first, since under FSDP every forward pass is a collective.
-        samples, targets = _batch(data, dealt[batch if batch < batches else 0][1], size)
-        loss = runner.evaluate(runner.losses.cut(samples, targets))
-        if batch < batches and runner.reports:
-            losses[batch * context + mesh.context_rank] = loss.double()
-        on_progress(min((turn + 1) * mesh.layout.data_ranks * size, sequences), sequences)
-        if _any_rank(stops(), mesh):
-            reshard(model.parts)
-            raise EvaluationStoppedError
-    # Leaves shards behind and not gathered weights, for the next forward pass and for everything that reads parameters.
-    reshard(model.parts)
-    dist.all_reduce(losses)
-    nats = math.fsum(losses.tolist())
-    text_bytes = int(data.held_out_bytes(numbers).sum())
-    by_batch = losses.view(batches, context).tolist()
-    by_source = {
-        name: math.fsum(
-            loss for (part, _), row in zip(dealt, by_batch, strict=True) if part == name for loss in row
-        )
-        / sum(_targets(data, chosen) for part, chosen in dealt if part == name)
-        for name in dict.fromkeys(name for name, _ in dealt if name)
-    }
-    bits_per_byte = nats / math.log(2) / max(1, text_bytes)
-    return HeldOutLoss(nats / _targets(data, numbers), bits_per_byte, by_source)

@@ -45,6 +45,7 @@ from phalanx.run.resolve import ONLY, field_of, variable_problems
 from phalanx.run.spec import ModelSpec, RunSpec
 from phalanx.store.open_store import check_url, is_url
 from phalanx.store.store import StoreError
+from phalanx.train.evaluation.tasks import TaskError, read_task, sequences_of, task_file
 
 _MANY_EPOCHS = 4
 """Up to so many, repeated text is nearly as good as new text (Muennighoff et al., arXiv 2305.16264, figure 5)."""
@@ -79,6 +80,7 @@ def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins:
         require_sinks(spec.observe.sinks)
     except SinkError as error:
         yield Problem("observe.sinks", str(error), "or leave it out")
+    yield from _task_problems(spec, places)
     if spec.checkpoint.store:
         try:
             check_url(spec.checkpoint.store)
@@ -91,6 +93,22 @@ def start_problems(spec: RunSpec, places: Mapping[str, DatasetPlace], *, begins:
             yield from _remote_origin_problems(spec, spec.checkpoint.init_from)
         else:
             yield from _origin_problems(spec, places, Path(spec.checkpoint.init_from))
+
+
+def _task_problems(spec: RunSpec, places: Mapping[str, DatasetPlace]) -> Iterator[Problem]:
+    if not spec.evaluation.tasks:
+        return
+    tokenizer = load_tokenizer(tokenizer_folder(places))
+    directory = RunDirectory(Path(spec.run_dir)) if spec.run_dir else None
+    for number, task in enumerate(spec.evaluation.tasks):
+        try:
+            sequences_of(
+                read_task(task_file(task, directory), task.name, task.kind, task.items),
+                tokenizer,
+                spec.train.seq_len,
+            )
+        except TaskError as error:
+            yield Problem(f"evaluation.tasks[{number}]", str(error), "mend the file, or leave the task out")
 
 
 def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:

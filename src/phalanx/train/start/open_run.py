@@ -40,6 +40,7 @@ from phalanx.run.rules import ARITHMETIC, not_portable
 from phalanx.run.spec import RunSpec
 from phalanx.store.open_store import open_store
 from phalanx.store.store import MissingObjectError, StoreError, UnavailableError
+from phalanx.train.evaluation.tasks import task_file
 
 # Makes sure whose the checkpoints in a store are, before a rank is started that could restore them or add to them.
 #
@@ -195,6 +196,7 @@ def open_run(
             write_atomically(directory.run_file, tomli_w.dumps(to_table(spec)).encode())
             directory.logs.mkdir(exist_ok=True)
             _copy_tokenizer(tokenizer_folder, directory.tokenizer)
+            _copy_tasks(spec, directory)
             if template_folder is not None:
                 _take_over_template(template_folder, directory.tokenizer)
             _take_over_published(spec.checkpoint.init_from, directory)
@@ -320,6 +322,15 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     target.mkdir(exist_ok=True)
     for file in source.glob("tokenizer*.json"):
         shutil.copyfile(file, target / file.name)
+
+
+def _copy_tasks(spec: RunSpec, directory: RunDirectory) -> None:
+    """Copy the files of the run's tasks, from which the ranks of all machines read."""
+    for task in spec.evaluation.tasks:
+        source = task_file(task, directory)
+        if source != directory.task(task.name):
+            directory.tasks.mkdir(exist_ok=True)
+            write_atomically(directory.task(task.name), source.read_bytes())
 
 
 def _take_over_published(init_from: str, directory: RunDirectory) -> None:

@@ -152,7 +152,7 @@ def _of_chunk(
     rows: VocabularyPiece | None,
     cap: float,
 ) -> _Chunk:
-    """Logits and losses of ``states`` ``(n, dim)`` and ``targets`` ``(n,)``: all that the loss of training and a score compute alike.
+    """Logits and losses of ``states`` ``(n, dim)`` and ``targets`` ``(n,)``.
 
     ``matrices`` are the projection's ``parts`` of rows.
     """
@@ -163,20 +163,66 @@ def _of_chunk(
 
 
 @torch.no_grad()
-def token_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, *, cap: float = 0.0
+def token_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    rows: VocabularyPiece | None = None,
+    tiles: RankTiles | None = None,
+    *,
+    cap: float = 0.0,
 ) -> Tensor:
-    """The cross-entropy of each token, ``(batch, seq)``, fp32, nats: what ``summed_cross_entropy`` adds up, 0 for ignored targets.
+    """The scores of each token, ``(2, batch, seq)``, fp32, without a gradient; the same on all ranks that share the vocabulary.
 
-    Arguments are its own, where one rank has the whole vocabulary and sequence. No gradient comes of it.
+    The first are the terms of ``summed_cross_entropy``, in nats, 0 for ignored targets. The second are 1 where the target has the largest
+    logit of all tokens, the first of equal ones, else 0: greedy decoding would choose it. Arguments are those of
+    ``summed_cross_entropy``.
     """
-    states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    parts = _parts(len(weight), None)
-    losses = [
-        _of_chunk(now, [weight], target, parts, None, cap).losses
-        for now, target in zip(torch.split(states, chunk), torch.split(labels, chunk), strict=True)
+    if rows is not None and rows.comm is not None:
+        hidden = rows.comm.gather(hidden)  # (batch, seq, dim)
+    if tiles is None:
+        return _scores_in_chunks(hidden, weight, targets, chunk, rows, cap)
+    count = len(tiles.tile_numbers)
+    pieces = zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True)
+    scores = [
+        _scores_in_chunks(aligned(states), weight, labels, chunk, rows, cap) for states, labels in pieces
     ]
-    return torch.cat(losses).view_as(targets)
+    return torch.cat(scores, 2)
+
+
+def _scores_in_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, rows: VocabularyPiece | None, cap: float
+) -> Tensor:
+    """The losses of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``, and whether each target has the largest logit: ``(2, b, s)``, fp32."""
+    states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # (n, dim), (n,)
+    parts = _parts(len(weight), rows)
+    matrices, results = _matrices(weight, parts), []
+    for now, target in zip(torch.split(states, chunk), torch.split(labels, chunk), strict=True):
+        logits = [_logits(now, matrix, cap)[0] for matrix in matrices]  # each (chunk, rows of the part)
+        # Before the losses, which are computed in the memory of the logits.
+        largest = _tokens_of_largest(logits, parts, rows) == target
+        _, losses = _scores_and_losses(logits, [_find(target, part, rows) for part in parts], rows)
+        results.append(torch.stack((losses, largest.to(losses.dtype))))
+    return torch.cat(results, 1).view(2, *targets.shape)
+
+
+def _tokens_of_largest(
+    logits: Sequence[Tensor], parts: Sequence[range], rows: VocabularyPiece | None
+) -> Tensor:
+    """The token with the largest logit, the first of equal ones, ``(n,)``, int64, of each part's logits ``(n, rows of the part)``."""
+    start = 0 if rows is None else rows.start
+    pairs = [part.max(1) for part in logits]
+    # fp64 has each token's number exactly.
+    here = torch.stack(
+        [
+            torch.stack((largest.double(), (columns + start + part.start).double()))
+            for (largest, columns), part in zip(pairs, parts, strict=True)
+        ]
+    )  # (parts of this rank, 2, n)
+    gathered = here if rows is None or rows.comm is None else rows.comm.stack(here).flatten(0, 1)
+    first = gathered[:, 0].argmax(0)  # (n,): the parts are in the order of the vocabulary
+    return gathered[:, 1].gather(0, first[None]).squeeze(0).long()
 
 
 def _in_tiles(

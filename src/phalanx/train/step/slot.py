@@ -28,7 +28,7 @@ from phalanx.parallel.reduction.data_parallel import DataParallel
 from phalanx.parallel.tensor.apply import VocabularyPiece
 from phalanx.run.kinds.prediction_ahead import depths
 from phalanx.run.spec import RunSpec
-from phalanx.train.step.loss import IGNORE, summed_cross_entropy
+from phalanx.train.step.loss import IGNORE, summed_cross_entropy, token_scores
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,18 @@ class Losses:
         )
         return result
 
+    def score(self, stage: nn.Module, x: Tensor, batch: MicroBatch) -> Tensor:
+        """Runs a stage as ``call`` does; the last stage returns the scores of each token, ``(2, batch, seq)`` (``token_scores``)."""
+
+        def readout(hidden: Tensor, weight: Tensor) -> Tensor:
+            chunk, cap = self.spec.train.loss_chunk, self.spec.model.logit_cap
+            return token_scores(hidden, weight, batch.targets, chunk, self.rows, self.tiles, cap=cap)
+
+        result: Tensor = stage(
+            x, readout, positions=batch.positions, documents=batch.documents, ahead=None, further=None
+        )
+        return result
+
     def _sum(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         chunk, cap = self.spec.train.loss_chunk, self.spec.model.logit_cap
         return summed_cross_entropy(hidden, weight, targets, chunk, self.rows, self.tiles, cap=cap)
@@ -177,6 +189,10 @@ class SlotRunner(Protocol):
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Computes the summed loss (0-dim, fp32) of one micro-batch, forward only."""
 
+    @abstractmethod
+    def score(self, batch: MicroBatch) -> Tensor:
+        """Computes the scores of each token of one micro-batch, ``(2, batch, seq)``, fp32, forward only (``token_scores``)."""
+
 
 @dataclass
 class LoopRunner(SlotRunner):
@@ -211,6 +227,10 @@ class LoopRunner(SlotRunner):
         (module,) = self.model.parts
         return self.losses.call(module, batch.tokens, batch, ahead=False)
 
+    def score(self, batch: MicroBatch) -> Tensor:
+        (module,) = self.model.parts
+        return self.losses.score(module, batch.tokens, batch)
+
 
 @dataclass
 class PipelineRunner(SlotRunner):
@@ -239,6 +259,12 @@ class PipelineRunner(SlotRunner):
             return self.losses.call(stage, x, batch, ahead=False)
 
         return self.engine.evaluate([batch.tokens], forward)[0]
+
+    def score(self, batch: MicroBatch) -> Tensor:
+        def forward(stage: nn.Module, x: Tensor, number: int) -> Tensor:  # noqa: ARG001
+            return self.losses.score(stage, x, batch)
+
+        return self.engine.evaluate([batch.tokens], forward, (2, *batch.targets.shape))[0]
 
 
 @dataclass

@@ -37,6 +37,20 @@ const CHARTS = [
 ];
 const NAMES = CHARTS.flatMap(([, lines]) => lines.map(({ name }) => name));
 
+/** Charts of tasks, by the figure that they show: title, and how a value is written. @type {Record<string, [string, (value: number) => string]>} */
+const TASK_CHARTS = { accuracy: ["Accuracy of tasks", (value) => percent(value)], bits_per_byte: ["Bits per byte of tasks", (value) => fixed(value)] };
+const TASK_COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
+
+/** The charts of the tasks that a run has scored, eight to a chart. @param {string[]} names of all its curves @returns {[string, Line[], {optional: boolean}][]} */
+function taskCharts(names) {
+  return Object.entries(TASK_CHARTS).flatMap(([figure, [title, format]]) => {
+    const own = names.filter((name) => name.startsWith("task.") && name.endsWith(`.${figure}`));
+    const lines = own.map((name, index) => ({ name, label: name.slice("task.".length, -figure.length - 1), color: TASK_COLORS[index % TASK_COLORS.length], format, sparse: true, exact: true }));
+    const parts = Array.from({ length: Math.ceil(lines.length / TASK_COLORS.length) }, (_, part) => lines.slice(part * TASK_COLORS.length, (part + 1) * TASK_COLORS.length));
+    return parts.map((part) => /** @type {[string, Line[], {optional: boolean}]} */ ([title, part, { optional: true }]));
+  });
+}
+
 /** @type {import("./main.js").MakeView} */
 export function runView(host, page) {
   let x = page.params.get("x") ?? "step";
@@ -55,13 +69,16 @@ export function runView(host, page) {
     page.set({ x });
     zoom(null, null);
   });
-  const charts = CHARTS.map(([title, lines, { zero, wide }]) => {
+  const shown = [...CHARTS];
+  /** @param {typeof CHARTS[number]} of */
+  const makeChart = ([title, lines, { zero, wide }]) => {
     const chart = new Chart({ title, lines, zero, binary: lines[0].format === bytes, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, noted: Boolean(wide), say: page.say, onZoom: zoom });
     chart.element.classList.toggle("wide", Boolean(wide));
     chart.weight = weight;
     chart.hiddenKinds = hidden;
     return chart;
-  });
+  };
+  const charts = CHARTS.map(makeChart);
   const happened = el("div");
   const facts = el("div", { class: "facts" });
   const none = el("div", { hidden: true });
@@ -114,7 +131,7 @@ export function runView(host, page) {
   /** @param {any} curves */
   function drawCurves(curves) {
     charts.forEach((chart, index) => {
-      const [, lines, { optional }] = CHARTS[index];
+      const [, lines, { optional }] = shown[index];
       const most = Math.max(...lines.map(({ name }) => (curves.series[name]?.y ?? []).filter(known).length));
       // Memory is measured seldom: a measurement or two are bars.
       const has = most > (lines === MEMORY_LINES ? 2 : 0);
@@ -127,9 +144,23 @@ export function runView(host, page) {
     drawHappened(happened, page.id, curves.marks ?? []);
   }
 
+  /** Adds the charts of tasks that were scored for the first time. @param {string[]} names of all curves of the run @returns {boolean} true if there are more */
+  function addTaskCharts(names) {
+    const known = new Set(shown.flatMap(([, lines]) => lines.map(({ name }) => name)));
+    const added = taskCharts(names.filter((name) => !known.has(name)));
+    for (const of of added) {
+      const chart = makeChart(of);
+      shown.push(of);
+      charts.push(chart);
+      memory.before(chart.element);
+    }
+    return added.length > 0;
+  }
+
   return {
     async update(signal) {
-      const curvesOf = get(ofRun(page.id, "curves"), { names: NAMES.join(","), x, ...range, points: POINTS }, signal);
+      const names = [...NAMES, ...shown.slice(CHARTS.length).flatMap(([, lines]) => lines.map(({ name }) => name))];
+      const curvesOf = get(ofRun(page.id, "curves"), { names: names.join(","), x, ...range, points: POINTS }, signal);
       const [run, why, whole] = await Promise.all([get(ofRun(page.id), {}, signal), get(ofRun(page.id, "why"), {}, signal).catch(nothingWrong), curvesOf]);
       const curves = exported ? between(whole, range) : whole;
       page.title(run.name, folderOf(run));
@@ -137,6 +168,7 @@ export function runView(host, page) {
       problemBox(problems, page.id, why.reasons ?? []);
       servedBox(served, run.serving ?? []);
       say(unread, curves.unread ? `The record is long: ${bytes(curves.unread.read_bytes)} of ${bytes(curves.unread.size_bytes)} are read.` : curves.problem || run.problem || "");
+      if (addTaskCharts(run.curves ?? []) && !exported) page.soon();
       if (curves.unread) page.soon();
       none.hidden = curves.x.length > 0 || range.first !== null;
       bar.hidden = grid.hidden = !none.hidden;

@@ -1,0 +1,1 @@
+"""Evaluation of a run's weights: the loss on held-out text, and tasks."""

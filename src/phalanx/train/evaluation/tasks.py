@@ -1,0 +1,277 @@
+"""Tasks: files of items with known answers, the token sequences that a model scores for them, and the figures of its scores.
+
+A task file has one JSON object on each line. Its form is that of the task's kind:
+
+- ``choice``: ``{"context": ..., "choices": [..., ...], "answer": 0}``. The choice with the largest log-probability after the context is
+  the model's.
+- ``completion``: ``{"context": ..., "completion": ...}``. The model is right if greedy decoding would write exactly the completion's tokens.
+- ``text``: ``{"text": ...}``. The whole text is scored.
+
+An item may have an ``"id"``. Context and continuation are encoded together, as lm-evaluation-harness does (arXiv 2405.14782): spaces at the
+end of the context belong to the continuation, whose tokens are those after as many as the context alone has. Without a context, the
+end-of-document token stands before the text. A sequence that is too long loses the beginning of its context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from phalanx.data.tokenizers.tokenizer import Tokenizer
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.spec import TaskSpec
+
+Kind = Literal["choice", "completion", "text"]
+
+
+class TaskError(ValueError):
+    """A task file cannot be used; the message has file, line and remedy."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A context, and the continuations that are scored after it."""
+
+    context: str
+    continuations: tuple[str, ...]
+    answer: int = 0
+    """Index of the right continuation."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, read from its file."""
+
+    name: str
+    kind: Kind
+    items: tuple[Item, ...]
+    sha256: str
+    """SHA-256 of the file, in hex."""
+
+
+class _Choice(msgspec.Struct, forbid_unknown_fields=True):
+    context: str
+    choices: list[str]
+    answer: int
+    id: str | int = ""
+
+
+class _Completion(msgspec.Struct, forbid_unknown_fields=True):
+    context: str
+    completion: str
+    id: str | int = ""
+
+
+class _Text(msgspec.Struct, forbid_unknown_fields=True):
+    text: str
+    id: str | int = ""
+
+
+def _choice_item(line: bytes) -> Item:
+    parsed = msgspec.json.decode(line, type=_Choice)
+    if len(parsed.choices) < 2 or not all(parsed.choices):
+        raise ValueError("needs at least two choices, none of them empty")
+    if not 0 <= parsed.answer < len(parsed.choices):
+        raise ValueError(f"answer {parsed.answer} is not the index of one of {len(parsed.choices)} choices")
+    return Item(parsed.context, tuple(parsed.choices), parsed.answer)
+
+
+def _completion_item(line: bytes) -> Item:
+    parsed = msgspec.json.decode(line, type=_Completion)
+    if not parsed.completion:
+        raise ValueError("the completion is empty")
+    return Item(parsed.context, (parsed.completion,))
+
+
+def _text_item(line: bytes) -> Item:
+    parsed = msgspec.json.decode(line, type=_Text)
+    if not parsed.text:
+        raise ValueError("the text is empty")
+    return Item("", (parsed.text,))
+
+
+_ITEM_OF: Mapping[Kind, Callable[[bytes], Item]] = {
+    "choice": _choice_item,
+    "completion": _completion_item,
+    "text": _text_item,
+}
+_FORM: Mapping[Kind, str] = {
+    "choice": '{"context": "...", "choices": ["...", "..."], "answer": 0}',
+    "completion": '{"context": "...", "completion": "..."}',
+    "text": '{"text": "..."}',
+}
+
+
+def read_task(path: Path, name: str, kind: Kind, most_items: int = 0) -> Task:
+    """Read the first ``most_items`` items of a task file, or all if it is 0. Raises ``TaskError``."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise TaskError(f"cannot read the task file {path}: {error.strerror}") from error
+    lines = ((number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip())
+    items = []
+    for number, line in islice(lines, most_items or None):
+        try:
+            items.append(_ITEM_OF[kind](line))
+        except (ValueError, RecursionError) as error:
+            raise TaskError(
+                f"{path}, line {number}: {error}; a line of kind {kind!r} is {_FORM[kind]}"
+            ) from error
+    if not items:
+        raise TaskError(f"{path} has no item; a line of kind {kind!r} is {_FORM[kind]}")
+    return Task(name, kind, tuple(items), hashlib.sha256(content).hexdigest())
+
+
+def task_file(spec: TaskSpec, directory: RunDirectory | None) -> Path:
+    """Return the file of a run's task: at the path in the run file, or if that is gone, its copy in the run directory."""
+    path = Path(spec.path)
+    if directory is not None and not path.exists() and directory.task(spec.name).exists():
+        return directory.task(spec.name)
+    return path
+
+
+@dataclass(frozen=True)
+class ScoredSequence:
+    """A sequence of tokens of which the last are scored."""
+
+    tokens: tuple[int, ...]
+    """At most ``seq_len + 1``, the first of which is never scored."""
+    scored: int
+    """Number of scored tokens, at least 1."""
+    item: int
+    continuation: int
+    cut: bool = False
+    """True if the beginning of the context was left out."""
+
+
+def sequences_of(task: Task, tokenizer: Tokenizer, seq_len: int) -> list[ScoredSequence]:
+    """Return the sequences that are scored for a task, in the order of its items.
+
+    Raises ``TaskError`` for a continuation that does not fit into ``seq_len`` tokens, but for a text, which is cut into several sequences.
+    """
+    return [
+        sequence
+        for number, item in enumerate(task.items)
+        for index, continuation in enumerate(item.continuations)
+        for sequence in _sequences(task, tokenizer, seq_len, (number, index), item.context, continuation)
+    ]
+
+
+def _sequences(
+    task: Task, tokenizer: Tokenizer, seq_len: int, place: tuple[int, int], context: str, continuation: str
+) -> Iterator[ScoredSequence]:
+    before, scored = encode_pair(tokenizer, context, continuation)
+    if not scored:
+        raise TaskError(
+            f"task {task.name}, item {place[0] + 1}: {continuation!r} has no token of its own after its context; write both as one text"
+        )
+    if task.kind == "text":
+        # Windows of seq_len tokens, each after the last token of the one before.
+        for first in range(0, len(scored), seq_len):
+            window = scored[first : first + seq_len]
+            yield ScoredSequence((before[-1], *window), len(window), *place)
+            before = window
+        return
+    if len(scored) > seq_len:
+        raise TaskError(
+            f"task {task.name}, item {place[0] + 1}: the continuation has {len(scored):,} tokens, and the model reads {seq_len:,} "
+            '(train.seq_len); shorten it, or score it with kind = "text"'
+        )
+    tokens = (*before, *scored)
+    yield ScoredSequence(tokens[-seq_len - 1 :], len(scored), *place, cut=len(tokens) > seq_len + 1)
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the tokens of the context, at least one, and those of the continuation."""
+    kept = context.rstrip()
+    tokens = tokenizer.encode(context + continuation)
+    first = len(tokenizer.encode(kept)) if kept else 0
+    start = tokenizer.document_start or (tokenizer.end_of_document,)
+    before = (*tokenizer.document_start, *tokens[:first]) if kept else start
+    return before, tuple(tokens[first:])
+
+
+@dataclass(frozen=True)
+class SequenceScore:
+    """The scores of a sequence's tokens."""
+
+    log_probabilities: tuple[float, ...]
+    """Log-probability of each scored token, in nats."""
+    is_greedy: bool
+    """True if each scored token is the most probable one."""
+
+
+@dataclass(frozen=True)
+class ContinuationScore:
+    """The score of a continuation."""
+
+    log_probability: float
+    """In nats."""
+    is_greedy: bool
+
+
+def scores_by_item(
+    task: Task, sequences: Sequence[ScoredSequence], scores: Sequence[SequenceScore]
+) -> list[list[ContinuationScore]]:
+    """Return the score of each continuation of each item. Sums are exactly rounded, so that no order of sequences matters."""
+    terms: list[list[list[float]]] = [[[] for _ in item.continuations] for item in task.items]
+    greedy = [[True] * len(item.continuations) for item in task.items]
+    for sequence, score in zip(sequences, scores, strict=True):
+        terms[sequence.item][sequence.continuation] += score.log_probabilities
+        greedy[sequence.item][sequence.continuation] &= score.is_greedy
+    return [
+        [ContinuationScore(math.fsum(values), flag) for values, flag in zip(sums, flags, strict=True)]
+        for sums, flags in zip(terms, greedy, strict=True)
+    ]
+
+
+def figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[str, float]:
+    """Return the figures of a task.
+
+    ``choice``: ``accuracy``; ``accuracy_per_character``, which divides each log-probability by the characters of its choice; and
+    ``bits_per_byte`` of the right choices. ``completion``: ``accuracy`` and ``bits_per_byte``. ``text``: ``bits_per_byte``. Each
+    accuracy comes with its standard error, ``accuracy_error``.
+    """
+    pairs = list(zip(task.items, scores, strict=True))
+    right = [(item.continuations[item.answer], of_item[item.answer]) for item, of_item in pairs]
+    nats = -math.fsum(score.log_probability for _, score in right)
+    text_bytes = sum(len(text.encode()) for text, _ in right)
+    results = {"bits_per_byte": nats / math.log(2) / text_bytes}
+    if task.kind == "text":
+        return results
+    if task.kind == "completion":
+        return _accuracy(score.is_greedy for _, score in right) | results
+    per_character = _accuracy(
+        item.answer
+        == _best(
+            [
+                score.log_probability / len(text)
+                for text, score in zip(item.continuations, of_item, strict=True)
+            ]
+        )
+        for item, of_item in pairs
+    )["accuracy"]
+    plain = _accuracy(
+        item.answer == _best([score.log_probability for score in of_item]) for item, of_item in pairs
+    )
+    return plain | {"accuracy_per_character": per_character} | results
+
+
+def _best(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)  # the first of equal ones
+
+
+def _accuracy(correct: Iterable[bool]) -> dict[str, float]:
+    flags = list(correct)
+    share = sum(flags) / len(flags)
+    return {
+        "accuracy": share,
+        "accuracy_error": math.sqrt(share * (1 - share) / max(1, len(flags) - 1)),
+    }

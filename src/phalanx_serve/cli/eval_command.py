@@ -1,0 +1,150 @@
+"""``phalanx eval``: figures of a run's weights on tasks, by the arithmetic of its own evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
+
+import click
+
+from phalanx.cli.errors import Bytes, DeviceName, DtypeName, TrustCode, explained, require_trusted_code
+from phalanx.command import Argument, AsJson, Option, command_options
+from phalanx_serve.cli.score_command import opened_weights, scorer_for, shown_progress
+
+if TYPE_CHECKING:
+    from phalanx.train.evaluation.tasks import ContinuationScore, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    place: Annotated[Path, Argument()]
+    tasks: Annotated[tuple[str, ...], Option("--task", metavar="NAME")] = ()
+    """A task of the run, by its name in evaluation.tasks; may be repeated. By default all of them."""
+    file: Annotated[Path | None, Option(metavar="FILE")] = None
+    """A task file beside those of the run: one JSON object a line, in the form of --kind."""
+    kind: Literal["choice", "completion", "text"] = "choice"
+    """Form of the lines of --file: {"context", "choices", "answer"}, {"context", "completion"}, or {"text"}."""
+    items: Annotated[int, click.IntRange(min=0)] = 0
+    """With --file: number of its first items that are scored; 0 means all."""
+    step: int | None = None
+    """A step other than the newest."""
+    scores: Annotated[TextIO | None, click.File("w"), Option(metavar="FILE")] = None
+    """Write a JSON object for each item: the log-probability of each continuation, and whether greedy decoding writes it."""
+    dtype: Annotated[str | None, DtypeName()] = None
+    """Format to compute in; by default the run's own."""
+    device: Annotated[str, DeviceName()] = "cpu"
+    """Device: cpu, cuda, or one GPU, cuda:1. auto: a GPU if there is one and the run was trained on one."""
+    stream: bool = False
+    """Read the weights during computation; for models larger than memory."""
+    memory: Annotated[int | None, Bytes()] = None
+    """With --stream: memory limit of the process, 2GiB, 500MiB (four fifths of the free memory)."""
+    trust_code: TrustCode = False
+    as_json: AsJson = False
+
+
+@click.command("eval")
+@command_options(EvalOptions)
+def command(options: EvalOptions) -> None:
+    """Score tasks with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
+
+    Without options, the run's own tasks ([[evaluation.tasks]]) are scored with its newest weights. On a CPU the figures are those of the
+    run's evaluations, to the last bit if the run was trained with portable numerics.
+
+    \b
+      phalanx eval runs/quickstart-1f3a9c04
+      phalanx eval runs/quickstart-1f3a9c04 --task arc-easy --step 200 --json
+      phalanx eval runs/quickstart-1f3a9c04 --file questions.jsonl --kind choice --scores scores.jsonl
+    """
+    from phalanx.checkpoint.format.errors import CheckpointError
+    from phalanx.data.errors import DataError
+    from phalanx.run.directory.paths import RunDirectoryError
+    from phalanx.train.evaluation.tasks import figures, scores_by_item, sequences_of
+    from phalanx_serve.numerics import computing_on
+    from phalanx_serve.prompt import load_run_tokenizer
+
+    if options.memory is not None and not options.stream:
+        raise click.UsageError("--memory is for --stream")
+    if options.items and options.file is None:
+        raise click.UsageError(
+            "--items is for --file; those of the run's tasks are evaluation.tasks.NAME.items"
+        )
+    kinds = (CheckpointError, DataError, RunDirectoryError, ValueError)
+    results: dict[str, dict[str, object]] = {}
+    with explained(*kinds), opened_weights(options.place, options.step) as (run_dir, step):
+        pack = options.place if options.place.is_file() else None
+        require_trusted_code(run_dir, trust_code=options.trust_code, place=pack)
+        tasks = list(_tasks(run_dir, options))
+        tokenizer = load_run_tokenizer(run_dir)
+        scorer = scorer_for(
+            pack or run_dir, step, options.dtype, options.device, stream=options.stream, memory=options.memory
+        )
+        for task in tasks:
+            sequences = sequences_of(task, tokenizer, scorer.length)
+            with computing_on(scorer.device, "the scores of a task"):
+                scores = scorer.score_sequences(sequences, shown_progress(len(sequences), "sequences"))
+            by_item = scores_by_item(task, sequences, scores)
+            results[task.name] = {
+                "kind": task.kind,
+                "items": len(task.items),
+                "cut": sum(sequence.cut for sequence in sequences),
+                "sha256": task.sha256,
+                "figures": figures(task, by_item),
+            }
+            if options.scores is not None:
+                _write_scores(options.scores, task, by_item)
+    if options.as_json:
+        click.echo(json.dumps({"step": scorer.step, "tasks": results, "note": scorer.note}))
+        return
+    _print(results, scorer.note)
+
+
+def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
+    """Yield the chosen tasks. Raises ``click.UsageError`` if there are none, and ``TaskError``."""
+    from phalanx.run.directory.paths import RunDirectory, read_resolved
+    from phalanx.run.fields import unknown_value
+    from phalanx.train.evaluation.tasks import read_task, task_file
+
+    directory = RunDirectory(run_dir)
+    own = {task.name: task for task in read_resolved(directory).evaluation.tasks}
+    for name in options.tasks:
+        if name not in own:
+            raise click.UsageError(str(unknown_value("--task", name, own)))
+    if options.file is not None:
+        yield read_task(options.file, options.file.stem, options.kind, options.items)
+    chosen = options.tasks or (own if options.file is None else ())
+    if not chosen and options.file is None:
+        raise click.UsageError(
+            "the run has no tasks: add [[evaluation.tasks]] to its run file, or give one by --file"
+        )
+    for name in chosen:
+        task = own[name]
+        copy = directory.task(name)
+        yield read_task(copy if copy.exists() else task_file(task, None), name, task.kind, task.items)
+
+
+def _write_scores(file: TextIO, task: Task, by_item: Sequence[Sequence[ContinuationScore]]) -> None:
+    for number, (item, scores) in enumerate(zip(task.items, by_item, strict=True)):
+        row = {
+            "task": task.name,
+            "item": number,
+            "answer": item.answer,
+            "log_probabilities": [score.log_probability for score in scores],
+            "greedy": [score.is_greedy for score in scores],
+        }
+        file.write(f"{json.dumps(row)}\n")
+
+
+def _print(results: dict[str, dict[str, object]], note: str) -> None:
+    from phalanx.observe.display.state import describe_figures
+
+    width = max(map(len, results))
+    for name, result in results.items():
+        values = result["figures"]
+        assert isinstance(values, dict)
+        cut = f"  ({result['cut']} contexts cut)" if result["cut"] else ""
+        click.echo(f"{name:{width}}  {result['items']:>6} items  {describe_figures(values)}{cut}")
+    if note:
+        click.echo(f"note: {note}", err=True)
