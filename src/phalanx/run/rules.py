@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from phalanx.run.factory import is_factory_name
-from phalanx.run.fields import Problem, divisors_near
+from phalanx.run.fields import Problem, divisors_near, unknown_value
 from phalanx.run.kinds import latent_attention, whole_model
 from phalanx.run.peers import AddressError, read_host
 from phalanx.run.smaller_degrees import problems_on, smaller_degree_problems
@@ -399,6 +399,14 @@ MOST_TASKS = 256
 """More would make each evaluation longer than what it judges."""
 
 
+TASK_FIGURES = {
+    "choice": ("accuracy", "accuracy_per_character", "bits_per_byte"),
+    "completion": ("accuracy", "bits_per_byte"),
+    "text": ("bits_per_byte",),
+}
+"""The figures of each kind of task by which evaluations can be compared."""
+
+
 def task_problems(evaluation: EvalSpec) -> Iterator[Problem]:
     """All that is impossible in a run's tasks without looking at their files."""
     names = [task.name for task in evaluation.tasks]
@@ -417,6 +425,12 @@ def task_problems(evaluation: EvalSpec) -> Iterator[Problem]:
             yield Problem(
                 f"{path}.path", "is missing", "the file of the task's items, one JSON object a line"
             )
+    figures = [
+        "loss",
+        *(f"{task.name}.{name}" for task in evaluation.tasks for name in TASK_FIGURES[task.kind]),
+    ]
+    if evaluation.keep_best and evaluation.keep_best not in figures:
+        yield unknown_value("evaluation.keep_best", evaluation.keep_best, figures)
 
 
 def _cache_problems(data: DataSpec) -> Iterator[Problem]:

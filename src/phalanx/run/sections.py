@@ -317,6 +317,9 @@ class EvalSpec:
     """Held-out sequences scored after the last step; 0 means all. The figure for xz is for all held-out text."""
     tasks: Annotated[tuple[TaskSpec, ...], FLEET] = ()
     """Tasks that each evaluation scores, with the same numbers on any layout of one promise; each is a table [[evaluation.tasks]]."""
+    keep_best: Annotated[str, FLEET] = ""
+    """Figure by which the checkpoint of the best evaluated step is kept: "loss" (of held-out text), or TASK.FIGURE, such as "arc-easy.accuracy"; empty
+    means none. Accuracies are better when they are higher, all else when it is lower."""
 
 
 @dataclass(frozen=True)

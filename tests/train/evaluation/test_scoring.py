@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import torch
 from model.initialized import initialized
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import TaskEvaluated
-from phalanx.run.spec import ParallelSpec, RunSpec, TaskSpec
+from phalanx.run.spec import ParallelSpec, RunSpec
 from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore
 from ranks import Ranks
 from run.specs import replace_at
 from tiny_runs import on_layout, tiny_run, train_on_this_rank
+from train.evaluation.made_tasks import with_tasks
 from train.pieces import divided, model_in, run_in_pieces
 
 LAYOUTS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
@@ -99,20 +99,6 @@ def test_scores_are_the_log_probabilities_of_the_whole_model(ranks: Ranks) -> No
         right = (logits.argmax(-1) == targets)[-sequence.scored :]
         assert score.is_greedy == bool(right.all())
         greedy.add(score.is_greedy)
-
-
-def with_tasks(spec: RunSpec, folder: Path) -> RunSpec:
-    """The run with a task of each kind."""
-    folder.mkdir(exist_ok=True)
-    rows: dict[str, list[object]] = {
-        "choice": [{"context": f"{n} ", "choices": ["ab", "cde", "f"], "answer": n % 3} for n in range(7)],
-        "completion": [{"context": "a b", "completion": "c"}, {"context": "", "completion": "d e"}],
-        "text": [{"text": "some words " * 9}],
-    }
-    for kind, items in rows.items():
-        (folder / f"{kind}.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in items))
-    tasks = tuple(TaskSpec(f"of-{kind}", str(folder / f"{kind}.jsonl"), kind) for kind in rows)  # type: ignore[arg-type]
-    return dataclasses.replace(spec, evaluation=dataclasses.replace(spec.evaluation, tasks=tasks))
 
 
 def task_events(run_dir: Path) -> list[tuple[object, ...]]:

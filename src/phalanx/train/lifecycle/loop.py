@@ -25,6 +25,7 @@ from phalanx.train.evaluation.scoring import EvaluationStoppedError
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.observers import (
     Evaluator,
+    KeepBest,
     Observer,
     RankWindows,
     Scores,
@@ -133,7 +134,7 @@ class Trainer:
         self._stepper = Stepper(training.built, batches, self._ledger, progress.updates, withholds)
         windows = spec.observe.ranks_every_steps, guardian.window_steps()
         ranks = RankTimes(self._stepper, training.inputs.attempt, windows)
-        self._saving.keep_before_spikes(progress)
+        self._saving.keep_special(progress)
         self._audit = guardian.audit(self._stepper, supply.samples)
         guardian.begins(progress.step, training.shards, self._saving.extra(progress))
         own = training.restored is not None and not training.restored.taken_over
@@ -143,12 +144,18 @@ class Trainer:
             self._saving.save(progress)
         self._ledger.switch(Bucket.STEP_HOST_GAP)
         recording = Recording(training, self._stepper, lambda: ranks.slowest, self._measured_step)
-        # The order of events at a step is the order here. The evaluation is last: a request to stop ends it, and the hook with it.
+        # The order of events at a step is the order here. A request to stop ends the evaluation, and the hook with it: only what depends on
+        # its result comes after it.
         self._observers = (
             StepLog(training),
             RankWindows(training, ranks),
             opened.enter_context(recording),
             self._evaluation,
+            *(
+                [KeepBest(training, self._saving, progress, self._evaluation)]
+                if spec.evaluation.keep_best
+                else []
+            ),
         )
 
     @property
@@ -205,7 +212,7 @@ class Trainer:
                 raise bad.error(saved=self._saving.settle())
         progress.advance(report, self._stepper.updates, train, spike)
         if spike is not None:
-            self._saving.keep_before_spikes(progress)
+            self._saving.keep_special(progress)
 
     def _conclude(self, report: StepReport) -> bool:
         """Do what is due after a step: observers, snapshot, checkpoint, observers. Return True if the run is to stop."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from phalanx.hardware.local.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.events import Evaluated, Evaluating, Restored, RunStarted, Step, TaskEvaluated
+from phalanx.observe.events import Evaluated, Evaluating, Message, Restored, RunStarted, Step, TaskEvaluated
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
+from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.train.assemble import Training
+from phalanx.train.evaluation.best import BestRule, BestStep
 from phalanx.train.evaluation.held_out import HeldOutLoss, evaluate
 from phalanx.train.evaluation.scoring import score_sequences
 from phalanx.train.evaluation.tasks import (
@@ -27,8 +29,9 @@ from phalanx.train.evaluation.tasks import (
     scores_by_item,
     sequences_of,
 )
-from phalanx.train.lifecycle.progress import is_due
+from phalanx.train.lifecycle.progress import TrainProgress, is_due
 from phalanx.train.lifecycle.reporter import start_record, watch_machines
+from phalanx.train.lifecycle.saving import Saving
 from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.start.checks import disk_notes, start_notes
 from phalanx.train.step.meters import RankTimes
@@ -173,6 +176,8 @@ class Evaluator(Observer):
 
     def __init__(self, training: Training) -> None:
         self._training = training
+        self.newest: tuple[int, Scores] | None = None
+        """The step of the newest evaluation of this start, and its results."""
         self._tasks: list[tuple[Task, list[ScoredSequence]]] | None = None
         """The run's tasks with their sequences, from the first evaluation on."""
 
@@ -185,9 +190,9 @@ class Evaluator(Observer):
         """Score held-out text and tasks, and report them. Raises ``EvaluationStoppedError`` on a request to stop."""
         with self._training.inputs.ledger.bucket(Bucket.EVAL):
             held_out = self._held_out(step, sequences)
-            return Scores(
-                held_out, {task.name: self._task(step, task, sequences) for task, sequences in self._read()}
-            )
+            scores = Scores(held_out, {task.name: self._task(step, task, own) for task, own in self._read()})
+            self.newest = step, scores
+            return scores
 
     def _held_out(self, step: int, sequences: int) -> HeldOutLoss | None:
         training, inputs, built = self._training, self._training.inputs, self._training.built
@@ -255,6 +260,42 @@ class Evaluator(Observer):
         for clock in self._training.built.waits.values():
             clock.forget()
         return time.perf_counter() - begin_s
+
+
+class KeepBest(Observer):
+    """Saves and keeps the checkpoint of the best evaluation, by ``evaluation.keep_best``."""
+
+    def __init__(
+        self, training: Training, saving: Saving, progress: TrainProgress, evaluator: Evaluator
+    ) -> None:
+        self._training, self._saving, self._progress, self._evaluator = training, saving, progress, evaluator
+        self._rule = BestRule(training.inputs.spec.evaluation.keep_best)
+        events, is_first = training.inputs.directory.events, training.mesh.rank == 0
+        # The other ranks learn it from rank 0: all must save the same steps.
+        recorded = self._rule.best_so_far(events, progress.step) if is_first else None
+        self._best = broadcast_typed([recorded] if recorded else [], list[BestStep])
+        if self._best:
+            saving.keep_best(self._best[0].step, progress)
+
+    def after_save(self, end: StepEnd) -> None:
+        newest = self._evaluator.newest
+        if newest is None or newest[0] != end.step or end.last:
+            return
+        held_out, tasks = newest[1].held_out, newest[1].tasks
+        value = self._rule.value(None if held_out is None else held_out.loss, tasks)
+        before = self._best[0] if self._best else None
+        best = self._rule.better(end.step, value, before)
+        if best is None or best == before:
+            return
+        self._best = [best]
+        self._saving.save(self._progress)
+        self._saving.keep_best(best.step, self._progress)
+        self._training.reporter.emit(
+            Message(
+                "info",
+                f"step {best.step:,} is the best so far, {self._rule.figure} {best.value:.6g}: its checkpoint is kept",
+            )
+        )
 
 
 def report_start(training: Training) -> None:

@@ -59,6 +59,7 @@ class Saving:
         self._last_step: int | None = None
         self._last_is_durable = True
         """True if the newest save that has ended is durable; known to rank 0 only."""
+        self._best_step: int | None = None
 
     def wanted(self) -> bool:
         """Return True if this rank's choice of interval has a save due now."""
@@ -84,9 +85,15 @@ class Saving:
             "data_fingerprint": self._training.data.fingerprint,
         }
 
-    def keep_before_spikes(self, progress: TrainProgress) -> None:
-        """Keep the checkpoints before the newest spikes, so that one can go back to them."""
-        self._training.saver.keep_before([first for first, _ in progress.spikes])
+    def keep_special(self, progress: TrainProgress) -> None:
+        """Keep the checkpoints before the newest spikes, so that one can go back to them, and that of the best evaluation."""
+        best = [] if self._best_step is None else [self._best_step + 1]
+        self._training.saver.keep_before([*(first for first, _ in progress.spikes), *best])
+
+    def keep_best(self, step: int, progress: TrainProgress) -> None:
+        """Keep the checkpoint of ``step`` from now on, in place of the best one before it."""
+        self._best_step = step
+        self.keep_special(progress)
 
     def fence(self) -> None:
         """Wait until no save or snapshot copies the weights any more: they are about to change."""

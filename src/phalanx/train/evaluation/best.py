@@ -1,0 +1,69 @@
+"""The checkpoint of the best evaluation: which figure decides, and the best step so far.
+
+The best step of earlier starts is read from the event file, since a step's checkpoint is saved before the step is evaluated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from phalanx.observe.event_log import EventLogError, read_events
+from phalanx.observe.events import Evaluated, TaskEvaluated
+
+HELD_OUT_LOSS = "loss"
+"""The figure of held-out text, as ``evaluation.keep_best`` names it; those of tasks are ``TASK.FIGURE``."""
+
+
+class BestStep(msgspec.Struct, frozen=True):
+    """The step with the best value so far."""
+
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class BestRule:
+    """Compares evaluations by one figure."""
+
+    figure: str
+    """``HELD_OUT_LOSS`` or ``TASK.FIGURE``."""
+
+    def value(self, loss: float | None, tasks: Mapping[str, Mapping[str, float]]) -> float | None:
+        """Return the figure of an evaluation; ``None`` if it has none."""
+        if self.figure == HELD_OUT_LOSS:
+            return loss
+        task, _, name = self.figure.rpartition(".")
+        return tasks.get(task, {}).get(name)
+
+    def better(self, step: int, value: float | None, best: BestStep | None) -> BestStep | None:
+        """Return the best step, now that ``step`` has ``value``. Of equal values, and of those that are not finite, the earlier step stays."""
+        if value is None or math.isnan(value):
+            return best
+        rises = self.figure.rpartition(".")[2].startswith("accuracy")
+        if best is None or (value > best.value if rises else value < best.value):
+            return BestStep(step, value)
+        return best
+
+    def best_so_far(self, events: Path, last_step: int) -> BestStep | None:
+        """Return the best step up to ``last_step`` that an event file has; ``None`` if it has none or cannot be read."""
+        values: dict[int, float | None] = {}  # of a step that was evaluated again, the newest
+        with suppress(EventLogError):
+            for event in read_events(events):
+                match event.body:
+                    case Evaluated(step=step, loss=loss) if self.figure == HELD_OUT_LOSS:
+                        values[step] = loss
+                    case TaskEvaluated(step=step, task=task, figures=figures):
+                        value = self.value(None, {task: figures})
+                        values[step] = value if value is not None else values.get(step)
+                    case _:
+                        pass
+        best = None
+        for step in sorted(values):
+            best = self.better(step, values[step], best) if step <= last_step else best
+        return best
