@@ -209,7 +209,7 @@ def _goals_part(validation: Validation, judged: Sequence[Judged]) -> str:
 
 
 _BESIDE_GOALS = """Goals that are missed are bold. How the planner does on rows that nothing was fitted to, and on flagship runs in their own layouts, is in
-[planning.md](../plan/planning.md#rows-that-nothing-was-fitted-to)."""
+[planner-campaigns.md](planner-campaigns.md#rows-that-nothing-was-fitted-to)."""
 
 
 def _split_part(validation: Validation) -> str:
