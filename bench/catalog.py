@@ -86,7 +86,7 @@ BENCHES: dict[str, Needs] = {
         slow=True,
     ),
     "reproduce.one_hash": Needs(
-        "one hash on every layout with lanes and tiles (writes docs/train/parallelism.md)",
+        "one hash on every layout with lanes and tiles (writes docs/evidence/parallelism.md)",
         6.0,
         60.0,
         ("--minutes", "0", "--kept", "{folder}.jsonl"),
