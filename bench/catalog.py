@@ -110,7 +110,7 @@ BENCHES: dict[str, Needs] = {
         slow=True,
     ),
     "reproduce.reproducibility": Needs(
-        "one hash on every fleet, with kills and restarts (writes docs/design/reproducibility.md)",
+        "one hash on every fleet, with kills and restarts (writes docs/evidence/reproducibility.md)",
         4.0,
         30.0,
         ("--fleets", "1"),
