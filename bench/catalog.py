@@ -86,7 +86,7 @@ BENCHES: dict[str, Needs] = {
         slow=True,
     ),
     "reproduce.one_hash": Needs(
-        "one hash on every layout with lanes and tiles (writes docs/train/parallelism.md)",
+        "one hash on every layout with lanes and tiles (writes docs/evidence/parallelism.md)",
         6.0,
         60.0,
         ("--minutes", "0", "--kept", "{folder}.jsonl"),
@@ -110,7 +110,7 @@ BENCHES: dict[str, Needs] = {
         slow=True,
     ),
     "reproduce.reproducibility": Needs(
-        "one hash on every fleet, with kills and restarts (writes docs/design/reproducibility.md)",
+        "one hash on every fleet, with kills and restarts (writes docs/evidence/reproducibility.md)",
         4.0,
         30.0,
         ("--fleets", "1"),

@@ -1,10 +1,10 @@
-"""The table of one hash in ``docs/train/parallelism.md``: runs in lanes and context tiles on every legal layout of up to 8 ranks.
+"""The table of one hash in ``docs/evidence/parallelism.md``: runs in lanes and context tiles on every legal layout of up to 8 ranks.
 
 For each layout one step of a tiny model, four slots of two micro-batches, over real process groups: losses, gradient norm and weights
 must have the bits of one rank.
 
     python -m bench.reproduce.one_hash                                 # prints the table
-    python -m bench.reproduce.one_hash --write docs/train/parallelism.md     # and puts it into the document
+    python -m bench.reproduce.one_hash --write docs/evidence/parallelism.md     # and puts it into the document
     python -m bench.reproduce.one_hash --minutes 20                    # begins no layout after that, and says what is missing
     python -m bench.reproduce.one_hash --model "predictions ahead"     # computes no others; may be given several times
 

@@ -1,11 +1,11 @@
-"""The table of ``docs/design/reproducibility.md``: one run on every fleet, undisturbed and killed, and its one hash.
+"""The table of ``docs/evidence/reproducibility.md``: one run on every fleet, undisturbed and killed, and its one hash.
 
 Real processes on real text: for 1 to 5 ranks and every way of holding the model, the run is trained once without
 disturbance, and once killed with SIGKILL at a random step (the launcher or a rank, by lot) and gone on with on a fleet of
 another size. The table is written as Markdown; the exit code says whether there was one hash.
 
     python -m bench.reproduce.reproducibility                       # prints the table
-    python -m bench.reproduce.reproducibility --write docs/design/reproducibility.md
+    python -m bench.reproduce.reproducibility --write docs/evidence/reproducibility.md
 """
 
 from __future__ import annotations
