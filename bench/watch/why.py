@@ -6,7 +6,7 @@ the shipped rules. The clock
 starts when the problem does: with the event of the step before a fault, or with the change on disk. Rules that wait for minutes are evaluated with windows
 of ten seconds and without their ``for``, which is written beside the time.
 
-    python -m bench.watch.why [NAME ...] [--write docs/watch/watching.md]
+    python -m bench.watch.why [NAME ...] [--write docs/evidence/watching.md]
 """
 
 from __future__ import annotations
