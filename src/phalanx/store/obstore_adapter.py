@@ -398,7 +398,9 @@ def _client(
         )
     except (BaseError, ValueError) as error:
         missing = "account" if "account" in str(error).lower() else "settings"
-        remedy = "set AZURE_STORAGE_ACCOUNT_NAME" if parts.scheme == "az" else "see docs/train/object-stores.md"
+        remedy = (
+            "set AZURE_STORAGE_ACCOUNT_NAME" if parts.scheme == "az" else "see docs/train/object-stores.md"
+        )
         raise BadUrlError(
             f"{url}: cannot be opened ({missing} missing or wrong); {remedy}", url, "open"
         ) from None

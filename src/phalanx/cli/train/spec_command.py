@@ -19,7 +19,9 @@ from phalanx.run.spec import RunSpec
 
 @click.command("spec")
 @click.argument("section", required=False)
-@click.option("--markdown", is_flag=True, help="Print Markdown tables (docs/reference/run-file.md is made so).")
+@click.option(
+    "--markdown", is_flag=True, help="Print Markdown tables (docs/reference/run-file.md is made so)."
+)
 def command(section: str | None, markdown: bool) -> None:
     """Show every field of a run file, or those of one SECTION: type, default, meaning.
 
