@@ -67,7 +67,7 @@ class Seating:
         return [sum(depth <= level for depth in self.depths) for level in range(self.levels)]
 
     def advance(self, now_s: float) -> None:
-        """Add the time since the last change to the sums."""
+        """Add the time from the last change until ``now_s`` to the time sums of step cost, traffic and torn units."""
         passed_s, self.since_s = now_s - self.since_s, now_s
         if self.seats:
             self.elapsed_s += passed_s

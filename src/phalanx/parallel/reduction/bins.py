@@ -164,7 +164,10 @@ class Bins:
         self.words += other.words
 
     def raise_to(self, tops: Tensor) -> None:
-        """Move to upper bins, ``(shares, spans)`` and none lower than the current ones, so that words can be added to those of another sum."""
+        """Move this sum to the bins ``tops``, so that its words can be added to those of another sum with the same tops.
+
+        ``tops`` is ``(shares, spans)``, none lower than the current one. Digits below the new bins are dropped.
+        """
         up = tops.to(torch.int16) - self.tops
         # Zeros are the same in any bin; an empty sum has only zeros.
         up *= self.tops != _EMPTY

@@ -333,7 +333,7 @@ class Attention(nn.Module):
         return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
 
     def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Token-wise inputs of all heads: the hidden states ``(b, s, d)``."""
+        """Return the inputs of ``by_heads``, computed token by token: here the hidden states ``(b, s, d)`` themselves."""
         return (x,)
 
     def by_heads(

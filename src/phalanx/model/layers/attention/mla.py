@@ -90,9 +90,9 @@ class MlaAttention(nn.Module):
     # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.1).
 
     def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Token-wise inputs of all heads.
+        """Return the inputs of ``by_heads``, computed token by token.
 
-        Returns the queries' latent, or ``x`` itself without one; the latent of keys and values ``(b, s, r)``; and the part of the key
+        They are the queries' latent, or ``x`` itself without one; the latent of keys and values ``(b, s, r)``; and the part of the key
         that all heads share, not rotated yet, ``(b, s, rope)``.
         """
         query_input = self.query_latent_norm(self.query_down(x)) if self.mla.query_rank else x  # (6)
