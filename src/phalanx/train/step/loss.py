@@ -170,13 +170,13 @@ def token_cross_entropy(
 
     Arguments are its own, where one rank has the whole vocabulary and sequence. No gradient comes of it.
     """
-    states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # (n, dim), (n,)
     parts = _parts(len(weight), None)
     losses = [
         _of_chunk(now, [weight], target, parts, None, cap).losses
         for now, target in zip(torch.split(states, chunk), torch.split(labels, chunk), strict=True)
     ]
-    return torch.cat(losses).view_as(targets)
+    return torch.cat(losses).view_as(targets)  # (batch, seq)
 
 
 def _in_tiles(
@@ -206,7 +206,7 @@ def _in_tiles(
     if total is None:
         return loss, None, None
     (reported,) = tiles.share_of_total([total])
-    return loss, torch.cat(grads_hidden, 1), reported
+    return loss, torch.cat(grads_hidden, 1), reported  # 0-dim, (b, s, dim), (rows, dim)
 
 
 def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor, *, first: bool) -> None:
@@ -263,7 +263,7 @@ def _logits(
     hidden: Tensor, weight: Tensor, cap: float, product: Affine | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Logits ``(n, rows)``, and with a soft cap the slope of its bend, both fp32 then."""
-    scores = hidden @ weight.t() if product is None else product(hidden, weight, None)
+    scores = hidden @ weight.t() if product is None else product(hidden, weight, None)  # (n, rows)
     if not cap:
         return scores, None
     bent = torch.tanh(scores.float().div_(cap))
@@ -294,17 +294,17 @@ def _scores_and_losses(
         scores = part.float()
         largest, picked = scores.amax(1), _pick(scores, target)  # (n,) each
         relative.append(scores.sub_(largest[:, None]))
-        numbers.append(torch.stack((largest, scores.exp().sum(1), picked)))
+        numbers.append(torch.stack((largest, scores.exp().sum(1), picked)))  # (3, n)
     here = torch.stack(numbers)  # (parts of this rank, 3, n)
     gathered = here if rows.comm is None else rows.comm.stack(here).flatten(0, 1)  # (parts, 3, n)
     # 2. The logarithm of the whole sum of exponentials is top + total.
-    top = gathered[:, 0].amax(0)
-    total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0).log()
+    top = gathered[:, 0].amax(0)  # (n,)
+    total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0).log()  # (n,)
     # 3. Log-probabilities. The scores are relative to a part's largest already, so ``total`` is added to the difference of the two
     # largest and not to ``top`` itself: next to a large number, a small one would be rounded away.
     for scores, largest in zip(relative, here[:, 0], strict=True):
         scores.sub_((top - largest + total)[:, None])
-    picked = gathered[:, 2].sum(0) - top - total
+    picked = gathered[:, 2].sum(0) - top - total  # (n,)
     return relative, (-picked).masked_fill(ignored, 0.0)
 
 

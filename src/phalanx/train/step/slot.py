@@ -96,7 +96,7 @@ class Losses:
         divided = self.tiles is not None or layout.context > 1
 
         def own(full: Tensor) -> Tensor:
-            part = full[:, positions] if divided else full
+            part = full[:, positions] if divided else full  # (batch, seq of this rank)
             return brought(part, device)
 
         # Of whole sequences: the next token of the last one here may be another rank's.

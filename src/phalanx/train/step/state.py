@@ -360,4 +360,4 @@ def _laid_in(piece: Box, shard: Shard, device: torch.device, *, writes: bool) ->
     common = shard.box.intersection(piece) if writes else None
     if common is not None:
         laid[common.slices_in(piece)] = shard.part(common).to(device)
-    return laid.reshape(-1).view(torch.uint8)
+    return laid.reshape(-1).view(torch.uint8)  # (bytes of the piece,)
