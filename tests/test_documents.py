@@ -105,8 +105,19 @@ def test_the_changelog_begins_with_what_is_unreleased_and_names_this_version() -
     versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
     assert versions[0] == "Unreleased"
     assert versions[1] == phalanx.__version__
-    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
-    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_the_changelog_has_each_group_of_the_convention_once_and_in_order() -> None:
+    groups = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+    for version in re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
+        headings = re.findall(r"^#+ (.+)$", version, re.MULTILINE)
+        assert headings == [group for group in groups if group in headings], version.partition("\n")[0]
+
+
+def test_each_change_of_the_changelog_is_one_short_line() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().partition("## [Unreleased]")[2].splitlines()
+    assert [line for line in lines if line and not line.startswith(("- ", "## ", "### "))] == []
+    assert [line for line in lines if len(line) >= 120] == []
 
 
 WALKS = {

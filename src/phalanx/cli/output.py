@@ -134,7 +134,7 @@ ABOVE_PEAK = "mfu!: above the measured peak, so other work slowed that measureme
 
 
 def age(seconds: float) -> str:
-    """Format a time span in its largest unit."""
+    """Format how long ago something was, in the largest unit: "3 h ago"."""
     for length, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"

@@ -94,13 +94,13 @@ def read_system(values: Values, accelerators: Mapping[str, Accelerator], place: 
 
 
 def _origin(values: Values, outer: Values) -> dict[str, object]:
-    """The source and date of a table, which are those of the ``outer`` one where it has none of its own."""
+    """Return the source and date of a table, and those of the ``outer`` one if it has none."""
     both = {**outer, **values}
     return {name: both[name] for name in _ORIGIN if name in both}
 
 
 def _with_origin(kind: type, values: Values, origin: Values) -> dict[str, object]:
-    """``values`` with each figure of ``kind`` as a table of value, source and date."""
+    """Return the TOML ``values`` of a ``kind``; each plain figure becomes a table with the source and date of ``origin``."""
     types = field_types(kind)
     return {
         name: _figure(types[name].plain, value, origin) if name in types else value

@@ -37,7 +37,7 @@ def flat_indices(
     for dim, (start, length) in enumerate(zip(offset, box, strict=True)):
         stride = math.prod(global_shape[dim + 1 :])
         along_dim = torch.arange(start, start + length, dtype=torch.int64, device=device)
-        index = index.unsqueeze(-1) + along_dim * stride
+        index = index.unsqueeze(-1) + along_dim * stride  # (box[0], ..., box[dim])
     return index.expand(box)
 
 

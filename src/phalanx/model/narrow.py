@@ -35,6 +35,7 @@ def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
     An element that is not finite makes all elements with its scale not finite. int8 cannot represent these: check for them before.
     """
     # All sizes are explicit, because a view of an empty tensor cannot infer one.
+    # (..., r, k / 32, 32) by block
     grouped = x.view(*x.shape[:-1], x.shape[-1] // SHARING, SHARING) if scaling == "block" else x
     largest = grouped.abs().amax(dim=(-2, -1) if scaling == "tensor" else -1, keepdim=True)
     # -128 is not used: an asymmetric range would shift the mean.
@@ -61,5 +62,6 @@ def dequantize(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     values, scale = quantized
     # Each scale belongs to as many neighbors as there are columns for it.
     groups = scale.shape[-1]
+    # (..., r, scales of a row, their elements)
     parts = values.to(dtype).view(*values.shape[:-1], groups, values.shape[-1] // groups)
-    return (parts * scale.to(dtype).unsqueeze(-1)).flatten(-2)
+    return (parts * scale.to(dtype).unsqueeze(-1)).flatten(-2)  # (..., r, k)

@@ -247,10 +247,10 @@ class Transformer(nn.Module):
         """
         if cache is not None and documents is not None:
             raise ValueError("a cache holds one document: give either a cache or documents")
-        hidden = x if x.is_floating_point() else self.embedded(x)
+        hidden = x if x.is_floating_point() else self.embedded(x)  # (b, s, d)
         if positions is None:
             start = cache[0].length if cache is not None else 0
-            positions = torch.arange(start, start + x.shape[1], device=x.device)
+            positions = torch.arange(start, start + x.shape[1], device=x.device)  # (s,)
         length = length or self._length(positions, cache)
         full, windowed = self.tables(positions, hidden.dtype, length)
         for layer, block in self.blocks.items():
@@ -273,7 +273,7 @@ class Transformer(nn.Module):
         predicted = self._predicted(hidden, further, *last_tables, documents)
         weight = self.projection()
         parts = (ahead(states, weight, depth) for depth, states in enumerate(predicted, start=1))
-        return torch.stack((result, *parts))
+        return torch.stack((result, *parts))  # (1 + mtp_depth,)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the input vectors ``(..., d)`` of the first layer for ``tokens``."""

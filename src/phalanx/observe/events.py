@@ -410,7 +410,7 @@ def _spelled(value: object) -> object:
 
 
 def _revived(value: object) -> Any:
-    """The inverse of ``_spelled`` for values of free form."""
+    """Return ``value`` with the words for non-finite floats as floats again, at any depth; undoes ``_spelled``."""
     if isinstance(value, str):
         return NON_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -159,7 +159,7 @@ class ExpertExchange:
         return combine(results, order, routing.weights)  # (n, d)
 
     def _route(self, sending: Tensor) -> TokenRoute:
-        coming = torch.empty_like(sending)
+        coming = torch.empty_like(sending)  # (ranks, local experts)
         with self.clock.measure():
             dist.all_to_all_single(coming, sending, group=self.group)
         ranks, sums = len(sending), torch.cat((sending.sum(1), coming.sum(1), coming.sum(0))).tolist()
@@ -195,10 +195,10 @@ class DividedExperts:
         )  # (n ranks, d), (n ranks, k)
         expert_ids = self.comm.stack(routing.experts).flatten(0, 1)  # (n ranks, k)
         partial = self.inner(all_tokens, Routing(expert_ids, weights), experts)  # (n ranks, d)
-        return self.comm.sum_scatter(partial.unsqueeze(0)).squeeze(0)
+        return self.comm.sum_scatter(partial.unsqueeze(0)).squeeze(0)  # (n, d)
 
     def _gather(self, rows: Tensor) -> Tensor:
-        return self.comm.gather(rows.unsqueeze(0)).squeeze(0)
+        return self.comm.gather(rows.unsqueeze(0)).squeeze(0)  # (n ranks, .)
 
 
 def by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -213,10 +213,11 @@ def by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def _moved(sizes: Tensor, rows: int) -> Tensor:
     """Return the source index of each row when blocks of ``sizes`` ``(a, b)`` are reordered from ``a``, ``b`` to ``b``, ``a``."""
+    # (b a,): begin of each block, in the new order of blocks
     begin_before = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes).t().flatten()
-    moved = sizes.t().flatten()
-    begin_after = moved.cumsum(0) - moved
-    shift = torch.repeat_interleave(begin_before - begin_after, moved, output_size=rows)
+    moved = sizes.t().flatten()  # (b a,)
+    begin_after = moved.cumsum(0) - moved  # (b a,)
+    shift = torch.repeat_interleave(begin_before - begin_after, moved, output_size=rows)  # (rows,)
     return torch.arange(rows, device=sizes.device) + shift
 
 
@@ -242,7 +243,7 @@ def _exchanged(rows: Tensor, route: TokenRoute, exchange: ExpertExchange) -> Ten
 
 
 def _sent(rows: Tensor, route: TokenRoute, exchange: ExpertExchange) -> Tensor:
-    received = rows.new_empty((sum(route.received), rows.shape[1]))
+    received = rows.new_empty((sum(route.received), rows.shape[1]))  # (received, d)
     with exchange.clock.measure():
         dist.all_to_all_single(received, rows.contiguous(), route.received, route.sent, group=exchange.group)
     return received

@@ -66,9 +66,9 @@ def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool
     from phalanx.hardware.local.device import device_name, device_of_rank, gpus
     from phalanx.train.measure.calibrate import (
         Settings,
-        collectives,
         cores,
         host_memory_bytes,
+        measure_collectives,
         operations,
         usual_clock,
     )
@@ -83,7 +83,7 @@ def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool
     points = operations(settings)
     for members in sorted({2, count}) if count > 1 else ():
         _say(quiet, f"collectives of {members} ranks")
-        for name, collective_points in collectives(settings, members).items():
+        for name, collective_points in measure_collectives(settings, members).items():
             points.setdefault(name, []).extend(collective_points)
     origin = _origin(settings)
     tables = to_tables(fit_profile(points, accelerator(key), origin), count, host_memory_bytes(), origin)

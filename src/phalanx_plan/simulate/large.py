@@ -209,7 +209,7 @@ class LargeFleet:
         if dead:
             raise BrokenInvariant(f"epoch {self.state.epoch} runs with the dead: {dead}")
         if self.study is not None:
-            self.study.seated(self.clock.now_s, self.state.seats, self.state.spares)
+            self.study.record_seats(self.clock.now_s, self.state.seats, self.state.spares)
         self.started = self.reached = self.state.step
         self.account.switch(USEFUL, to_ns(self.clock.now_s))
         if self.fault_s is not None:

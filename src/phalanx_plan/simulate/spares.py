@@ -67,7 +67,7 @@ class Seating:
         return [sum(depth <= level for depth in self.depths) for level in range(self.levels)]
 
     def advance(self, now_s: float) -> None:
-        """Add the time since the last change to the sums."""
+        """Add the time from the last change until ``now_s`` to the time sums of step cost, traffic and torn units."""
         passed_s, self.since_s = now_s - self.since_s, now_s
         if self.seats:
             self.elapsed_s += passed_s
@@ -81,8 +81,8 @@ class Seating:
                 total + passed_s * torn for total, torn in zip(self.torn_s, self._torn(), strict=True)
             ]
 
-    def seated(self, now_s: float, seats: Sequence[str]) -> None:
-        """Record a change of the seats."""
+    def record_seats(self, now_s: float, seats: Sequence[str]) -> None:
+        """Record the node in each seat from ``now_s`` on; count replacements, and the domains that they stay in."""
         self.advance(now_s)
         for old, new in zip(self.seats, seats, strict=False):
             if old != new:
@@ -121,10 +121,13 @@ class SpareStudy:
         self.chosen, self.drawn = (Seating(domains, unit, step_cost) for _ in range(2))
         self.random = random.Random(seed)
 
-    def seated(self, now_s: float, seats: Sequence[str], spares: set[str]) -> None:
-        """Record that the core has dealt ``seats`` and has ``spares`` left; all other nodes are lost, in both fleets."""
-        self.chosen.seated(now_s, seats)
-        self.drawn.seated(now_s, self._any_spares(seats, spares))
+    def record_seats(self, now_s: float, seats: Sequence[str], spares: set[str]) -> None:
+        """Record the core's ``seats`` from ``now_s`` on, and give the compared fleet seats of its own.
+
+        Only nodes in ``seats`` and ``spares`` are alive. The compared fleet fills vacant seats with random living nodes.
+        """
+        self.chosen.record_seats(now_s, seats)
+        self.drawn.record_seats(now_s, self._any_spares(seats, spares))
 
     def _any_spares(self, seats: Sequence[str], spares: set[str]) -> list[str]:
         """Return the other fleet's seats, as many as ``seats``: present nodes keep theirs, any free node takes a vacant one."""

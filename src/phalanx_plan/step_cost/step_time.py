@@ -148,7 +148,10 @@ def step_terms(
 def step_s(
     job: TrainingJob, candidates: Candidates, holdings: Holdings, pipes: Pipelines, rank: Slowest
 ) -> Floats:
-    """The sum of ``step_terms``, with computing and copies of the slowest rank in one term."""
+    """Return each candidate's seconds per step, of which ``step_terms`` is the breakdown.
+
+    ``rank`` has the slowest rank's computing and activation copies in one figure, so this needs no layer costs.
+    """
     terms = waiting_terms(job, candidates, holdings, pipes, rank)
     terms["busy"] = _passes(job, candidates) * (rank.forward_s + rank.backward_s)
     terms["optimizer_offload"] = state_copy_s(job, candidates, holdings, rank.counts)

@@ -126,7 +126,7 @@ class Drafter:
             begin = ahead.done[depth - 1]
             sequence = [*text.tokens, *guessed]
             end = max(begin, min(text.computed, len(sequence) - depth))
-            states = torch.cat((ahead.tails[depth - 1], computed))
+            states = torch.cat((ahead.tails[depth - 1], computed))  # (n, dim)
             hidden.append(states[: end - begin])
             positions += range(begin, end)
             tokens += sequence[begin + depth : end + depth]
@@ -143,10 +143,10 @@ class Drafter:
         module = self._model.mtp[depth - 1]
         assert isinstance(module, PredictionAhead), "the predictions ahead"
         cache = LayerKVCache(depth - 1, spans, _RULE, {})
-        rows = torch.cat(hidden)
+        rows = torch.cat(hidden)  # (rows of all texts, dim)
         embedded = self._model.embedded(brought(torch.tensor(tokens, dtype=torch.int64), rows.device))
         cos, sin = self._rotation(brought(torch.tensor(positions), rows.device), rows.dtype, length)
-        outputs = module(rows[None], embedded[None], cos, sin, cache=cache)[0]
+        outputs = module(rows[None], embedded[None], cos, sin, cache=cache)[0]  # (rows of all texts, dim)
         return list(torch.split(outputs, [len(states) for states in hidden]))
 
     def _drawn(self, depth: int, inputs: Sequence[tuple[DraftInput, Tensor]]) -> list[int]:
@@ -154,6 +154,7 @@ class Drafter:
         if not inputs:
             return []
         cap, weight = self._model.spec.logit_cap, self._model.projection()
+        # (texts, vocab)
         scores = soft_capped(F.linear(torch.stack([states[-1] for _, states in inputs]), weight), cap)
         try:
             return draw_rows(

@@ -212,11 +212,11 @@ class Engine:
         )
 
     def pages(self) -> tuple[int, int]:
-        """Pages in use, and pages in all."""
+        """Return the number of KV-cache pages in use, and of all."""
         return self._pages.table.used, self._pages.table.count
 
     def drafts(self) -> tuple[int, int]:
-        """Drafted tokens that were computed, and those that were accepted."""
+        """Return the number of drafted tokens that were computed, and of those that were accepted."""
         return self._drafted, self._accepted
 
     def submit(self, request: Request) -> None:

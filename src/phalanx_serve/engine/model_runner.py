@@ -107,7 +107,7 @@ class FastProducts:
         on_cpu = matrix.dtype == torch.bfloat16 and x.device.type == "cpu"
         if not on_cpu or not x.numel() or torch.is_grad_enabled():
             return F.linear(x, matrix, bias)
-        product: Tensor = self._product(x.reshape(-1, inputs), matrix.t())
+        product: Tensor = self._product(x.reshape(-1, inputs), matrix.t())  # (n, outputs)
         return (product if bias is None else product + bias).view(*x.shape[:-1], outputs)
 
 
@@ -198,7 +198,7 @@ class FewRows:
         if self._scale is not None and rule.kept is None:
             rows = CachedRows(positions, self._scale)
         masks: dict[tuple[int, ...], Tensor] = {}
-        states = (x if model.embedding is None else model.embedded(x)).float()
+        states = (x if model.embedding is None else model.embedded(x)).float()  # (rows, dim)
         if states is x:
             states = x.clone()
         tables = self._tables(positions, length)
@@ -214,8 +214,8 @@ class FewRows:
             else:
                 query, key, value = self.kernel.projected(len(states))
                 cache = LayerKVCache(layer, spans, rule, masks)
-                heads = cache.mix(attention.core, query, key, value, attention.sinks)
-                mixed = heads[0].transpose(0, 1).reshape(len(states), -1)
+                heads = cache.mix(attention.core, query, key, value, attention.sinks)  # (1, h, rows, v)
+                mixed = heads[0].transpose(0, 1).reshape(len(states), -1)  # (rows, h v)
         self.kernel.step(len(self._attentions) - 1, states, mixed, *full)
         return states.to(self.kernel.dtype)
 
@@ -413,7 +413,7 @@ class ModelRunner:
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             if requests:
                 rows = torch.tensor([request.row for request in requests])
-                states = hidden[0].index_select(0, brought(rows, hidden.device))
+                states = hidden[0].index_select(0, brought(rows, hidden.device))  # (requests, dim)
                 distributions.append(
                     log_probabilities(states, weight, model.spec.logit_cap, self._projection)
                 )
@@ -426,7 +426,7 @@ class ModelRunner:
                 readout(states[None], model.projection())
         else:
             at = brought(torch.tensor(positions), x.device)
-            states = model(x[None], readout, positions=at, length=length, cache=cache)[0]
+            states = model(x[None], readout, positions=at, length=length, cache=cache)[0]  # (rows, dim)
         if model.norm is None:
             return RunnerOutput(states, None)
         return RunnerOutput(states, sample_rows(requests, *distributions[0]) if distributions else [])

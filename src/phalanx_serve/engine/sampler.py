@@ -110,17 +110,17 @@ class BatchedSamplerOutput:
                 [request.position for request in drawn_requests],
             )
             tokens = tokens.index_copy(0, rows, drawn)
-        logprobs = log_probs.gather(1, tokens[:, None])[:, 0]
+        logprobs = log_probs.gather(1, tokens[:, None])[:, 0]  # (requests,)
         topped = [number for number, request in enumerate(requests) if request.top > 0]
         self._top = min(max((requests[number].top for number in topped), default=0), log_probs.shape[1])
         self._place = {number: place for place, number in enumerate(topped)}
         parts = [has_number(scores).to(torch.int64), tokens, _as_integers(logprobs)]
         if topped:
-            likely = log_probs.index_select(0, brought(torch.tensor(topped), device))
+            likely = log_probs.index_select(0, brought(torch.tensor(topped), device))  # (topped, vocab)
             likely = without_unknown(likely, [requests[number].sampling for number in topped])
             values, ids = likely.sort(descending=True, stable=True)
             parts += [ids[:, : self._top].flatten(), _as_integers(values[:, : self._top].flatten())]
-        self._queued = torch.cat(parts)
+        self._queued = torch.cat(parts)  # (3 requests + 2 topped most,)
         self._results: _HostResults | None = None
 
     def __getitem__(self, number: int) -> SampledToken:
@@ -156,7 +156,7 @@ class _HostResults:
     @classmethod
     def of(cls, numbers: NDArray[np.int64], rows: int, topped: int) -> _HostResults:
         """Divide the numbers of ``rows``, and of the ``topped`` rows that request the likeliest tokens."""
-        finite, tokens, logprobs = numbers[: 3 * rows].reshape(3, rows)
+        finite, tokens, logprobs = numbers[: 3 * rows].reshape(3, rows)  # (rows,) each
         ids, values = numbers[3 * rows :].reshape(2, topped, -1) if topped else np.empty((2, 0, 0), np.int64)
         return cls(finite, tokens, logprobs.view(np.float64), ids, values.view(np.float64))
 
@@ -205,7 +205,7 @@ def draw_rows(logits: Tensor, samplings: Sequence[Sampling], positions: Sequence
         return []
     if logits.device.type != "cpu":
         drawn = drawn_together(logits, samplings, positions)
-        both = torch.stack((drawn, has_number(logits).to(torch.int64)))
+        both = torch.stack((drawn, has_number(logits).to(torch.int64)))  # (2, rows)
         tokens, finite = fetched(both).tolist()
         if not all(finite):
             _require_numbers(logits)
@@ -344,10 +344,10 @@ def _drawn_rows(
 ) -> Tensor:
     wide, device = logits.double(), logits.device
     factors = [_factor(sampling.temperature) for sampling in samplings]
-    scores = (wide - wide.amax(-1, keepdim=True)) * _column(factors, torch.float64, device)
+    scores = (wide - wide.amax(-1, keepdim=True)) * _column(factors, torch.float64, device)  # (rows, vocab)
     named = [_key(sampling, position) for sampling, position in zip(samplings, positions, strict=True)]
     ids = torch.arange(logits.shape[1], device=device)
-    drawn = scores + gumbel(keys_of(named, device)[:, None], ids)
+    drawn = scores + gumbel(keys_of(named, device)[:, None], ids)  # (rows, vocab)
     kept = keep(logits, scores, samplings)
     # The first of equal ones is the lower id.
     return (drawn if kept is None else drawn.masked_fill(~kept, -math.inf)).argmax(-1)
@@ -360,22 +360,25 @@ def _all_kept(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> 
 def _left_in(logits: Tensor, scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Return the tokens that ``kept`` keeps, for each row."""
     vocab, device = logits.shape[1], logits.device
+    # (rows, vocab): token ids, the likeliest first
     order = logits.sort(dim=-1, descending=True, stable=True).indices
+    # (rows, vocab), (vocab,)
     masses, rank = _masses(scores).gather(1, order), torch.arange(vocab, device=device)
     top_k = _column([min(sampling.top_k or vocab, vocab) for sampling in samplings], torch.int64, device)
     top_p = _column([sampling.top_p for sampling in samplings], torch.float64, device)
     least = _column(
         [math.ceil(sampling.min_p * (1 << _WEIGHT)) for sampling in samplings], torch.int64, device
     )
-    total = (masses * (rank < top_k)).sum(-1, keepdim=True)
+    total = (masses * (rank < top_k)).sum(-1, keepdim=True)  # top_k: the mass of the kept tokens, (rows, 1)
+    # top_p: tokens whose predecessors have the mass already, (rows, vocab)
     reached = (masses.cumsum(-1) - masses >= (total.double() * top_p).ceil().to(torch.int64)) & (top_p < 1)
     count = ((rank < top_k) & ~reached).sum(-1, keepdim=True).clamp(min=1)
-    count = ((rank < count) & (masses >= least)).sum(-1, keepdim=True).clamp(min=1)
+    count = ((rank < count) & (masses >= least)).sum(-1, keepdim=True).clamp(min=1)  # min_p
     return torch.zeros_like(logits, dtype=torch.bool).scatter(1, order, rank < count)
 
 
 def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return brought(torch.tensor(values, dtype=dtype)[:, None], device)
+    return brought(torch.tensor(values, dtype=dtype)[:, None], device)  # (rows, 1)
 
 
 # The kept tokens

@@ -75,8 +75,8 @@ class ConnectionLimiter:
     refused: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
     """Connections beyond ``most``, the oldest first."""
 
-    def came(self, connection: Connection) -> bool:
-        """Add a connection. Return False if it is beyond the limit and only refused."""
+    def admit(self, connection: Connection) -> bool:
+        """Add a connection; beyond ``most``, close the one that is idle for the longest. Return False if none is idle: it is only refused."""
         room = len(self.there) < self.most
         if not room and self.idle:
             next(iter(self.idle)).give_way()
@@ -132,7 +132,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self._limiter.came(self):
+        if not self._limiter.admit(self):
             self.app = self._limiter.refusing(self.app)
         self._wait_for_head()
 

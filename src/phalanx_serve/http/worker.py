@@ -123,7 +123,7 @@ class EngineInterface(Protocol):
     def busy(self) -> bool: ...
 
     def pages(self) -> tuple[int, int]:
-        """Pages in use, and pages in all; 0 of 0 where memory is not counted in pages."""
+        """Return the number of KV-cache pages in use, and of all; (0, 0) if memory is not counted in pages."""
         ...
 
     def drafts(self) -> tuple[int, int]:

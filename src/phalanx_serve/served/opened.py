@@ -133,7 +133,7 @@ class TurnsEngine:
         return bool(self._running or self._cancelled)
 
     def pages(self) -> tuple[int, int]:
-        """Return (0, 0): only the ids of a text are kept."""
+        """Return (0, 0), the KV-cache pages in use and in all: this engine has no KV cache."""
         return 0, 0
 
     def drafts(self) -> tuple[int, int]:

@@ -105,7 +105,11 @@ class _Pull:
     nixl: AgentProcess | None
 
     def run(self, request: OpenPages, page_bytes: int | None) -> None:
-        """Pull the offered pages. Raises WireError for an invalid message or page."""
+        """Request pages and receive those that are offered, into ``self.pulled``.
+
+        A refusal, or pages that are not offered, is a ``failure`` of ``pulled``. Raises WireError for an invalid message
+        or page, or if a page is not of ``page_bytes`` (None: any size).
+        """
         self.wire.send_message(request)
         offer = self.wire.receive_message(MESSAGES)
         if isinstance(offer, PagesRefused):

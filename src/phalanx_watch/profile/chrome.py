@@ -223,7 +223,7 @@ def _first_step(trace: RankTrace, starts: np.ndarray[tuple[int], np.dtype[np.int
 def _lengths(
     trace: RankTrace, begin_ns: np.ndarray[tuple[int], np.dtype[np.int64]], clock: ClockFit
 ) -> list[int]:
-    """Return the length of each event in common time, cut at the end of the enclosing event.
+    """Return the length of each event in nanoseconds of common time, cut at the end of the enclosing event.
 
     A thread that moves to another core may read a clock that is some microseconds off. An inner event then seems to
     end last, and viewers misplace such a range.

@@ -90,7 +90,7 @@ def straggler(observed: Observed) -> Iterator[Reason]:
 
 
 def hardware(observed: Observed) -> Iterator[Reason]:
-    """A node's accelerator or memory reports errors, or its clocks are throttled."""
+    """Yield a reason for each node that is out of the fleet since its hardware was found unfit."""
     fleet = _live(observed)
     if fleet is None:
         return

@@ -20,9 +20,9 @@ def test_units_are_torn_from_the_moment_a_far_node_takes_a_seat_until_it_leaves_
         seed=0,
         step_cost=lambda seats: NetworkUse(float("b1y" in seats), (8.0, 4.0 * ("a2x" in seats))),
     )
-    study.seated(0.0, ["a1x", "a1y", "b1x", "b1y"], {"a1z", "a2x"})
-    study.seated(10.0, ["a1x", "a2x", "b1x", "b1y"], {"a1z"})
-    study.seated(30.0, ["a1x", "a2x", "b1x", "a1z"], set())
+    study.record_seats(0.0, ["a1x", "a1y", "b1x", "b1y"], {"a1z", "a2x"})
+    study.record_seats(10.0, ["a1x", "a2x", "b1x", "b1y"], {"a1z"})
+    study.record_seats(30.0, ["a1x", "a2x", "b1x", "a1z"], set())
     kept = study.results(40.0)["nearest spare"]
     # One unit leaves its rack for 30 s of 40; the other one leaves rack and hall for 10 s.
     assert kept.torn_units == (0.25, 1.0)
@@ -34,8 +34,8 @@ def test_units_are_torn_from_the_moment_a_far_node_takes_a_seat_until_it_leaves_
 
 def test_a_fleet_that_takes_any_spare_has_the_same_nodes_to_take() -> None:
     study = SpareStudy(DOMAINS, unit=2, seed=0)
-    study.seated(0.0, ["a1x", "a1y", "b1x", "b1y"], {"a1z", "a2x"})
-    study.seated(10.0, ["a1x", "a1z", "b1x", "b1y"], {"a2x"})
+    study.record_seats(0.0, ["a1x", "a1y", "b1x", "b1y"], {"a1z", "a2x"})
+    study.record_seats(10.0, ["a1x", "a1z", "b1x", "b1y"], {"a2x"})
     assert study.drawn.seats[0] == "a1x"
     assert study.drawn.seats[1] in {"a1z", "a2x"}
     assert len(set(study.drawn.seats)) == 4

@@ -24,7 +24,7 @@ from phalanx.train.measure.calibrate import (
     MeasuredPoints,
     Settings,
     best_seconds,
-    collectives,
+    measure_collectives,
     measure_step,
     operations,
     product_sizes,
@@ -90,7 +90,7 @@ def test_longer_work_takes_longer_on_either_clock() -> None:
 
 @pytest.mark.slow
 def test_every_kind_of_work_is_timed_and_fitted() -> None:
-    points = operations(QUICK) | collectives(QUICK, 2)
+    points = operations(QUICK) | measure_collectives(QUICK, 2)
     assert all(seconds > 0 for found in points.values() for _, seconds in found)
     fitted = fit_profile(points, accelerator("cpu"), ORIGIN)
     assert 1e9 < fitted.accelerator.flops["fp32"].value < 1e13

@@ -125,7 +125,7 @@ class _Peer:
         return self._snapshot
 
     def record(self) -> bytes:
-        """Return the record of the snapshot, from the holder."""
+        """Read the encoded record of the snapshot from its holder; retry while it is busy. Raises BusyError or the connection's error."""
         record = self._retrying(lambda client: client.record(self._key))
         if not self._keeps_connections:
             self.close()

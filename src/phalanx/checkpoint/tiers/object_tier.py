@@ -90,7 +90,7 @@ class SharedBlocks:
             self._descriptor = _open_locked(self._path)
             stat = os.statvfs(folder)
             most_bytes = min(most_bytes, int(stat.f_bavail * stat.f_frsize * _SHARE_OF_FREE))
-            most_bytes = _agreed_bytes(self._path, self._descriptor, most_bytes)
+            most_bytes = _size_set_once(self._path, self._descriptor, most_bytes)
         self._most_bytes = most_bytes
 
     def block(self, manifest: Manifest, number: int, fetch: Callable[[], memoryview]) -> memoryview:
@@ -143,8 +143,11 @@ def _open_locked(path: Path) -> int:
         os.close(descriptor)
 
 
-def _agreed_bytes(path: Path, descriptor: int, most_bytes: int) -> int:
-    """Return the size of the file, which its first rank has set: with another size, a rank would use other positions."""
+def _size_set_once(path: Path, descriptor: int, most_bytes: int) -> int:
+    """Set the size of an empty file to ``most_bytes``, under a lock; return the size in bytes that the first rank has set.
+
+    All ranks use this size, since it determines the positions of blocks in the file.
+    """
     with range_locked(path, _SIZE_LOCK, _SIZE_LOCK + 1):
         if not os.fstat(descriptor).st_size:
             os.ftruncate(descriptor, most_bytes)  # a hole, which takes space as blocks are written

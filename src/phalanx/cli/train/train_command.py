@@ -113,7 +113,7 @@ def command(options: TrainOptions) -> None:
         refuse_unused(unused, "--check-layout trains a few steps on this machine, in temporary directories")
     shown = explained if options.check_layout is None else trouble
     with shown(DataError, RunDirectoryError):
-        spec, run_file = _described(place, options)
+        spec, run_file = _read_requested_run(place, options)
     if options.check_layout is not None:
         from phalanx.cli.train.check_layout import compare_layouts
 
@@ -131,8 +131,11 @@ def command(options: TrainOptions) -> None:
     sys.exit(_train_here(spec, run_file, options.as_json))
 
 
-def _described(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path]:
-    """Return the run that the command line describes, and the path of its run file, for messages."""
+def _read_requested_run(place: Path | None, options: TrainOptions) -> tuple[RunSpec, Path]:
+    """Return the run of the command line, and the path of its run file, for messages.
+
+    ``place`` is a run file or a run directory. Raises UsageError if options contradict each other, and RunFileError.
+    """
     from_step, model, data = options.from_step, options.from_model, options.data
     overrides = [*options.overrides, *set_fields(options)]
     if model is not None or data is not None:

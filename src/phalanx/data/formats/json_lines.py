@@ -99,7 +99,10 @@ def fields_in_words(fields: list[str]) -> str:
 
 
 def in_pieces(name: str, text: str, options: ReadOptions) -> Iterator[Document]:
-    """Yield the text as one document, or as several of at most ``row_bytes``, cut after lines and named ``name.0``, ``name.1``, ..."""
+    """Yield the text as one document, or as several of at most ``row_bytes``, cut after lines and named ``name.0``, ``name.1``, ...
+
+    ``row_bytes`` counts bytes of UTF-8. A conversation (``options.chat``) is never cut.
+    """
     if options.chat or len(text) <= options.row_bytes // 4 or len(utf8 := text.encode()) <= options.row_bytes:
         yield Document(name, text)
         return

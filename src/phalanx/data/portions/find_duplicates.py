@@ -239,15 +239,17 @@ def find_near(place: Workplace, number: int) -> None:
     place.commit(manifest)
 
 
-def join_clusters(place: Workplace, number: int) -> None:
-    """Run the only task of the stage ``cluster``."""
+def write_dropped_documents(place: Workplace, number: int) -> None:
+    """Write the lists of documents to drop as duplicates: the only task of the stage ``cluster``.
+
+    A document that is both an exact and a near duplicate is listed as exact.
+    """
     manifest = place.new_manifest(CLUSTER, number)
     stages = {stage.name: stage for stage in duplicate_stages(place.plan)}
     copies = _joined(place, stages[EXACT]) if EXACT in stages else np.empty(0, dtype=np.uint64)
     pairs = _joined(place, stages[NEAR]) if NEAR in stages else np.empty(0, dtype=np.uint64)
     similar = all_but_the_first(pairs.reshape(-1, 2)) if len(pairs) else pairs
     dropped = np.empty(0, dtype=_LOSER_DTYPE)
-    # A document that is both an exact and a near duplicate is counted as exact.
     for places, near in ((np.unique(copies), 0), (np.setdiff1d(similar, copies), 1)):
         part = np.zeros(len(places), dtype=_LOSER_DTYPE)
         part["place"], part["near"] = places, near

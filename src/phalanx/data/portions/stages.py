@@ -14,8 +14,8 @@ from phalanx.data.portions.find_duplicates import (
     duplicate_stages,
     find_exact,
     find_near,
-    join_clusters,
     read_and_sketch,
+    write_dropped_documents,
 )
 from phalanx.data.portions.planning.plan import PreparationPlan, software_of
 from phalanx.data.portions.tasks import SEAL, Stage, Workplace
@@ -26,7 +26,7 @@ _WORK: Mapping[str, Callable[[Workplace, int], None]] = MappingProxyType(
         READ: read_and_sketch,
         EXACT: find_exact,
         NEAR: find_near,
-        CLUSTER: join_clusters,
+        CLUSTER: write_dropped_documents,
         "tokenizer": train_tokenizer,
         "write": write_portion,
         SEAL: seal,

@@ -333,8 +333,8 @@ def change(state: FleetState, node: Node, **changes: object) -> Node:
     return put(state, replace(node, **changes))
 
 
-def trusted(state: FleetState, holding: RankSnapshot) -> bool:
-    """Return True if a snapshot may be restored."""
+def may_be_restored(state: FleetState, holding: RankSnapshot) -> bool:
+    """Return True if no silent corruption that was found so far can have reached a snapshot."""
     return trusts(state, holding.epoch, holding.step)
 
 
@@ -347,7 +347,7 @@ def _listed(state: FleetState, node: Node) -> Iterator[tuple[str, str, int]]:
     formation = state.settings.formation
     for holding in node.held if node.alive else ():
         legal = formation.largest(holding.ranks) == holding.ranks > holding.rank
-        if legal and trusted(state, holding):
+        if legal and may_be_restored(state, holding):
             yield (
                 f"{holding.ranks}/{holding.step}",
                 str(formation.key(holding.ranks, holding.rank)),

@@ -270,7 +270,7 @@ class WorkerEnd:
         self._connection.send_message(message)
 
     def receive(self) -> ToWorker:
-        """Wait for the next message."""
+        """Wait for the agent's next message and return it. Raises WireError if the agent has ended."""
         return self._connection.receive_message(TO_WORKER)
 
 

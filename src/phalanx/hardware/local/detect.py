@@ -30,9 +30,9 @@ def system_here(driver: Path = _DRIVER) -> str | None:
 
 
 def gpu_count(driver: Path = _DRIVER) -> int:
-    """GPUs that PyTorch can use here: those of the driver that ``CUDA_VISIBLE_DEVICES`` leaves visible.
+    """Return the number of NVIDIA GPUs that PyTorch can use here; 0 if the installed PyTorch is a CPU build.
 
-    None if the installed PyTorch is a CPU build.
+    They are the GPUs of the driver folder that ``CUDA_VISIBLE_DEVICES`` leaves visible. Does not import torch.
     """
     if metadata.version("torch").endswith("+cpu") or not driver.is_dir():
         return 0

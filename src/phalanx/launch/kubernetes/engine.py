@@ -41,7 +41,7 @@ class KubernetesEngine:
         pods = request_of(spec, tomli_w.dumps(to_table(spec)))
         submission = secrets.token_hex(8)
         if request.dry_run:
-            return _manifests(pods, submission, request.out, request.notify)
+            return _dry_run(pods, submission, request.out, request.notify)
         wrong = cluster.preflight(pods)
         if wrong:
             raise EngineError("this job would never start:\n  " + "\n  ".join(wrong))
@@ -70,10 +70,13 @@ class KubernetesEngine:
 ENGINE = KubernetesEngine()
 
 
-def _manifests(
+def _dry_run(
     pods: PodRequest, submission: str, out: Path | None, notify: Callable[[str], None]
 ) -> SubmitReport:
-    """The manifests, also written to a file; they hold no token, so that the leading pod makes one."""
+    """Return the report of a dry run: the manifests as kubectl reads them, also written to ``out`` if it is given. Creates nothing.
+
+    They hold no token; the leading pod makes one. Raises EngineError if ``out`` cannot be written.
+    """
     manifests = [*beside(pods), job_of(pods, submission)]
     if pods.launch.domain_labels:
         manifests = [*node_reader(pods.account, pods.launch.namespace or "default"), *manifests]

@@ -102,7 +102,7 @@ class _EagerRMSNorm(torch.autograd.Function):
         x, weight, inverse = ctx.saved_tensors
         gradient = upstream[0].contiguous()
         kernels = layer_kernels(gradient, x, weight)
-        rows = kernels.multiplied(gradient, x, inverse).view(-1, x.shape[-1])
+        rows = kernels.multiplied(gradient, x, inverse).view(-1, x.shape[-1])  # (tokens, d)
         grad_weight = rows.sum(0)  # (d,)
         # The result does not depend on the length of x, so the gradient's component along x is removed.
         along = torch.mv(rows, weight).div_(x.shape[-1]).view_as(inverse)  # (..., 1)

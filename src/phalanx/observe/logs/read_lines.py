@@ -67,7 +67,7 @@ class LogGroup:
         return " on ".join(parts) or self.example.process
 
     def add(self, line: LogLine) -> None:
-        """Counts a line in."""
+        """Count a line of this group, and widen its time range, ranks and nodes by it."""
         self.count += 1
         self.first, self.last = min(self.first, line.t), max(self.last, line.t)
         if line.rank is not None:

@@ -127,7 +127,7 @@ def _written_ns(path: Path) -> int:
 
 
 def read_serving(directory: RunDirectory) -> list[Serving]:
-    """Return the last notes of a run's servers, the newest first, at most so many; notes that cannot be read are left out."""
+    """Return the notes of a run's servers, newest first: at most ``MOST_NOTES``. Unreadable notes are left out."""
     servers = []
     with suppress(OSError):
         # Servers that are killed leave their notes: those of years must hide none that serves now.

@@ -73,8 +73,8 @@ def own_pieces(sequence: Tensor, context: int, rank: int, dim: int) -> Tensor:
 
 def in_order(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Reassemble the full sequence along ``dim`` from each rank's head and tail piece, given in the order of ranks."""
-    heads, tails = zip(*(part.chunk(2, dim) for part in parts), strict=True)
-    return torch.cat((*heads, *reversed(tails)), dim)
+    heads, tails = zip(*(part.chunk(2, dim) for part in parts), strict=True)  # (..., s / (2 ranks), ...) each
+    return torch.cat((*heads, *reversed(tails)), dim)  # (..., s, ...)
 
 
 def tiles(rank: int, ranks: int, seq: int, window: int = 0) -> Iterator[Tile]:
@@ -116,7 +116,7 @@ class GatherMethod:
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``TileMethod``."""
-        keys, values = self._gather(key, value)
+        keys, values = self._gather(key, value)  # (b, k, s * ranks, e), (b, k, s * ranks, v)
         rank, ranks, seq = self.group.rank(), self.group.size(), grad_out.shape[2]
         rule = head_tail_mask_rule(rank, ranks, seq, self.window, documents)
         blocks = tiles(rank, ranks, seq, self.window)
@@ -127,10 +127,11 @@ class GatherMethod:
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """All-gather keys and values of the full sequence, in its order."""
         packed = pack(key, value)
-        gathered = packed.new_empty(self.group.size() * packed.numel())
+        gathered = packed.new_empty(self.group.size() * packed.numel())  # (ranks b k s (e + v),)
         with self.clock.measure():
             all_gather_single(gathered, packed, self.group)
         parts = [unpack(part, key.shape, value.shape) for part in gathered.chunk(self.group.size())]
+        # (b, k, s * ranks, .) each
         return in_order([part[0] for part in parts], dim=2), in_order([part[1] for part in parts], dim=2)
 
     def _scatter(self, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,7 +222,7 @@ class RingMethod:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See ``TileMethod``."""
         grad_query = torch.zeros_like(saved.query, dtype=torch.float32)
-        collected = key.new_zeros(key.numel() + value.numel(), dtype=torch.float32)
+        collected = key.new_zeros(key.numel() + value.numel(), dtype=torch.float32)  # (b k s (e + v),)
         arriving: Passing | None = None
         # Each step has the keys and values (b, k, s, e), (b, k, s, v) of `source`. The partial sum of their gradients is one
         # step behind, and arrives while our share is computed.

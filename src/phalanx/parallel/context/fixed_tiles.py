@@ -148,13 +148,14 @@ class TiledCore:
 
     def gather(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values of the full sequence, in its order; ``keys`` and ``values`` are those of this rank's tiles."""
-        own = torch.cat(list(keys), dim=2), torch.cat(list(values), dim=2)
+        own = torch.cat(list(keys), dim=2), torch.cat(list(values), dim=2)  # (b, k, s of this rank, .) each
         if self.ranks.ranks == 1:
             parts = [own]
         else:
             with self.ranks.comm.waiting():
                 gathered = gather_along(pack(*own), 0, self.ranks.comm.group)
             parts = [unpack(part, own[0].shape, own[1].shape) for part in gathered.chunk(self.ranks.ranks)]
+        # (b, k, full s, .), by tile
         key, value = (torch.cat(tensors, dim=2) for tensors in zip(*parts, strict=True))
         return by_position(key, self.ranks.count, dim=2), by_position(value, self.ranks.count, dim=2)
 
@@ -165,6 +166,7 @@ class TiledCore:
         own = [parts[self.ranks.rank] for parts in tiled]
         if ranks == 1:
             return own[0], own[1]
+        # (ranks, one rank's elements), flat
         sent = torch.cat([pack(*parts) for parts in zip(*tiled, strict=True)])
         with self.ranks.comm.waiting():
             received = exchange_along(sent, 0, self.ranks.comm.group)  # (ranks, one rank's elements)
@@ -248,4 +250,4 @@ def _attended(
     for own, mixed in zip(tensors, core(queries, keys, values, documents, sinks), strict=True):
         with in_place_of(owners, own):
             results.append(dense(layer.result(mixed)))
-    return torch.cat(results, 1)
+    return torch.cat(results, 1)  # (b, s, d)

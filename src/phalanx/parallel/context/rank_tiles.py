@@ -85,11 +85,11 @@ class RankTiles:
 
     def _by_reporter(self, tensor: Tensor) -> Tensor:
         flat = tensor.flatten()
-        return F.pad(flat, (0, -len(flat) % self.ranks)).view(self.ranks, -1)
+        return F.pad(flat, (0, -len(flat) % self.ranks)).view(self.ranks, -1)  # (ranks, elements / ranks)
 
 
 def rank_tiles(spec: RunSpec, mesh: Mesh, clock: CommClock) -> RankTiles | None:
-    """Returns the context tiles of this rank; ``None`` without ``model.context_tiles``."""
+    """Return the context tiles of this rank; ``None`` without ``model.context_tiles``."""
     if not spec.model.context_tiles:
         return None
     comm = SequenceComm(mesh.context_group, clock, "tree")

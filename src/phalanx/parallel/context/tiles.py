@@ -91,17 +91,17 @@ class Tile:
         hidden = None
         rows, columns = rule.row_positions[self.rows], rule.column_positions[self.columns]
         if 0 < rule.window <= int(rows.max()) - int(columns.min()):
-            is_too_far = (rows[:, None] - columns[None, :] >= rule.window).to(query.device)
-            hidden = is_too_far.expand(query.shape[0], -1, -1).clone()
+            is_too_far = (rows[:, None] - columns[None, :] >= rule.window).to(query.device)  # (q, n)
+            hidden = is_too_far.expand(query.shape[0], -1, -1).clone()  # (b, q, n)
         if rule.documents is not None:
             row_ids, column_ids = rule.documents
-            is_other_document = row_ids[:, self.rows, None] != column_ids[:, None, self.columns]
+            is_other_document = row_ids[:, self.rows, None] != column_ids[:, None, self.columns]  # (b, q, n)
             hidden = is_other_document if hidden is None else hidden | is_other_document
         if hidden is None:
             return self.causal, None
         if self.causal:
             hidden |= torch.ones_like(hidden[0]).triu(1)
-        return False, mask_bias(hidden, query.dtype)
+        return False, mask_bias(hidden, query.dtype)  # (b, 1, q, n)
 
 
 @dataclass(frozen=True)

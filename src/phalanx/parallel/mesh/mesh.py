@@ -167,7 +167,7 @@ class _Groups:
         """Make the group of the ranks that differ from this rank only in dimension ``dim`` of ``ranks``."""
         if ranks.shape[dim] == 1 and self._single is not None:
             return self._single
-        lines = ranks.movedim(dim, -1).flatten(0, -2)
+        lines = ranks.movedim(dim, -1).flatten(0, -2)  # (lines, ranks of a line)
         (members,) = lines[(lines == dist.get_rank()).any(1)].tolist()
         group = dist.new_group(members, timeout=group_timeout(), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is a member"

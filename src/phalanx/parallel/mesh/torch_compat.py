@@ -94,15 +94,16 @@ def sum_scatter_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
     ranks, shape = group.size(), x.shape
     if dim and _in_place(x, dim):
+        # (ranks * n0, ..., n_dim / ranks, ...)
         x = x.view(ranks * shape[0], *shape[1:dim], shape[dim] // ranks, *shape[dim + 1 :])
     elif dim:
-        x = torch.cat(x.chunk(ranks, dim))
+        x = torch.cat(x.chunk(ranks, dim))  # (ranks * n0, ..., n_dim / ranks, ...)
     return _waited(scatter(x, "sum", 0, group))
 
 
 def exchange_along(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's piece along ``dim`` of every rank's ``x``: ``(ranks, ...)``. Can be traced by ``torch.compile``."""
-    sent = torch.stack(x.chunk(group.size(), dim))
+    sent = torch.stack(x.chunk(group.size(), dim))  # (ranks, ..., n_dim / ranks, ...)
     return _waited(functional.all_to_all_single(sent, None, None, group))
 
 

@@ -133,14 +133,14 @@ class _LinearProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _DelayedContext, *upstream: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        slope = upstream[0].reshape(-1, weight.shape[0])
+        slope = upstream[0].reshape(-1, weight.shape[0])  # (tokens, outputs)
         store, owner = ctx.owner
         store.note(owner, partial(_linear_gradient, slope, x.reshape(-1, weight.shape[1])))
         return slope.mm(weight).view_as(x), None, None
 
 
 def _linear_gradient(slope: Tensor, rows: Tensor) -> Tensor:
-    return slope.t().mm(rows)
+    return slope.t().mm(rows)  # (outputs, inputs)
 
 
 class _GroupedContext(_DelayedContext, Protocol):

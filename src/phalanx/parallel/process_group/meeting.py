@@ -140,7 +140,7 @@ def challenge_of(nonces: Sequence[bytes]) -> bytes:
 
 
 def proof_of(token: str, purpose: str, rank: int, challenge: bytes) -> bytes:
-    """Return the answer of ``rank`` to the combined challenge."""
+    """Return HMAC-SHA256 under ``token`` of ``rank``, ``purpose`` and all ranks' combined challenge: proof that it knows the token."""
     return token_mac(token, f"member {rank}".encode(), purpose.encode(), challenge)
 
 

@@ -140,18 +140,19 @@ class Bins:
         is_not_finite = self.tops == _NOT_FINITE
         any_not_finite = _any(is_not_finite)
         # The full factor can exceed the range of fp32, so it is applied in two halves.
-        exponent = -width * (self._bins_above() - 1)
+        exponent = -width * (self._bins_above() - 1)  # (shares, spans)
         first, second = _power(exponent // 2).float(), _power(exponent - exponent // 2).float()
         buffers = gradient.new_empty((2, self._chunk))
         digits = self.words.new_empty(self._chunk)
         for piece in self._pieces():
-            x = piece.of(gradient)
+            x = piece.of(gradient)  # (shares, spans, size)
             remainder, high = (buffer[: x.numel()].view(x.shape) for buffer in buffers)
             digit = digits[: x.numel()].view(x.shape)
             if any_not_finite:
                 x = torch.where(piece.spans_of(is_not_finite), x.isfinite().logical_not().to(x.dtype), x)
             torch.mul(x, piece.spans_of(first), out=remainder).mul_(piece.spans_of(second))
-            torch.round(remainder, out=high)
+            torch.round(remainder, out=high)  # upper digit: the nearest multiple of the upper bin's unit
+            # lower digit: that of the remainder, in the next bin
             remainder.sub_(high).mul_(2.0**width).round_()
             for number, value in enumerate((high, remainder)):
                 piece.of(self.words[:, number]).add_(digit.copy_(value))
@@ -164,7 +165,10 @@ class Bins:
         self.words += other.words
 
     def raise_to(self, tops: Tensor) -> None:
-        """Move to upper bins, ``(shares, spans)`` and none lower than the current ones, so that words can be added to those of another sum."""
+        """Move this sum to the bins ``tops``, so that its words can be added to those of another sum with the same tops.
+
+        ``tops`` is ``(shares, spans)``, none lower than the current one. Digits below the new bins are dropped.
+        """
         up = tops.to(torch.int16) - self.tops
         # Zeros are the same in any bin; an empty sum has only zeros.
         up *= self.tops != _EMPTY
@@ -172,6 +176,7 @@ class Bins:
             for piece in self._pieces():
                 bins = piece.spans_of(up)
                 if _any(bins):
+                    # (shares, spans, size) each
                     high, low = (piece.of(self.words[:, number]) for number in (0, 1))
                     low.copy_(torch.where(bins == 0, low, torch.where(bins == 1, high, 0)))
                     high.mul_(bins == 0)
@@ -184,7 +189,7 @@ class Bins:
         any_not_finite = _any(is_not_finite)
         buffer = torch.empty(self._chunk, dtype=torch.float64, device=out.device)
         for piece in self._pieces():
-            high, low = (piece.of(self.words[:, number]) for number in (0, 1))
+            high, low = (piece.of(self.words[:, number]) for number in (0, 1))  # (shares, spans, size) each
             value = buffer[: high.numel()].view(high.shape).copy_(high)
             value.mul_(2.0**width).add_(low).mul_(piece.spans_of(unit))
             if any_not_finite:
@@ -198,9 +203,9 @@ class Bins:
         peaks = torch.empty(self.tops.shape, dtype=gradient.dtype, device=gradient.device)
         buffer = gradient.new_empty(self._chunk)
         for piece in self._pieces():
-            x = piece.of(gradient)
+            x = piece.of(gradient)  # (shares, spans, size)
             magnitudes = torch.abs(x, out=buffer[: x.numel()].view(x.shape))
-            peaks[piece.shares, piece.spans] = magnitudes.amax(-1)
+            peaks[piece.shares, piece.spans] = magnitudes.amax(-1)  # (shares, spans)
         exponent = torch.frexp(peaks).exponent  # (shares, spans); every magnitude is below 2^exponent
         tops = torch.div(exponent + self.format.width, self.format.width, rounding_mode="floor")
         tops = torch.where(peaks > 0, tops, _EMPTY)

@@ -50,14 +50,14 @@ def named_checksum(name: str, tensor: Tensor, *, rows_at_once: int | None = None
     step = (rows_at_once or _ROWS_AT_ONCE.get(device.type, 1 << 12)) * _COLUMNS
     for first in range(0, len(words), step):
         part = words[first : first + step]
-        part = part ^ ((part >> 32) & 0xFFFFFFFF)
+        part = part ^ ((part >> 32) & 0xFFFFFFFF)  # step 2
         full_words = len(part) // _COLUMNS * _COLUMNS
-        rows = (part[:full_words].view(-1, _COLUMNS) * columns).sum(1)
+        rows = (part[:full_words].view(-1, _COLUMNS) * columns).sum(1)  # step 3 by column: (rows,)
         if full_words < len(part):
             last = (part[full_words:] * columns[: len(part) - full_words]).sum()
             rows = torch.cat((rows, last.view(1)))
         numbers = torch.arange(len(rows), device=device) + first // _COLUMNS
-        total += (rows * _odd("row", numbers)).sum()
+        total += (rows * _odd("row", numbers)).sum()  # step 3 by row, and step 4
     length = torch.full((1,), tensor.nbytes, dtype=torch.int64, device=device)
     # Without the length, trailing zeros would not change the checksum.
     return (total + length[0] * _odd("length", length)[0]) * _odd(name, length * 0)[0]

@@ -233,7 +233,7 @@ def _reduce_scatter(bins: Bins, place: int, group: dist.ProcessGroup) -> Bins:
     tops = bins.tops.clone()
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)
     bins.raise_to(tops)
-    words = bins.words.new_empty((1, *bins.words.shape[1:]))
+    words = bins.words.new_empty((1, *bins.words.shape[1:]))  # (1, 2, elements)
     reduce_scatter_single(words.view(-1), bins.words.view(-1), group)
     return Bins(bins.layout, bins.format, words, tops[place : place + 1].clone())
 
@@ -241,7 +241,7 @@ def _reduce_scatter(bins: Bins, place: int, group: dist.ProcessGroup) -> Bins:
 def _add_over_replicas(sums: Sequence[Bins], mesh: Mesh) -> None:
     """Replace each of ``sums``, of this rank's share, by the sum over all replicas, in two exchanges."""
     group = mesh.replicate_group
-    tops = torch.cat([bins.tops.view(-1) for bins in sums])
+    tops = torch.cat([bins.tops.view(-1) for bins in sums])  # (spans of all sums,)
     dist.all_reduce(tops, dist.ReduceOp.MAX, group)
     for bins, raised in zip(sums, torch.split(tops, [bins.tops.numel() for bins in sums]), strict=True):
         bins.raise_to(raised.view_as(bins.tops))

@@ -148,16 +148,16 @@ class SequenceComm:
 
 def _gathered(piece: Tensor, comm: SequenceComm) -> Tensor:
     with comm.waiting():
-        return gather_along(piece.contiguous(), _SEQUENCE, comm.group)
+        return gather_along(piece.contiguous(), _SEQUENCE, comm.group)  # (b, s, d)
 
 
 def _sum_scattered(partial: Tensor, comm: SequenceComm) -> Tensor:
     if comm.order == "tree":
         with comm.waiting():
-            pieces = exchange_along(partial, _SEQUENCE, comm.group)
-        return sum_in_tree(pieces)
+            pieces = exchange_along(partial, _SEQUENCE, comm.group)  # (ranks, b, s / ranks, d)
+        return sum_in_tree(pieces)  # (b, s / ranks, d)
     with comm.waiting():
-        return sum_scatter_along(partial.contiguous(), _SEQUENCE, comm.group)
+        return sum_scatter_along(partial.contiguous(), _SEQUENCE, comm.group)  # (b, s / ranks, d)
 
 
 class _Context(FunctionContext, Protocol):
@@ -194,7 +194,7 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        flat = torch.cat([gradient.flatten().float() for gradient in upstream])
+        flat = torch.cat([gradient.flatten().float() for gradient in upstream])  # (elements of all,)
         sums = torch.split(ctx.comm.total(flat), [gradient.numel() for gradient in upstream])
         pairs = zip(sums, upstream, strict=True)
         return None, *(part.view_as(gradient).to(gradient.dtype) for part, gradient in pairs)

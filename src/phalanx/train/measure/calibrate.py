@@ -332,8 +332,11 @@ def _done(job: TimeCollectives | MeasureSteps) -> _RankResult:
             return _RankResult(step=_steps(spec, steps))
 
 
-def collectives(settings: Settings, members: int) -> MeasuredPoints:
-    """Each collective between ``members`` ranks, sizes (members, bytes); the slowest rank's time."""
+def measure_collectives(settings: Settings, members: int) -> MeasuredPoints:
+    """Time each of ``COLLECTIVES`` between ``members`` new processes.
+
+    For each collective, points ((members, bytes), seconds). The seconds are the slowest rank's.
+    """
     job = TimeCollectives(str(settings.device), settings.clock, settings.quick)
     by_rank = [result.points for result in _on_ranks(members, job)]
     points: MeasuredPoints = {}

@@ -1,20 +1,22 @@
-"""Chunked cross-entropy, fused with the output projection: it never holds all logits.
+"""Chunked cross-entropy, fused with the output projection, so that all logits are never in memory at once.
 
-For a vocabulary of 128 k, the fp32 logits of 8 k tokens are 4 GiB, and their gradient as much again. Here tokens are
-processed a chunk at a time: a chunk's logits are computed, turned in place into the gradient with respect to the logits
-(softmax minus one at the target), multiplied into the gradients of hidden states and projection, and dropped. So
-the backward pass has nothing left to compute, and nothing is recomputed. The idea is that of fused linear
-cross-entropy (Liger, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009); the chunk size is part of the run,
-because it decides the order in which the projection's gradient is added up.
+For a vocabulary of 128 k, the fp32 logits of 8 k tokens are 4 GiB, and so is their gradient. Here tokens are processed in chunks:
 
-Where the vocabulary is divided over tensor ranks, each computes the logits of its own rows for all tokens. From the others it
-needs three numbers a token (Megatron, arXiv 1909.08053): the largest logit, the sum of exponentials, and the target's logit.
-The sum is taken relative to each rank's own largest logit, so that all three travel in one all-gather.
+1. Compute a chunk's logits, and its losses.
+2. Overwrite the logits with their gradient: softmax minus one at the target.
+3. Multiply it into the gradients of hidden states and projection, and drop it.
 
-A soft cap bends each logit by itself, in fp32, before all that; its slope multiplies the gradient.
+The backward pass then only scales these gradients. This is fused linear cross-entropy (Liger, arXiv 2410.10989; Cut Cross-Entropy,
+arXiv 2411.09009). The chunk size belongs to the run, because it sets the order in which the projection's gradient is summed.
 
-Where the sequence is in context tiles, each tile is such a loss of its own, and losses and projection's gradients are added in tree
-order, over the context ranks too: the first reports the loss, and each some of the gradient's elements.
+If the vocabulary is divided over tensor ranks, each rank computes the logits of its own rows for all tokens. The ranks exchange three
+numbers per token (Megatron, arXiv 1909.08053): the largest logit, the sum of exponentials, and the target's logit. The sum is relative
+to each rank's own largest logit, so that one all-gather carries all three.
+
+A soft cap is applied to each logit in fp32 before all that. Its derivative multiplies the gradient.
+
+If the sequence is in context tiles, each tile has such a loss. Losses and the projection's gradients are added in tree order, also over
+the context ranks. The first rank reports the loss; each rank reports some elements of the gradient.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _LossContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.used:
-            raise RuntimeError("this loss's gradients were handed out already: it can be differentiated once")
+            raise RuntimeError("this loss's gradients were used already: it can be differentiated once")
         ctx.used = True
         # In place: the gradient is as large as the projection, so a copy would be the most expensive line here.
         grad_hidden, grad_weight = (saved.mul_(upstream[0].to(saved.dtype)) for saved in ctx.saved_tensors)
@@ -83,7 +85,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 _LossAndGradients = tuple[Tensor, Tensor | None, Tensor | None]
-"""The summed loss, 0-dim; and if they are wanted, its gradients with respect to hidden states and projection."""
+"""The summed loss, 0-dim, and its gradients by hidden states and by projection, or ``None`` if they are not wanted."""
 
 
 def _in_chunks(
@@ -95,7 +97,7 @@ def _in_chunks(
     wants_gradient: bool,
     cap: float,
 ) -> _LossAndGradients:
-    """The loss of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``; the projection's gradient is fp32."""
+    """Return the loss and gradients of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``; the projection's gradient is fp32."""
     states, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     # n tokens, rows of the vocabulary on this rank: states (n, dim), weight (rows, dim), targets (n,)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -137,7 +139,7 @@ class _Chunk(NamedTuple):
 
     targets: list[_TargetColumns]
     bends: list[Tensor | None]
-    """The slope of a soft cap's bend, ``(n, rows of the part)``, only where there is a cap."""
+    """The derivative of the soft cap, ``(n, rows of the part)``; ``None`` without a cap."""
     scores: list[Tensor]
     """Log-probabilities, ``(n, rows of the part)``, fp32."""
     losses: Tensor
@@ -152,9 +154,9 @@ def _of_chunk(
     rows: VocabularyPiece | None,
     cap: float,
 ) -> _Chunk:
-    """Logits and losses of ``states`` ``(n, dim)`` and ``targets`` ``(n,)``.
+    """Compute logits and losses of ``states`` ``(n, dim)`` and ``targets`` ``(n,)``.
 
-    ``matrices`` are the projection's ``parts`` of rows.
+    ``matrices`` are the ``parts`` of the projection's rows.
     """
     target_columns = [_find(targets, part, rows) for part in parts]
     pairs = [_logits(states, matrix, cap) for matrix in matrices]
@@ -173,7 +175,7 @@ def token_scores(
     *,
     cap: float = 0.0,
 ) -> Tensor:
-    """The scores of each token, ``(2, batch, seq)``, fp32, without a gradient; the same on all ranks that share the vocabulary.
+    """Return the scores of each token, ``(2, batch, seq)``, fp32, without a gradient; the same on all ranks that share the vocabulary.
 
     The first are the terms of ``summed_cross_entropy``, in nats, 0 for ignored targets. The second are 1 where the target has the largest
     logit of all tokens, the first of equal ones, else 0: greedy decoding would choose it. Arguments are those of
@@ -194,7 +196,7 @@ def token_scores(
 def _scores_in_chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, rows: VocabularyPiece | None, cap: float
 ) -> Tensor:
-    """The losses of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``, and whether each target has the largest logit: ``(2, b, s)``, fp32."""
+    """Compute the losses of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``, and whether each target has the largest logit: ``(2, b, s)``, fp32."""
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # (n, dim), (n,)
     parts = _parts(len(weight), rows)
     matrices, results = _matrices(weight, parts), []
@@ -210,7 +212,7 @@ def _scores_in_chunks(
 def _tokens_of_largest(
     logits: Sequence[Tensor], parts: Sequence[range], rows: VocabularyPiece | None
 ) -> Tensor:
-    """The token with the largest logit, the first of equal ones, ``(n,)``, int64, of each part's logits ``(n, rows of the part)``."""
+    """Return the token with the largest logit, the first of equal ones, ``(n,)``, int64, of each part's logits ``(n, rows of the part)``."""
     start = 0 if rows is None else rows.start
     pairs = [part.max(1) for part in logits]
     # fp64 has each token's number exactly.
@@ -252,11 +254,11 @@ def _in_tiles(
     if total is None:
         return loss, None, None
     (reported,) = tiles.share_of_total([total])
-    return loss, torch.cat(grads_hidden, 1), reported
+    return loss, torch.cat(grads_hidden, 1), reported  # 0-dim, (b, s, dim), (rows, dim)
 
 
 def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor, *, first: bool) -> None:
-    """Adds ``slope^T hidden`` ``(rows, dim)`` to ``total``, fp32; the first time ``total`` is overwritten."""
+    """Add ``slope^T hidden`` ``(rows, dim)`` to ``total``, fp32; with ``first``, overwrite it."""
     if slope.dtype == torch.float32:
         torch.addmm(total, slope.t(), hidden, beta=0 if first else 1, out=total)
     elif first:
@@ -267,10 +269,10 @@ def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor, *, first: bool) ->
 
 @dataclass(frozen=True)
 class _TargetColumns:
-    """The targets of ``n`` tokens, in terms of this rank's rows of the vocabulary."""
+    """Targets of ``n`` tokens as indices of this rank's rows of the vocabulary."""
 
     row: Tensor
-    """The index of each target among this rank's rows, ``(n,)``, int64; 0 where it is not among them."""
+    """Index of each target among this rank's rows, ``(n,)``, int64; 0 if another rank has it."""
     here: Tensor
     """True for targets that are among this rank's rows, ``(n,)``, bool."""
     ignored: Tensor
@@ -278,19 +280,19 @@ class _TargetColumns:
 
 
 def _parts(count: int, rows: VocabularyPiece | None) -> list[range]:
-    """The parts of ``count`` rows that are computed by themselves: all of them together, or each lane."""
+    """Return the parts of ``count`` rows that are computed separately: all rows, or each lane."""
     sizes = (rows.lanes if rows is not None else ()) or (count,)
     ends = list(itertools.accumulate(sizes))
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _matrices(weight: Tensor, parts: Sequence[range]) -> list[Tensor]:
-    """The ``parts`` of the rows of ``weight``: in its memory where they begin there as memory of their own would, else copies."""
+    """Return the ``parts`` of the rows of ``weight``: views if they are aligned like separate memory, else copies."""
     return [weight] if len(parts) == 1 else [aligned(weight[part.start : part.stop]) for part in parts]
 
 
 def _put_together(weight: Tensor, parts: Sequence[range], sums: Sequence[Tensor]) -> None:
-    """Copies those ``parts`` of the rows of ``weight`` into it whose ``sums`` are not in its memory."""
+    """Copy the ``sums`` that are not in the memory of ``weight`` into its rows ``parts``."""
     for part, total in zip(parts, sums, strict=True):
         if total.data_ptr() != weight[part.start : part.stop].data_ptr():
             weight[part.start : part.stop] = total
@@ -308,8 +310,8 @@ def _find(targets: Tensor, part: range, rows: VocabularyPiece | None) -> _Target
 def _logits(
     hidden: Tensor, weight: Tensor, cap: float, product: Affine | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits ``(n, rows)``, and with a soft cap the slope of its bend, both fp32 then."""
-    scores = hidden @ weight.t() if product is None else product(hidden, weight, None)
+    """Return logits ``(n, rows)`` and the derivative of the soft cap, both fp32; without a cap, logits in the states' dtype and ``None``."""
+    scores = hidden @ weight.t() if product is None else product(hidden, weight, None)  # (n, rows)
     if not cap:
         return scores, None
     bent = torch.tanh(scores.float().div_(cap))
@@ -319,8 +321,10 @@ def _logits(
 def log_probabilities(
     hidden: Tensor, weight: Tensor, cap: float = 0.0, product: Affine | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits, and log-probabilities in fp32, both ``(n, vocab)``, of ``hidden`` ``(n, dim)`` by this loss's arithmetic; ``product`` is one
-    with the bits of PyTorch's."""
+    """Return logits, and log-probabilities in fp32, ``(n, vocab)`` each, of ``hidden`` ``(n, dim)``, with the bits of this loss.
+
+    ``product`` replaces PyTorch's product; it must have the same bits.
+    """
     scores, _ = _logits(hidden, weight, cap, product)
     return scores, F.log_softmax(scores, dim=-1, dtype=torch.float32)
 
@@ -328,8 +332,10 @@ def log_probabilities(
 def _scores_and_losses(
     logits: list[Tensor], targets: list[_TargetColumns], rows: VocabularyPiece | None
 ) -> tuple[list[Tensor], Tensor]:
-    """Log-probabilities ``(n, rows of a part)`` and each token's loss ``(n,)``, fp32, of each part's logits; the loss of ignored
-    tokens is 0."""
+    """Return the log-probabilities ``(n, rows of a part)`` of each part's logits, and each token's loss ``(n,)``; fp32.
+
+    The logits are overwritten. Ignored tokens have a loss of 0.
+    """
     ignored = targets[0].ignored
     if rows is None:
         scores = F.log_softmax(logits[0], dim=-1, dtype=torch.float32)
@@ -340,27 +346,27 @@ def _scores_and_losses(
         scores = part.float()
         largest, picked = scores.amax(1), _pick(scores, target)  # (n,) each
         relative.append(scores.sub_(largest[:, None]))
-        numbers.append(torch.stack((largest, scores.exp().sum(1), picked)))
+        numbers.append(torch.stack((largest, scores.exp().sum(1), picked)))  # (3, n)
     here = torch.stack(numbers)  # (parts of this rank, 3, n)
     gathered = here if rows.comm is None else rows.comm.stack(here).flatten(0, 1)  # (parts, 3, n)
     # 2. The logarithm of the whole sum of exponentials is top + total.
-    top = gathered[:, 0].amax(0)
-    total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0).log()
+    top = gathered[:, 0].amax(0)  # (n,)
+    total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0).log()  # (n,)
     # 3. Log-probabilities. The scores are relative to a part's largest already, so ``total`` is added to the difference of the two
     # largest and not to ``top`` itself: next to a large number, a small one would be rounded away.
     for scores, largest in zip(relative, here[:, 0], strict=True):
         scores.sub_((top - largest + total)[:, None])
-    picked = gathered[:, 2].sum(0) - top - total
+    picked = gathered[:, 2].sum(0) - top - total  # (n,)
     return relative, (-picked).masked_fill(ignored, 0.0)
 
 
 def _pick(scores: Tensor, target: _TargetColumns) -> Tensor:
-    """The score of each target ``(n,)``; 0 where it is not among this rank's rows."""
+    """Return the score of each target, ``(n,)``; 0 if it is not among this rank's rows."""
     return scores.gather(1, target.row[:, None]).squeeze(1).masked_fill(~target.here, 0.0)
 
 
 def _slope(scores: Tensor, target: _TargetColumns) -> Tensor:
-    """The loss's gradient with respect to the logits, in the memory of the log-probabilities."""
+    """Return the loss's gradient by the logits, ``(n, rows)``, in the memory of the log-probabilities."""
     slope = scores.exp_()
     slope.scatter_add_(1, target.row[:, None], -target.here.to(slope.dtype)[:, None])
     return slope.masked_fill_(target.ignored[:, None], 0.0)
@@ -376,23 +382,23 @@ def summed_cross_entropy(
     *,
     cap: float = 0.0,
 ) -> Tensor:
-    """The summed cross-entropy, in nats, of predicting ``targets`` from hidden states.
+    """Return the summed cross-entropy, in nats, of predicting ``targets`` from hidden states.
 
     Args:
-        hidden: ``(batch, seq, dim)``, any floating-point format; where the vocabulary is divided, this rank's piece of
-            the sequence, ``(batch, seq / ranks, dim)``, which is gathered here.
-        weight: Output projection, ``(vocab, dim)``, of the same format; or this rank's rows of it.
-        targets: ``(batch, seq)``, int64; ``IGNORE`` where there is nothing to predict.
-        chunk: Tokens whose logits are held at once.
+        hidden: ``(batch, seq, dim)``, any floating-point dtype. If the vocabulary is divided, this rank's piece of the
+            sequence, ``(batch, seq / ranks, dim)``, which is gathered here.
+        weight: Output projection, ``(vocab, dim)``, of the same dtype; or this rank's rows of it.
+        targets: ``(batch, seq)``, int64; ``IGNORE`` for a token without a target.
+        chunk: Number of tokens whose logits are in memory at once.
         rows: The rows of the vocabulary that ``weight`` has; ``None`` for all.
-        tiles: The context tiles that the tokens are, one after the other; ``None`` if the run has none.
+        tiles: The context tiles of the tokens, in their order; ``None`` if the run has none.
         cap: Soft cap of the logits (``phalanx.model.layers.attention.attend``); 0 for none.
 
     Returns:
         0-dim, fp32: a sum, not a mean, so that slots with any number of targets can be added. It is the same on all ranks that
         share the vocabulary, and its gradient is that of a single loss, not of one loss for each of these ranks.
     """
-    # Asked here, because inside an autograd function gradient mode is off whether or not gradients are wanted.
+    # Read here, because gradient mode is always off inside an autograd function.
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if rows is not None and rows.comm is not None and not rows.lanes:
         hidden = rows.comm.gather(hidden)

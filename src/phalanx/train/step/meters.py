@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class MemoryMeter:
-    """Measures the step that runs inside ``with meter:``; ``gradients_complete`` is to be called before its update.
+    """Meter of the step that runs inside ``with meter:``. Call ``gradients_complete`` before its update.
 
     Args:
         parts: The model as it is on this rank: whole, or some stages of it.
@@ -94,12 +94,12 @@ class MemoryMeter:
             hook.remove()
 
     def gradients_complete(self) -> None:
-        """Measures the gradients, all of which are there now, as the optimizer will find them."""
+        """Measure the gradients; all of them are complete now."""
         grads = [local(p.grad) for p in self._parameters_of_parts() if p.grad is not None]
         self._gradients = max(self._gradients, storage_bytes(grads, self._device))
 
     def result(self) -> MemoryByKind:
-        """The bytes by kind, once the step is done."""
+        """Return the bytes by kind, after the step."""
         optimizer = storage_bytes(self._state(), self._device)
         buffers = storage_bytes((buffer for part in self._parts for buffer in part.buffers()), self._device)
         named = self._parameters + self._gradients + optimizer + buffers + self._activations
@@ -116,7 +116,7 @@ class MemoryMeter:
         return (parameter for part in self._parts for parameter in part.parameters())
 
     def _allocated(self) -> int:
-        """Bytes in use, without weights that are gathered for the moment."""
+        """Return the bytes in use, without weights that are gathered at the moment."""
         # While it is gathered, a module shows the whole weight in place of this rank's share.
         allocated = [
             share for share in self._shares() if share.untyped_storage().data_ptr() not in self._storages
@@ -148,7 +148,7 @@ class MemoryMeter:
 
 
 def extremes(mine: MemoryByKind, device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
-    """The most and the least bytes of any rank, for each kind that could be measured. A collective call."""
+    """Return the most and the least bytes of any rank, for each kind that could be measured. A collective."""
     kinds = {
         kind: value for kind, value in {**asdict(mine), "total": mine.total}.items() if value is not None
     }
@@ -170,7 +170,7 @@ class _Watch(DispatchMode):
         self.left_out_bytes = 0
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Exempts the memory of ``tensors``, which was there before, when an operation makes a view of it."""
+        """Do not count the memory of ``tensors``, which existed before, when an operation makes a view of it."""
         storages = {
             id(storage): storage
             for tensor in tensors
@@ -180,8 +180,8 @@ class _Watch(DispatchMode):
         self.left_out_bytes = sum(storage.nbytes() for storage in storages.values())
 
     def live(self) -> int:
-        """Bytes of all tracked storages that still exist."""
-        # Asked anew each time: FSDP frees gathered weights by shrinking their storage.
+        """Return the bytes of all tracked storages that still exist."""
+        # Computed each time: FSDP frees gathered weights by shrinking their storage.
         return sum(
             storage.nbytes() for ref in list(self._storages.values()) if (storage := ref()) is not None
         )
@@ -215,7 +215,7 @@ def _tensors(result: object) -> Iterator[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of the memory on ``device`` behind ``tensors``; storage that they share is counted once."""
+    """Return the bytes of memory on ``device`` of ``tensors``; shared storage is counted once."""
     storages = {
         storage.data_ptr(): storage.nbytes()
         for tensor in tensors
@@ -257,9 +257,9 @@ class RankTimes:
         self._computed_ns, self._waited_ns = self._totals_ns()
 
     def step_ended(self, step: int, *, last: bool = False) -> RankFrame | None:
-        """Records a step; at the end of a window, and with ``last``, returns the window of all ranks.
+        """Record a step. At the end of a window, or with ``last``, return the window of all ranks.
 
-        A collective call, with the same result on all ranks but for the time.
+        A collective. The result is the same on all ranks, except for the time.
         """
         if not self._windows:
             return None
@@ -277,7 +277,7 @@ class RankTimes:
         return RankFrame(step, time.time(), self._attempt, len(table), columns, steps)
 
     def _mine(self) -> list[float]:
-        """This rank's row: its numbers in the order of ``RANK_COLUMNS``."""
+        """Return this rank's row: its numbers in the order of ``RANK_COLUMNS``."""
         # A rank without a slot of its own computes another's again, or nothing: that says nothing about its speed.
         compute_s = statistics.median(self._compute_s) / self._slots if self._slots else _UNKNOWN
         heat_c = temperature_c(self._mesh.device) if self._has_temperature else None
@@ -290,7 +290,7 @@ class RankTimes:
         ]
 
     def _exchange(self, mine: list[float]) -> NDArray[np.float32]:
-        """The rows of all ranks, ``(ranks, columns)``."""
+        """Return the rows of all ranks, ``(ranks, columns)``."""
         with self._ledger.bucket(Bucket.COMM_EXPOSED_DP):
             table = torch.zeros((self._mesh.ranks, len(mine)), device=self._mesh.device)
             table[self._mesh.rank] = torch.tensor(mine)
@@ -299,7 +299,7 @@ class RankTimes:
         return np.where(rows < 0, np.float32(np.nan), rows)
 
     def _totals_ns(self) -> tuple[int, int]:
-        """Time until now of this rank's own computing, and of waiting for samples."""
+        """Return this rank's total time so far of computing and of waiting for samples, in nanoseconds."""
         totals = self._ledger.totals_ns()
         return totals.get(Bucket.STEP_COMPUTE, 0), totals.get(Bucket.STEP_DATA_WAIT, 0)
 

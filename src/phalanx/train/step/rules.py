@@ -1,12 +1,12 @@
-"""Rules that depend on the run's own numbers alone: loss spikes, and the learning rate of each step.
+"""Rules that depend only on the run's own numbers: loss spikes, and the learning rate of each step.
 
-A spike is a step whose loss or gradient norm is far above that of the steps before it. The rule is a function of the run's own numbers: the losses and gradient norms of its last steps, which have the same bits on every rank and on
-every fleet, and travel in checkpoints and snapshots. So every rank decides alike, and so does a run that was interrupted. *Usual* is the
-median of the window and *deviation* is 1.4826 times the median absolute deviation, which estimates a standard deviation (Rousseeuw and
-Croux, JASA 1993) and is not moved by the spikes themselves, as a mean is. That a step so found may be left out is PaLM's remedy (arXiv
-2204.02311, section 5.1: other samples at the same place, and the spike is gone) and that of OLMo's skip-step optimizer (arXiv 2501.00656).
+A spike is a step whose loss or gradient norm is far above that of the previous steps. The rule is a function of the losses and gradient
+norms of the last steps. They have the same bits on every rank and every fleet, and are part of checkpoints and snapshots. So all ranks
+reach the same decision, also after an interruption. *Usual* is the median of the window. *Deviation* is 1.4826 times the median absolute
+deviation, an estimate of the standard deviation (Rousseeuw and Croux, JASA 1993) that spikes do not move. Skipping the samples of a
+spike is PaLM's remedy (arXiv 2204.02311, section 5.1) and that of OLMo's skip-step optimizer (arXiv 2501.00656).
 
-Only what rises counts: early in training the loss falls faster than any noise.
+Only rises count: early in training the loss falls faster than any noise.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from phalanx.observe.throughput import usual_deviation
 from phalanx.run.spec import ScheduleSpec, TrainSpec
 
 _LEAST_LOSS_DEVIATION = 0.005
-"""The least deviation, as a share of the usual loss. Where the window is nearly still (the same few batches again and again), no deviation is less than this: with 8 of
-them a spike is 4 % up, less than what any published spike was."""
+"""Minimum deviation, as a share of the usual loss, for windows that hardly vary. With 8 deviations a spike is at least 4 % up, less
+than any published spike.
+"""
 _LEAST_NORM_DEVIATION = 0.25
-"""The least deviation, as a share of the usual gradient norm. Norms have long tails: with 8 deviations a spike is three times the usual norm or more."""
+"""Minimum deviation, as a share of the usual gradient norm. Norms have long tails: with 8 deviations a spike is at least three times the
+usual norm.
+"""
 
 History = Sequence[Sequence[float]]
 """The loss and gradient norm of each of a run's last steps, the oldest first."""
@@ -42,20 +45,20 @@ class Spike:
 
 @dataclass(frozen=True)
 class SpikeRule:
-    """Finds spikes among the last ``window`` steps, of which half must be there, at more than ``deviations`` above what is usual."""
+    """Spikes are more than ``deviations`` above the usual value of the last ``window`` steps, at least half of which must exist."""
 
     window: int
     deviations: float
 
     @classmethod
     def of(cls, train: TrainSpec) -> SpikeRule:
-        """The rule of a run."""
+        """Return the rule of a run."""
         return cls(train.spike_window, train.spike_deviations)
 
     def find(self, history: History, loss: float, grad_norm: float) -> Spike | None:
-        """The spike that a step with this loss and gradient norm is after the steps of ``history``; ``None`` if it is none.
+        """Return the spike of a step with this loss and gradient norm after the steps of ``history``; ``None`` if it is no spike.
 
-        A step that is not finite is none: ``train.on_nonfinite`` speaks about it.
+        A non-finite step is no spike: ``train.on_nonfinite`` handles it.
         """
         if 2 * len(history) < self.window or not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return None
@@ -69,7 +72,7 @@ class SpikeRule:
         return Spike(figure, most, usual_loss, usual_norm)
 
     def remember(self, history: History, loss: float, grad_norm: float) -> list[list[float]]:
-        """The history after one more step. Spikes count too: where the level has changed for good, it is usual after half a window."""
+        """Return the history with one more step. Spikes count too, so a lasting change of level is usual after half a window."""
         kept = [list(step) for step in history]
         if math.isfinite(loss) and math.isfinite(grad_norm):
             kept.append([loss, grad_norm])
@@ -77,7 +80,7 @@ class SpikeRule:
 
 
 def _above(values: Sequence[float], value: float, least: float) -> tuple[float, float]:
-    """The median of ``values``, and by how many deviations ``value`` is above it."""
+    """Return the median of ``values``, and the number of deviations by which ``value`` is above it."""
     usual = median(values)
     deviation = max(usual_deviation(values, usual), least * abs(usual))
     return usual, (value - usual) / deviation if deviation else 0.0
@@ -87,7 +90,7 @@ def _above(values: Sequence[float], value: float, least: float) -> tuple[float, 
 
 
 def multiplier(schedule: ScheduleSpec, step: int, steps: int) -> float:
-    """The factor of the peak learning rate at ``step`` (from 1 to ``steps``).
+    """Return the factor of the peak learning rate at ``step``, from 1 to ``steps``.
 
     All kinds warm up linearly, reaching the peak at step ``warmup_steps``. Then "cosine" falls to the floor along half
     a cosine, reached at the last step; "wsd" stays at the peak until the last ``decay_fraction`` of the run, where it

@@ -1,7 +1,7 @@
-"""A rank's share of slots: their micro-batches, cut to this rank's part of the sequence, and their losses and gradients.
+"""Losses and gradients of a rank's slots: micro-batches, cut to this rank's part of the sequence, and the runners of a step.
 
-A ``SlotRunner`` computes the losses and gradients of the slots of a step: without a pipeline in a loop over micro-batches (gradient
-accumulation, ``LoopRunner``), with one by a schedule (``PipelineRunner``), in which the slots follow each other without a pause.
+A ``SlotRunner`` computes the losses and gradients of the slots of a step. Without a pipeline it loops over micro-batches (gradient
+accumulation, ``LoopRunner``). With a pipeline it follows a schedule (``PipelineRunner``), in which slots follow each other without a pause.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from phalanx.train.step.loss import IGNORE, summed_cross_entropy, token_scores
 
 @dataclass(frozen=True)
 class Ahead:
-    """Inputs and targets of a prediction ahead, of this rank's part of the sequence."""
+    """Inputs and targets of a prediction ahead, for this rank's part of the sequence."""
 
     tokens: Tensor
-    """``(batch, seq)``, int64: of each of the micro-batch's tokens the one so much further."""
+    """``(batch, seq)``, int64: for each token of the micro-batch, the token that many positions later."""
     targets: Tensor
     """``(batch, seq)``, int64."""
 
@@ -46,15 +46,15 @@ class MicroBatch:
     """The input of one forward pass on this rank."""
 
     tokens: Tensor
-    """``(batch, seq)``, int64, this context rank's part of the sequence; in the order of its tiles, where the run has such."""
+    """``(batch, seq)``, int64, this context rank's part of the sequence; ordered by tile if the run has context tiles."""
     targets: Tensor
     """``(batch, seq)``, int64."""
     positions: Tensor
     """``(seq,)``, int64: the positions of these tokens in their sequences."""
     documents: Documents | None
-    """The documents of the whole sequences, of which this rank may have a part; ``None`` without a mask."""
+    """The documents of the full sequences; ``None`` without a document mask."""
     further: Sequence[Ahead] = ()
-    """For each prediction ahead."""
+    """One for each prediction ahead."""
 
     @property
     def counted(self) -> Tensor:
@@ -64,7 +64,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Losses:
-    """Calls stages of the model; the last one returns the summed loss of a micro-batch."""
+    """Forward pass of stages of the model. The last stage returns the summed loss of a micro-batch."""
 
     spec: RunSpec
     mesh: Mesh
@@ -74,12 +74,12 @@ class Losses:
     """This rank's context tiles; ``None`` if the run has none."""
 
     def cut(self, samples: Tensor, targets: Tensor) -> MicroBatch:
-        """Cuts this rank's part out of ``samples`` ``(batch, seq + 1)`` and their ``targets`` ``(batch, seq)``.
+        """Return this rank's part of ``samples`` ``(batch, seq + 1)`` and their ``targets`` ``(batch, seq)``, on its device.
 
-        The arguments lie on the host, where documents are counted; the part is brought to this rank's device.
+        The arguments are on the host, where documents are counted.
         """
         tokens, layout, device = samples[:, :-1], self.mesh.layout, self.mesh.device
-        # Of conversations: what is read and not learned is stored inverted (``phalanx.data.reading.dataset.NO_TARGET``).
+        # Tokens of conversations that are no targets are stored inverted (``phalanx.data.reading.dataset.NO_TARGET``).
         tokens, targets = torch.where(tokens < 0, ~tokens, tokens), targets.masked_fill(targets < 0, IGNORE)
         documents = None
         if self.spec.train.targets_within_documents:
@@ -96,25 +96,25 @@ class Losses:
         divided = self.tiles is not None or layout.context > 1
 
         def own(full: Tensor) -> Tensor:
-            part = full[:, positions] if divided else full
+            part = full[:, positions] if divided else full  # (batch, seq of this rank)
             return brought(part, device)
 
-        # Of whole sequences: the next token of the last one here may be another rank's.
+        # Computed on full sequences: the last token's target may belong to another rank.
         further = [Ahead(own(ahead.tokens), own(ahead.targets)) for ahead in self._ahead(tokens, targets)]
         return MicroBatch(own(tokens), own(targets), brought(positions, device), documents, further)
 
     def _ahead(self, tokens: Tensor, targets: Tensor) -> Iterator[Ahead]:
-        """Inputs and targets of each prediction ahead, of whole sequences ``(batch, seq)``."""
+        """Yield inputs and targets of each prediction ahead, for full sequences ``(batch, seq)``."""
         train = self.spec.train
         ends = tokens == train.end_of_document if train.targets_within_documents else None
         for depth in range(1, depths(self.spec.model) + 1):
             yield Ahead(tokens_ahead(tokens, depth), targets_ahead(targets, depth, IGNORE, ends))
 
     def call(self, stage: nn.Module, x: Tensor, batch: MicroBatch, *, ahead: bool) -> Tensor:
-        """Runs a stage on ``x``: tokens ``(batch, seq)`` for the first, hidden states ``(batch, seq, dim)`` for the others.
+        """Run a stage on ``x``: tokens ``(batch, seq)`` for the first stage, hidden states ``(batch, seq, dim)`` for the others.
 
-        Returns hidden states, or from the last stage the summed loss: 0-dim, or with multi-token prediction, if ``ahead`` is set
-        for it, ``(1 + depths,)``.
+        Return hidden states, or from the last stage the summed loss: 0-dim, or ``(1 + depths,)`` with multi-token prediction and
+        ``ahead``.
         """
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class SlotWork:
-    """The slots that a rank computes one after the other: those of a step, or one more for an audit."""
+    """The slots that a rank computes in sequence: those of a step, or one more for an audit."""
 
     rounds: Sequence[Round]
     micro_batches: int
@@ -169,7 +169,7 @@ class SlotWork:
 
 
 class SlotRunner(Protocol):
-    """Computes the losses and gradients of a rank's share of slots."""
+    """Computation of the losses and gradients of a rank's slots."""
 
     losses: Losses
 
@@ -179,15 +179,15 @@ class SlotRunner(Protocol):
 
     @abstractmethod
     def gradients(self, work: SlotWork) -> list[Tensor]:
-        """Forward and backward of the slots' micro-batches, in order.
+        """Run forward and backward of the slots' micro-batches, in order.
 
-        Adds the gradients of their scaled losses to the model's, slot by slot. Returns each slot's summed loss of the next token
-        (0-dim, fp32), without those of tokens further ahead.
+        Add the gradients of their scaled losses to the model's, slot by slot. Return each slot's summed loss of the next token
+        (0-dim, fp32), without predictions further ahead.
         """
 
     @abstractmethod
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """Computes the summed loss (0-dim, fp32) of one micro-batch, forward only."""
+        """Return the summed loss (0-dim, fp32) of one micro-batch, without gradients."""
 
     @abstractmethod
     def score(self, batch: MicroBatch) -> Tensor:
@@ -196,7 +196,7 @@ class SlotRunner(Protocol):
 
 @dataclass
 class LoopRunner(SlotRunner):
-    """Runs one micro-batch after another through the whole model."""
+    """Runner without a pipeline: one micro-batch after another passes through the full model."""
 
     model: DataParallel
     losses: Losses
@@ -234,7 +234,7 @@ class LoopRunner(SlotRunner):
 
 @dataclass
 class PipelineRunner(SlotRunner):
-    """Runs micro-batches through the stages of a pipeline, by its schedule."""
+    """Runner with a pipeline: micro-batches pass through its stages by a schedule."""
 
     model: DataParallel
     losses: Losses
@@ -269,9 +269,9 @@ class PipelineRunner(SlotRunner):
 
 @dataclass
 class _Flow(Accumulation):
-    """The micro-batches of slots on their way through a rank's stages: numbered through, from one slot to the next.
+    """Micro-batches of several slots in a rank's stages, numbered continuously from one slot to the next.
 
-    A slot is read when its first micro-batch is computed, and let go when its gradient is complete in all stages.
+    A slot is read when its first micro-batch is computed, and released when its gradient is complete in all stages.
     """
 
     model: DataParallel
@@ -286,7 +286,7 @@ class _Flow(Accumulation):
         return len(self.work.rounds) * self.work.micro_batches
 
     def __getitem__(self, number: int) -> Tensor:
-        """The tokens ``(b, s)`` of a micro-batch."""
+        """Return the tokens ``(b, s)`` of a micro-batch."""
         return self._batch(number).tokens
 
     def _batch(self, number: int) -> MicroBatch:
@@ -297,7 +297,7 @@ class _Flow(Accumulation):
         return self._read[turn][place]
 
     def forward(self, stage: nn.Module, x: Tensor, number: int) -> Tensor:
-        """Calls a stage with its input for a micro-batch."""
+        """Run a stage on its input ``x`` for a micro-batch."""
         batch = self._batch(number)
         self.work.turn_to(self.work.rounds[number // self.work.micro_batches])
         return self.losses.call(stage, x, batch, ahead=False)

@@ -1,7 +1,7 @@
 """A run's state as named tensors: placement on ranks, initialization, restore from a checkpoint, and the hash of the weights.
 
 The tensor, expert and pipeline axes divide the model's parameters before FSDP does (``phalanx.parallel.mesh.mesh``). ``Placement``
-composes both: the part of each tensor that this rank holds, and the ranks that hold the same part. Code that works on whole tensors reads
+combines both: this rank's part of each tensor, and the ranks that have the same part. Code that works on full tensors reads
 it: initial values, checkpoints, the hash of the weights and the norm of the gradient.
 """
 
@@ -64,15 +64,15 @@ class Placement:
         return [name.removesuffix(".weight") for name, kind in self.kinds.items() if kind.kind == "router"]
 
     def partition(self, name: str) -> Partition:
-        """The division of a parameter before FSDP divides it."""
+        """Return the division of a parameter before FSDP divides it."""
         return self.partitions.get(name) or Partition(self.kinds[name].shape)
 
     def owns(self, name: str) -> bool:
-        """True on one of the ranks that hold the same part of a parameter: the one that counts in sums over ranks."""
+        """Return True on exactly one of the ranks with the same part of a parameter: the one that counts in sums over ranks."""
         return self.mesh.rank == self.holders(name)[0]
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """The ranks that hold the same part of a parameter as this one, this one included, in ascending order."""
+        """Return the ranks with the same part of a parameter as this rank, itself included, ascending."""
         kind = self.kinds[name]
         if kind.stacked:
             return self._holders_of_experts
@@ -80,7 +80,7 @@ class Placement:
             return self._holders_of_biases
         return self._holders_by_copies[self.partition(name).copies]
 
-    # As many ranks as replicas, or as the whole fleet: they are listed once for all parameters, not at every step for each.
+    # The lists may be as long as the fleet, so they are computed once for all parameters.
 
     @cached_property
     def _holders_of_experts(self) -> tuple[int, ...]:
@@ -94,7 +94,7 @@ class Placement:
 
     @cached_property
     def _holders_by_copies(self) -> Mapping[int, tuple[int, ...]]:
-        """The holders of this rank's parts of dense parameters, by the number of tensor ranks that hold the same."""
+        """Holders of this rank's parts of dense parameters, by the number of tensor ranks with the same part."""
         mesh = self.mesh
         holders = {}
         for copies in {1, *(partition.copies for partition in self.partitions.values())}:
@@ -105,7 +105,7 @@ class Placement:
         return holders
 
     def shard(self, prefix: str, name: str, tensor: Tensor) -> Shard:
-        """This rank's shard of a tensor that is laid out like parameter ``name``, for a checkpoint."""
+        """Return this rank's shard, for a checkpoint, of a tensor that is divided like parameter ``name``."""
         partition = self.partition(name)
         offset, shape = partition.local_slice(tensor)
         if 0 in shape:
@@ -117,7 +117,7 @@ class Placement:
         )
 
     def state_shard(self, name: str, part: StatePart) -> Shard:
-        """This rank's shard of the optimizer's state, for a checkpoint."""
+        """Return this rank's shard, for a checkpoint, of a part of the optimizer's state."""
         shape = tuple(part.tensor.shape)
         offset = (0,) * len(shape) if 0 in shape else part.offset
         mesh = self.mesh.stage_mesh
@@ -130,7 +130,7 @@ class Placement:
         )
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Gathers a tensor that is laid out like parameter ``name``. A collective call of all ranks of a stage and replica."""
+        """Return the full tensor of one that is divided like parameter ``name``. A collective of a replica's ranks of a stage."""
         part = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return self.partition(name).gather(part)
 
@@ -139,7 +139,7 @@ def _ascending(ranks: Tensor) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in ranks.flatten().tolist()))
 
 
-# The result of building a rank's model: the model with everything that is needed to run steps on it.
+# A rank's model, with everything that is needed to run steps on it.
 
 
 @dataclass(frozen=True)
@@ -150,12 +150,12 @@ class Built:
     """The resolved run."""
     model: DataParallel
     placement: Placement
-    """Where this rank's parts lie in the whole tensors."""
+    """Positions of this rank's parts in the full tensors."""
     runner: SlotRunner
     """Forward and backward of a slot, with or without a pipeline."""
     optimizer: Optimizer
     rounds: list[Round]
-    """The slots that this rank computes in each step, in order."""
+    """Rounds of a step, in order, each with the slot of this rank."""
     waits: Mapping[Bucket, CommClock]
     """Stopwatch per communication axis: exposed communication time of forward and backward, by ledger bucket."""
     flops_per_token: int
@@ -171,23 +171,23 @@ class NoGoodCheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class RestoredState:
-    """The state that was restored, and the damaged checkpoints that were passed over."""
+    """The restored state, and the damaged checkpoints that were skipped."""
 
     step: int
     extra: dict[str, object]
     passed_over: tuple[str, ...]
     source: str
-    """The source, for people; empty means the run's checkpoints."""
+    """The source, for messages; empty means the run's checkpoints."""
     seconds: float
-    """The time that it took on this rank."""
+    """Duration of the restore on this rank."""
     moved_bytes: int = 0
-    """Bytes that all ranks together fetched from other nodes' memory."""
+    """Bytes that all ranks fetched from other nodes' memory."""
     taken_over: bool = False
-    """True if it is the state of another run, from which this one begins."""
+    """True if it is the state of the run from which this one was started."""
 
 
 def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """This rank's part of the model's state dict: parameters, and the biases that balance experts."""
+    """Return this rank's part of the model's state dict: parameters, and the biases that balance experts."""
     tensors: dict[str, Tensor] = {name: p.detach() for name, p in named_parameters(parts).items()}
     for part in parts:
         tensors |= {f"{name}.bias": r.bias for name, r in routers(part) if r.bias is not None}
@@ -195,19 +195,19 @@ def state_tensors(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def fill_initial(parts: Sequence[nn.Module], placement: Placement, spec: RunSpec) -> None:
-    """Fills this rank's part of every parameter with its initial values."""
+    """Fill this rank's part of every parameter with its initial values."""
     for name, tensor in state_tensors(parts).items():
         offset, _ = placement.partition(name).local_slice(tensor)
         fill(local(tensor), placement.kinds[name], offset, spec.model, spec.runtime.seed)
 
 
 def weight_shards(parts: Sequence[nn.Module], placement: Placement) -> list[Shard]:
-    """This rank's shards of the weights, named as in a checkpoint."""
+    """Return this rank's shards of the weights, named as in a checkpoint."""
     return [placement.shard("model", name, tensor) for name, tensor in state_tensors(parts).items()]
 
 
 def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Placement) -> list[Shard]:
-    """This rank's shards of weights and optimizer state, named as in a checkpoint."""
+    """Return this rank's shards of weights and optimizer state, named as in a checkpoint."""
     return [
         *weight_shards(parts, placement),
         *(
@@ -221,11 +221,11 @@ def state_shards(parts: Sequence[nn.Module], optimizer: Optimizer, placement: Pl
 def restore_newest(
     tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh, *, up_to: int | None = None
 ) -> RestoredState | None:
-    """Fills ``shards`` from the newest checkpoint that every rank can read in full; ``None`` if there is none.
+    """Fill ``shards`` from the newest checkpoint that every rank can read in full. Return ``None`` if there is none. A collective.
 
-    Of several ``tiers``, the first is the run's own disk, and of one step its copy there is tried first. Checkpoints after step ``up_to`` are
-    ignored. If any rank finds its part torn or corrupted, all ranks turn to the next copy, or the next older step, together. Raises
-    ``NoGoodCheckpointError`` when none is left.
+    The first of ``tiers`` is the run's own disk, whose copy of a step is tried first. Checkpoints after step ``up_to`` are ignored. If
+    a rank finds its part torn or corrupted, all ranks try the next copy, or the next older step. Raises ``NoGoodCheckpointError``
+    when none is left.
     """
     began_s = time.monotonic()
     passed_over: list[str] = []
@@ -260,10 +260,10 @@ def restore_newest(
 def _agreed_candidates(
     tiers: Sequence[KeepingTier], mesh: Mesh, up_to: int | None
 ) -> Iterator[tuple[int, str]]:
-    """The steps to try, newest first, each with the name of the tier that has it, as rank 0 lists them: a shared file system may show them
-    to other ranks a moment later.
+    """Yield the steps to try, newest first, each with the name of its tier. Rank 0 lists them: a shared file system may show them to
+    other ranks later.
 
-    If the disk has ``up_to``, nothing can be newer: a store, which may not answer for minutes, is looked at only when that fails.
+    If the disk has ``up_to``, no other copy is newer, so the stores, which may not answer for minutes, are listed only if it is damaged.
     """
     disk = tiers[0]
     tried = up_to is not None and broadcast_typed(mesh.rank == 0 and up_to in disk.steps(), bool)
@@ -294,10 +294,10 @@ def _steps(tier: KeepingTier, tiers: Sequence[KeepingTier]) -> list[int]:
 
 # The hash of all weights of a model in training, the same on any mesh and from any checkpoint.
 #
-# A tensor's SHA-256 takes its elements in their order (``phalanx.checkpoint.committed.digest``), and many ranks hold them. One rank receives
-# them in pieces, so that no rank ever has the full tensor: each rank writes its elements into a piece of zeros, and the pieces are added
-# as bytes, where all but one are zero. Replicas divide the tensors among them, and the ranks of a replica hash different tensors at
-# the same time.
+# A tensor's SHA-256 reads its elements in order (``phalanx.checkpoint.committed.digest``), and they are distributed over many ranks. One
+# rank receives the tensor in pieces, so that no rank needs memory for all of it. For each piece, every rank writes its elements into
+# zeros, and the bytes are summed; all but one are zero. Replicas divide the tensors among them, and the ranks of a replica hash
+# different tensors at the same time.
 
 
 _PIECE_BYTES = 64 << 20
@@ -306,10 +306,10 @@ _PIECE_BYTES = 64 << 20
 def weights_sha256(
     parts: Sequence[nn.Module], placement: Placement, *, piece_bytes: int = _PIECE_BYTES
 ) -> str:
-    """The hash of all weights, as 64 hexadecimal digits, on every rank. A collective call of all ranks.
+    """Return the hash of all weights, as 64 hexadecimal digits, on every rank. A collective of all ranks.
 
-    Beside its weights a rank needs memory for three pieces of ``piece_bytes``. The first ranks of a replica send and receive about as
-    many bytes as the model has, over the number of replicas.
+    A rank needs memory for three pieces of ``piece_bytes``. The first ranks of a replica send and receive about the model's bytes
+    divided by the number of replicas.
     """
     mesh, group = placement.mesh, placement.mesh.stage_group
     ranks = dist.get_process_group_ranks(group)
@@ -340,7 +340,7 @@ def weights_sha256(
 def _pieces(
     shards: Sequence[Shard], ranks: Sequence[int], piece_bytes: int
 ) -> Iterator[tuple[Shard, Box, int]]:
-    """Each tensor's pieces in the order of its elements, with the rank that hashes it; those of as many tensors as ranks in turn."""
+    """Yield each tensor's shard, piece and hashing rank, its pieces in order. As many tensors as ranks are interleaved, piece by piece."""
     for first in range(0, len(shards), len(ranks)):
         together = shards[first : first + len(ranks)]
         cut = []
@@ -355,9 +355,9 @@ def _pieces(
 
 
 def _laid_in(piece: Box, shard: Shard, device: torch.device, *, writes: bool) -> Tensor:
-    """The bytes of ``piece``: those that this rank holds, if it ``writes``, and zeros."""
+    """Return the bytes of ``piece``: this rank's elements if it ``writes``, and zeros elsewhere."""
     laid = torch.zeros(piece.shape, dtype=shard.tensor.dtype, device=device)
     common = shard.box.intersection(piece) if writes else None
     if common is not None:
         laid[common.slices_in(piece)] = shard.part(common).to(device)
-    return laid.reshape(-1).view(torch.uint8)
+    return laid.reshape(-1).view(torch.uint8)  # (bytes of the piece,)

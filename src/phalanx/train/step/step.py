@@ -1,7 +1,7 @@
-"""One optimizer step: every slot's gradient, their sum, its norm, the update.
+"""One optimizer step: the gradients of all slots, their sum, its norm, and the update.
 
-Every sum over ranks is made so that the result does not depend on their number: gradients in tree
-order (``phalanx.parallel``), the gradient's norm by exact addition, losses slot by slot in the order of slots.
+No sum over ranks depends on their number: gradients are added in tree order (``phalanx.parallel``), the gradient's norm by exact
+addition, and losses slot by slot.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Audit(Protocol):
 
     @abstractmethod
     def begin(self, step: int) -> None:
-        """Runs before the rounds of ``step``; may compute extra slots."""
+        """Prepare ``step``, before its rounds; may compute extra slots."""
 
     @abstractmethod
     def around(self, number: int) -> AbstractContextManager[None]:
-        """Returns a context manager that encloses each computation of gradients of the round at index ``number``."""
+        """Return a context manager that encloses each computation of gradients of the round at index ``number``."""
 
     @abstractmethod
     def ended(self, step: int) -> None:
-        """Runs after the rounds and before the update; raises, on every rank alike, if the step is not to be applied."""
+        """Check ``step`` after its rounds and before the update. Raise, on every rank, if the step must not be applied."""
 
 
 _NAMED = 3
-"""How many sources a rank names when something is not finite: with NaN everywhere, every tensor is one."""
+"""Maximum number of slots and of parameters that a rank names if they are not finite."""
 
 Batches = Iterator[NDArray[np.int64]]
 """The samples ``(sequences, seq_len + 1)`` of each of this rank's rounds, step after step."""
@@ -113,7 +113,7 @@ class _NonFiniteSources:
 
 @dataclass
 class Stepper:
-    """Runs steps of one run on one rank."""
+    """Optimizer steps of one run on one rank."""
 
     built: Built
     batches: Batches
@@ -121,7 +121,7 @@ class Stepper:
     updates: int = 0
     """Updates applied so far; Adam's bias correction counts them."""
     withholds: Callable[[float, float], bool] = lambda _loss, _norm: False
-    """Returns True, by a step's loss and gradient norm, if its update is not to be applied; the same on every rank."""
+    """Function of a step's loss and gradient norm: True if its update must not be applied. Its result is the same on every rank."""
 
     def __post_init__(self) -> None:
         model, train = self.built.model, self.built.spec.train
@@ -141,7 +141,7 @@ class Stepper:
         before_update: Callable[[], None] = lambda: None,
         audit: Audit | None = None,
     ) -> StepReport:
-        """Runs step ``number`` (from 1). A collective call: every rank of the mesh must make it.
+        """Run step ``number``, from 1. A collective of all ranks of the mesh.
 
         Args:
             number: The step, which sets the learning rate.
@@ -201,7 +201,7 @@ class Stepper:
 
     @contextmanager
     def _auditing(self) -> Iterator[None]:
-        """Books the time inside as an audit's, waiting for collectives included."""
+        """Context whose time, with the waits for collectives, is booked as an audit's."""
         with self.ledger.bucket(Bucket.HEALTH_SDC_CHECK):
             yield
             self._wait_for_device()
@@ -212,10 +212,10 @@ class Stepper:
         return self.ledger.totals_ns().get(Bucket.STEP_COMPUTE, 0)
 
     def _book_waits(self, computed_ns: int) -> None:
-        """Books the waiting for collectives, which ran inside forward and backward, as such: a GPU reports it only when all is done.
+        """Move the waits for collectives inside forward and backward from computing to their own buckets. A GPU reports them afterwards.
 
-        ``computed_ns`` is what was booked as computing before this step. A GPU may have waited while the host waited for something else,
-        such as samples: that is booked once.
+        ``computed_ns`` is the computing time that was booked before this step. The waits never exceed what this step booked as
+        computing: a GPU may have waited while the host waited for samples, and that time is booked once.
         """
         left = self._computed_ns() - computed_ns
         for bucket, clock in self.built.waits.items():
@@ -227,10 +227,10 @@ class Stepper:
         wait_for_stream(self._device)
 
     def _run_slots(self, audit: Audit | None) -> tuple[Tensor, Tensor]:
-        """Forward and backward of this rank's slots.
+        """Run forward and backward of this rank's slots.
 
-        Returns two float64 vectors of length slots x context ranks: the summed loss and the number of targets of each
-        slot's sequence pieces, zero where another rank computes the piece.
+        Return two vectors ``(slots * context ranks,)``, float64: the summed loss and the number of targets of each slot's sequence
+        pieces. Pieces of other ranks are zero.
         """
         built, context = self.built, self._mesh.layout.context
         pieces = built.spec.train.slots * context
@@ -258,12 +258,12 @@ class Stepper:
         return losses, tokens
 
     def recompute_slot(self, current: Round, samples: NDArray[np.int64]) -> None:
-        """Computes a slot whose gradient is not to count, for an audit; ``samples`` is ``(sequences, seq_len + 1)``."""
+        """Compute a slot for an audit, without adding its gradient; ``samples`` is ``(sequences, seq_len + 1)``."""
         batches = self._micro_batches(torch.from_numpy(samples))
         self.built.runner.gradients(self._work([current], lambda _: batches))
 
     def _micro_batches(self, samples: Tensor) -> list[MicroBatch]:
-        """Cuts the samples of a slot, ``(sequences, seq_len + 1)`` on the host, into this rank's parts of its micro-batches."""
+        """Return this rank's parts of the micro-batches of a slot; ``samples`` is ``(sequences, seq_len + 1)``, on the host."""
         cut, size = self.built.runner.losses.cut, self.built.spec.train.micro_batch_size or len(samples)
         return [cut(part, part[:, 1:]) for part in torch.split(samples, size)]
 
@@ -287,7 +287,7 @@ class Stepper:
     def _reduce_losses(
         self, losses: Tensor, tokens: Tensor, flags: StepFlags
     ) -> tuple[float, int, StepFlags, tuple[int, float | None]]:
-        """Mean loss and token count of the batch, the flags of all ranks joined, and the slot with the largest loss, in one all-reduce.
+        """Return the batch's mean loss, its token count, the joined flags of all ranks, and the slot with the largest loss. One all-reduce.
 
         ``losses`` and ``tokens`` are this rank's ``(pieces,)``. The mean is NaN if any piece is not finite.
         """
@@ -304,7 +304,7 @@ class Stepper:
         return loss, count, joined, self._worst_slot(values[:pieces], values[pieces:])
 
     def _worst_slot(self, losses: Sequence[float], tokens: Sequence[float]) -> tuple[int, float | None]:
-        """The slot with the largest mean loss, and that loss; of the pieces' sums and counts, in the slots' order."""
+        """Return the slot with the largest mean loss, and that loss, from the pieces' summed losses and token counts."""
         context = self._mesh.layout.context
         means = [
             math.fsum(losses[start : start + context]) / count
@@ -316,7 +316,7 @@ class Stepper:
         return worst, means[worst] if math.isfinite(means[worst]) else None
 
     def _gradient_norm(self, scale: float) -> float:
-        """The norm of the whole gradient times ``scale``, in exact addition over parameters that this rank owns."""
+        """Return the norm of the full gradient, times ``scale``, by exact addition. A collective."""
         placement = self.built.placement
         grads = [
             gradient for name, gradient in gradients(self.built.model.parts).items() if placement.owns(name)
@@ -324,9 +324,9 @@ class Stepper:
         return exact_sum.norm(grads, placement.parameter_count, self._device) * scale
 
     def _balance_experts(self, *, applied: bool) -> float | None:
-        """Moves the routers' biases against the load of this step (not of one that was skipped).
+        """Move the routers' biases against the load of this step if it was ``applied``. A collective.
 
-        Returns the largest load of an expert over the mean of its layer, the largest of all layers; ``None`` without experts.
+        Return the largest ratio, over all layers, of an expert's load to its layer's mean; ``None`` without experts.
         """
         moe = self.built.spec.model.moe
         if moe is None:
@@ -343,9 +343,9 @@ class Stepper:
         return float((counts.amax(1) * counts.shape[1] / counts.sum(1).clamp(min=1)).max())
 
     def _nonfinite_sources(self, losses: Tensor) -> _NonFiniteSources:
-        """Names the slots whose loss and the parameters whose gradient is not finite, and the ranks that computed such losses.
+        """Return the slots with a non-finite loss, the ranks that computed them, and the parameters with a non-finite gradient.
 
-        A collective call. ``losses`` is this rank's ``(pieces,)``.
+        A collective. ``losses`` is this rank's ``(pieces,)``.
         """
         context = self._mesh.layout.context
         slots = list(

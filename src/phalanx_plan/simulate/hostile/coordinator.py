@@ -59,13 +59,13 @@ class HeadWorld(Protocol):
         """Send a command over the unreliable network."""
 
     def check_source(self, state: FleetState) -> None:
-        """Check the state that begins an epoch, before any command is sent."""
+        """Raise BrokenInvariant if the epoch that begins would restore an older state than it could; no command is sent yet."""
 
     def check_laid(self, seats: int, state: FleetState) -> None:
-        """Check a state that has begun an epoch; ``seats`` is the number of seats before it."""
+        """Raise BrokenInvariant if a fleet whose number of seats changed from ``seats`` is not placed along its network."""
 
     def check_verdict(self, doubt: NonFiniteDoubt | None, state: FleetState) -> None:
-        """Check the state after an event; ``doubt`` was open before the event."""
+        """Raise BrokenInvariant if a node that never computed wrongly is found at fault; ``doubt`` was open before the event."""
 
 
 class SimulatedCoordinator:

@@ -18,7 +18,7 @@ from phalanx.fleet.core.decide import CoreStep
 from phalanx.fleet.core.epochs.seating import shape_of
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.fleet.core.simulated_clock import SimulatedClock
-from phalanx.fleet.core.state import FleetState, NonFiniteDoubt, trusted
+from phalanx.fleet.core.state import FleetState, NonFiniteDoubt, may_be_restored
 from phalanx_plan.simulate.hostile.coordinator import Heads, SimulatedCoordinator
 from phalanx_plan.simulate.hostile.node import SimulatedNode
 from phalanx_plan.simulate.hostile.training import Disk, Group, GroupMember, draw_conditions
@@ -257,7 +257,7 @@ class HostileWorld:
             node = self.nodes[name]
             if node.up and record.alive and record.incarnation == node.incarnation:
                 for snapshot in node.snapshots:
-                    if trusted(state, snapshot):
+                    if may_be_restored(state, snapshot):
                         key = formation.key(snapshot.ranks, snapshot.rank)
                         keys.setdefault((snapshot.ranks, snapshot.step), set()).add(key)
         best = max(

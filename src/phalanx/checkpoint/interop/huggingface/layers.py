@@ -176,14 +176,17 @@ def shortest_pattern(kinds: Sequence[str]) -> list[str]:
 
 
 def write_layer_types(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_layer_types``."""
+    """Return config.json's ``layer_types``, one name per layer, and ``sliding_window`` in tokens. ``read_layer_types`` reads them."""
     kinds = [attention_of(spec, layer) for layer in range(spec.layers)]
     names = ["sliding_attention" if kind == "window" else "full_attention" for kind in kinds]
     return {"layer_types": names, "sliding_window": spec.window or _UNUSED_WINDOW}
 
 
 def write_switched_window(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_switched_window``."""
+    """Return config.json's sliding window as Qwen writes it, with the switch ``use_sliding_window``.
+
+    ``max_window_layers`` is the first layer with a window; it is left out if full layers follow. ``read_switched_window`` reads these.
+    """
     if not spec.window:
         return {"use_sliding_window": False, "sliding_window": None}
     kinds = [attention_of(spec, layer) for layer in range(spec.layers)]
@@ -223,7 +226,7 @@ def read_score_width(hf_config: JsonObject) -> tuple[dict[str, object], list[str
 
 
 def write_score_width(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_score_width``."""
+    """Return config.json's ``query_pre_attn_scalar``: attention scores are divided by its square root. ``read_score_width`` reads it."""
     return {"query_pre_attn_scalar": spec.score_width or spec.head_dim}
 
 
@@ -239,7 +242,7 @@ def read_caps(hf_config: JsonObject) -> tuple[dict[str, object], list[str]]:
 
 
 def write_caps(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_caps``."""
+    """Return config.json's soft caps of attention scores and of logits, null for none. ``read_caps`` reads them."""
     return {theirs: getattr(spec, ours) or None for ours, (theirs, _) in _CAPS.items()}
 
 
@@ -261,7 +264,7 @@ def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], lis
 
 
 def write_unrotated_layers(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_unrotated_layers``."""
+    """Return SmolLM3's ``no_rope_layers``: for each layer 1 if it has rotary positions, else 0. ``read_unrotated_layers`` reads them."""
     rotated = [int(attention_of(spec, layer) != "no-position") for layer in range(spec.layers)]
     # Older readers use the interval only.
     regular = all(kind == "full" for kind in spec.attention_pattern[:-1])
@@ -295,7 +298,7 @@ def read_sparse_step(hf_config: JsonObject) -> tuple[dict[str, object], list[str
 
 
 def write_sparse_step(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_sparse_step``."""
+    """Return Qwen's fields for the layers with experts: ``decoder_sparse_step`` and ``mlp_only_layers``. ``read_sparse_step`` reads them."""
     assert spec.moe is not None, "of families with mixtures alone"
     dense = sorted({*range(spec.layers)} - {*_mixtures(spec.moe, spec.layers)})
     regular = not spec.moe.first_dense
@@ -318,7 +321,7 @@ def read_shared_width(hf_config: JsonObject) -> tuple[dict[str, object], list[st
 
 
 def write_shared_width(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_shared_width``."""
+    """Return Qwen2-MoE's ``shared_expert_intermediate_size``: the shared experts' total width. ``read_shared_width`` reads it."""
     assert spec.moe is not None, "of families with mixtures alone"
     return {"shared_expert_intermediate_size": spec.moe.shared * spec.moe.ffn_dim}
 
@@ -348,7 +351,7 @@ def read_early_windows(hf_config: JsonObject) -> tuple[dict[str, object], list[s
 
 
 def write_early_windows(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_early_windows``."""
+    """Return Qwen2-MoE's sliding window: ``use_sliding_window``, ``layer_types`` and ``sliding_window``. ``read_early_windows`` reads them."""
     return {"use_sliding_window": spec.window > 0, **write_layer_types(spec)}
 
 
@@ -390,7 +393,7 @@ def read_greedy_groups(hf_config: JsonObject) -> tuple[dict[str, object], list[s
 
 
 def write_greedy_groups(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_greedy_groups``."""
+    """Return DeepSeek-V2's choice of experts: ``topk_method``, ``n_group`` and ``topk_group``. ``read_greedy_groups`` reads them."""
     assert spec.moe is not None, "of families with mixtures alone"
     method = "group_limited_greedy" if spec.moe.groups > 1 else "greedy"
     return {
@@ -418,7 +421,7 @@ def read_two_biases(hf_config: JsonObject) -> tuple[dict[str, object], list[str]
 
 
 def write_two_biases(spec: ModelSpec) -> Mapping[str, object]:
-    """The inverse of ``read_two_biases``."""
+    """Return Seed-OSS's two switches of attention biases, and its ``residual_dropout`` of 0. ``read_two_biases`` reads them."""
     return {
         "attention_bias": spec.attention_bias or spec.qkv_bias,
         "attention_out_bias": spec.attention_bias,

@@ -134,7 +134,10 @@ def strike(state: FleetState, node: Node, reason: str, **changes: object) -> Non
 
 
 def last_heartbeat_s(state: FleetState, name: str) -> float:
-    """Return the time of the last sign of life of a node."""
+    """Return the time of a node's last heartbeat, in seconds of the fleet's clock.
+
+    The last roll call counts as a heartbeat of every node that is not in ``state.silent``, and of unknown ones.
+    """
     at_s = state.heard.get(name, state.rolled_s)
     return at_s if name in state.silent else max(at_s, state.rolled_s)
 

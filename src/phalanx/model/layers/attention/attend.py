@@ -101,8 +101,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     if sinks is None:
         return out, lse
     # With L the log of a row's denominator and s the sink: L' = log(exp L + exp s), out' = exp(L - L') out.
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return out * (lse - total).exp().unsqueeze(-1), total
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # (b, h, q)
+    return out * (lse - total).exp().unsqueeze(-1), total  # (b, h, q, v), (b, h, q)
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
@@ -112,7 +112,7 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | No
     # A sink's share of the softmax is exp(s - L'), and its value is zero: dS = P (dP - D) with dP = 0, D = rowsum(grad_out * out).
     share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # (b, h, q)
     row_dots = (grad_out.float() * out.float()).sum(-1)  # D: (b, h, q)
-    return -(share * row_dots).sum((0, 2)).to(sinks.dtype)
+    return -(share * row_dots).sum((0, 2)).to(sinks.dtype)  # (h,)
 
 
 def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,8 +121,9 @@ def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     The bias is finite. So a row whose keys are all hidden has a finite result without weight; infinity would make it NaN.
     """
     keys = hidden.shape[-1]
+    # (b, q, n), with aligned rows
     bias = hidden.new_zeros((*hidden.shape[:-1], keys + -keys % _BIAS_ALIGNMENT), dtype=dtype)[..., :keys]
-    return bias.masked_fill_(hidden, torch.finfo(dtype).min / 4).unsqueeze(1)
+    return bias.masked_fill_(hidden, torch.finfo(dtype).min / 4).unsqueeze(1)  # (b, 1, q, n)
 
 
 def attend(
@@ -147,6 +148,7 @@ def attend(
     if score.cap:
         return capped_attend(query, key, value, score, causal=causal, bias=bias)
     width, scale = value.shape[-1], score.factor(query)
+    # (b, h, q, w), (b, k, n, w), (b, k, n, w): one aligned width w
     query, key, value = _widened(query, key, value)
     if query.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -155,11 +157,12 @@ def attend(
     elif _takes_flash(query, bias):
         out, lse = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)[:2]
     else:
+        # (b, h, n, w), (b, h, n, w), (b, h, q, n)
         key, value, bias = _per_query_head(query, key, value, bias)
         out, lse = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, 0.0, causal, scale=scale
         )[:2]
-    return out[..., :width], lse[..., : query.shape[2]]
+    return out[..., :width], lse[..., : query.shape[2]]  # (b, h, q, v), (b, h, q)
 
 
 def attend_backward(
@@ -190,6 +193,7 @@ def attend_backward(
     if score.cap:
         return capped_attend_backward(grad_out, query, key, value, out, lse, score, causal=causal, bias=bias)
     widths, scale = (query.shape[-1], key.shape[-1], value.shape[-1]), score.factor(query)
+    # (b, heads, q or n, w) each: one aligned width w
     query, key, value, out, grad_out = _widened(query, key, value, out, grad_out)
     lse = lse.contiguous()
     if query.device.type == "cpu":
@@ -222,9 +226,9 @@ def _efficient_backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kv_heads = key.shape[1]
-    key, value, bias = _per_query_head(query, key, value, bias)
+    key, value, bias = _per_query_head(query, key, value, bias)  # (b, h, n, w), (b, h, n, w), (b, h, q, n)
     # Padding rows get a denominator of infinity, so that their P is 0.
-    lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=torch.inf)
+    lse = F.pad(lse, (0, -lse.shape[2] % _LSE_ALIGNMENT), value=torch.inf)  # (b, h, q rounded up)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel requires (b, q, h, v) in memory
     seed = torch.empty(0, dtype=torch.int64, device=query.device)
     needs_gradient = (True, True, True, False)
@@ -254,7 +258,7 @@ def _per_query_head(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Repeat keys, values and bias so that each query head has its own."""
     heads = query.shape[1]
-    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))  # (b, h, n, .)
     return key, value, None if bias is None else bias.expand(-1, heads, -1, -1)
 
 
@@ -305,6 +309,7 @@ def _pieces(queries: int, keys: int, device: torch.device, rows: int, *, causal:
         if not causal:
             yield _Piece(slice(start, stop), slice(0, keys), None)
             continue
+        # (rows, keys)
         hidden = torch.ones(stop - start, stop, dtype=torch.bool, device=device).triu(start + 1)
         yield _Piece(slice(start, stop), slice(0, stop), hidden)
 
@@ -313,6 +318,7 @@ def _capped_scores(
     query: Tensor, key: Tensor, piece: _Piece, score: Score, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return a piece's scores with mask and bias, and ``tanh``, of which backward needs ``1 - tanh^2``: ``(b, h, rows, keys)``, fp32."""
+    # (b, h, rows, keys)
     products = (query[:, :, piece.rows] @ key[:, :, piece.keys].transpose(-1, -2)).float()
     # Same order of operations as in Gemma 2's training: near the cap, rounding is an absolute error of the scores.
     # Products are not changed in place: selective recomputation keeps and reuses them.
@@ -337,16 +343,17 @@ def capped_attend(
 
     The scores of ``rows`` queries are in memory at once.
     """
-    key, value = _for_each_query_head(query, key, value)
+    key, value = _for_each_query_head(query, key, value)  # (b, h, n, e), (b, h, n, v)
     out = query.new_empty((*query.shape[:3], value.shape[-1]), dtype=torch.float32)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     for piece in _pieces(query.shape[2], key.shape[2], query.device, rows, causal=causal):
         scores, _ = _capped_scores(query, key, piece, score, bias)
         top = scores.amax(-1, keepdim=True)  # (b, h, rows, 1)
-        shares = scores.sub_(top).exp_()
+        shares = scores.sub_(top).exp_()  # (b, h, rows, keys)
         total = shares.sum(-1, keepdim=True)  # (b, h, rows, 1)
+        # (b, h, rows, v)
         out[:, :, piece.rows] = shares.div_(total).to(value.dtype) @ value[:, :, piece.keys]
-        lse[:, :, piece.rows] = (top + total.log()).squeeze(-1)
+        lse[:, :, piece.rows] = (top + total.log()).squeeze(-1)  # (b, h, rows)
     return out, lse
 
 
@@ -368,20 +375,23 @@ def capped_attend_backward(
     The derivative of the cap is ``1 - tanh^2``. The scores of ``rows`` queries are in memory at once.
     """
     kv_heads = key.shape[1]
-    keys, values = _for_each_query_head(query, key, value)
+    keys, values = _for_each_query_head(query, key, value)  # (b, h, n, e), (b, h, n, v)
     grad_query, grad_key, grad_value = (
         torch.zeros_like(x, dtype=torch.float32) for x in (query, keys, values)
     )
     row_dots = (grad_out.float() * out.float()).sum(-1, keepdim=True)  # D: (b, h, q, 1)
     for piece in _pieces(query.shape[2], keys.shape[2], query.device, rows, causal=causal):
-        upstream = grad_out[:, :, piece.rows]
+        upstream = grad_out[:, :, piece.rows]  # (b, h, rows, v)
         scores, tanh = _capped_scores(query, keys, piece, score, bias)
-        shares = scores.sub_(lse[:, :, piece.rows].unsqueeze(-1)).exp_()  # P
+        shares = scores.sub_(lse[:, :, piece.rows].unsqueeze(-1)).exp_()  # P: (b, h, rows, keys)
+        # dV = P^T grad_out: (b, h, keys, v)
         grad_value[:, :, piece.keys] += shares.to(value.dtype).transpose(-1, -2) @ upstream
-        slope = (upstream @ values[:, :, piece.keys].transpose(-1, -2)).float()  # dP
+        slope = (upstream @ values[:, :, piece.keys].transpose(-1, -2)).float()  # dP: (b, h, rows, keys)
+        # scale dS, with dS = P * (dP - D) * (1 - tanh^2): (b, h, rows, keys)
         slope.sub_(row_dots[:, :, piece.rows]).mul_(shares).mul_(1 - tanh.square()).mul_(score.factor(query))
         narrow = slope.to(query.dtype)
-        grad_query[:, :, piece.rows] = narrow @ keys[:, :, piece.keys]
+        grad_query[:, :, piece.rows] = narrow @ keys[:, :, piece.keys]  # dQ = scale dS key: (b, h, rows, e)
+        # dK = scale dS^T query: (b, h, keys, e)
         grad_key[:, :, piece.keys] += narrow.transpose(-1, -2) @ query[:, :, piece.rows]
     # (b, h, n, .) to (b, k, n, .): the query heads of a group share its key and value.
     grad_key, grad_value = (

@@ -145,10 +145,10 @@ class Documents:
     @classmethod
     def numbered(cls, ids: Tensor) -> Self:
         """Compute the lengths of the documents of ``ids`` ``(b, s)``. Waits for the device if ``ids`` are not on the host."""
-        first = torch.ones_like(ids, dtype=torch.bool)
+        first = torch.ones_like(ids, dtype=torch.bool)  # (b, s): True at the first token of each document
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        starts = first.flatten().nonzero().flatten()
-        ends = torch.cat((starts[1:], starts.new_full((1,), ids.numel())))
+        starts = first.flatten().nonzero().flatten()  # (documents,): positions in the flattened (b s,)
+        ends = torch.cat((starts[1:], starts.new_full((1,), ids.numel())))  # (documents,)
         return cls(ids, tuple((ends - starts).tolist()))
 
     def to(self, device: torch.device) -> Self:
@@ -290,7 +290,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int, s
 
 def _blocks(x: Tensor, window: int) -> Tensor:
     """Pad ``(b, heads, s, width)`` with zeros and reshape it to ``(b, heads, blocks, window, width)``."""
-    filled = F.pad(x, (0, 0, 0, -x.shape[2] % window))
+    filled = F.pad(x, (0, 0, 0, -x.shape[2] % window))  # (b, heads, blocks window, width)
     return filled.reshape(*x.shape[:2], -1, window, x.shape[-1])
 
 
@@ -333,7 +333,7 @@ class Attention(nn.Module):
         return self.by_heads(self.by_tokens(x), cos, sin, documents, cache)
 
     def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Token-wise inputs of all heads: the hidden states ``(b, s, d)``."""
+        """Return the inputs of ``by_heads``, computed token by token: here the hidden states ``(b, s, d)`` themselves."""
         return (x,)
 
     def by_heads(
@@ -370,7 +370,7 @@ class Attention(nn.Module):
 
     def result(self, mixed: Tensor) -> Tensor:
         """Return the heads' share ``(b, s, d)`` of the layer's result; ``mixed`` ``(b, h, s, v)`` is the result of ``core``."""
-        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))  # (b, s, h v) to (b, s, d)
         return output
 
 

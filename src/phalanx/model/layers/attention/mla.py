@@ -90,13 +90,15 @@ class MlaAttention(nn.Module):
     # Numbers are those of DeepSeek-V3's equations (arXiv 2412.19437, section 2.1.1).
 
     def by_tokens(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Token-wise inputs of all heads.
+        """Return the inputs of ``by_heads``, computed token by token.
 
-        Returns the queries' latent, or ``x`` itself without one; the latent of keys and values ``(b, s, r)``; and the part of the key
+        They are the queries' latent, or ``x`` itself without one; the latent of keys and values ``(b, s, r)``; and the part of the key
         that all heads share, not rotated yet, ``(b, s, rope)``.
         """
         query_input = self.query_latent_norm(self.query_down(x)) if self.mla.query_rank else x  # (6)
-        latent, shared = self.kv_down(x).split((self.mla.kv_rank, self.mla.rope_head_dim), dim=-1)  # (1)
+        latent, shared = self.kv_down(x).split(
+            (self.mla.kv_rank, self.mla.rope_head_dim), dim=-1
+        )  # (1): (b, s, r), (b, s, rope)
         return query_input, self.kv_latent_norm(latent), shared
 
     def _expand(self, absorbed: bool) -> Expand:
@@ -149,7 +151,9 @@ class MlaAttention(nn.Module):
             query_proj(query_input).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         )  # (7): (b, h, s, e)
         nope = self.mla.nope_head_dim
-        query = torch.cat((query[..., :nope], rotate(query[..., nope:], cos, sin)), dim=-1)  # (8), (9)
+        query = torch.cat(
+            (query[..., :nope], rotate(query[..., nope:], cos, sin)), dim=-1
+        )  # (8), (9): (b, h, s, e)
         if absorbed:
             query = self._absorbed_up.latent_queries(query)  # (b, h, s, r + rope)
         return query, latent.unsqueeze(1), rotate(shared.unsqueeze(1), cos, sin)  # (3)
@@ -161,7 +165,7 @@ class MlaAttention(nn.Module):
     def _result(self, mixed: Tensor, absorbed: bool) -> Tensor:
         if absorbed:
             mixed = self._absorbed_up.values(mixed)  # (b, h, s, v)
-        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))  # (b, s, h v) to (b, s, d)
         return output
 
 
@@ -195,6 +199,7 @@ class AbsorbedUp:
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Return each head's matrices for its queries ``(h, nope, r)`` and for its results ``(h, r, value)``."""
         widths = [self.mla.nope_head_dim, self.mla.value_head_dim]
+        # (h, nope, r), (h, value, r)
         keys, values = torch.split(self.weight.view(-1, sum(widths), self.mla.kv_rank), widths, dim=1)
         return keys, values.transpose(1, 2)
 
@@ -227,6 +232,7 @@ class LatentExpansion:
     def __call__(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys ``(b, h, n, nope + rope)`` and values ``(b, h, n, value)`` from ``(b, 1, n, r)`` and rotated ``(b, 1, n, rope)``."""
         widths = (self.mla.nope_head_dim, self.mla.value_head_dim)
+        # (b, h, n, nope + value)
         expanded = self.up(latent.squeeze(1)).unflatten(-1, (-1, sum(widths))).transpose(1, 2)
         nope, value = expanded.split(widths, dim=-1)  # (b, h, n, .)
         return torch.cat((nope, shared.expand(-1, nope.shape[1], -1, -1)), dim=-1), value

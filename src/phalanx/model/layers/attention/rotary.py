@@ -23,7 +23,7 @@ def inverse_frequencies(
 ) -> Tensor:
     """Return the radians per position of each pair, fp32: half as many as a head has rotated elements. See ``rotation``."""
     width = attention_kind(spec).rotated_width(spec)
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width  # (pairs,)
     if windowed and spec.window_rope_theta:
         return 1.0 / spec.window_rope_theta**exponents
     frequencies = 1.0 / spec.rope_theta**exponents
@@ -42,6 +42,7 @@ def inverse_frequencies(
 
 def _stretch(frequencies: Tensor, scaling: RopeScalingSpec) -> Tensor:
     """Divide low frequencies by ``factor``, keep high ones, blend linearly in between (arXiv 2407.21783)."""
+    # (pairs,): original context over wavelength
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Without a band between the two, the switch is hard.
@@ -60,7 +61,7 @@ def _stretch_by_turns(frequencies: Tensor, scaling: RopeScalingSpec, theta: floa
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     low, high = max(first, 0), min(last, 2 * pairs - 1)
-    numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
+    numbers = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)  # (pairs,)
     blend = ((numbers - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
     return blend * frequencies / scaling.factor + (1 - blend) * frequencies
 
@@ -91,8 +92,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat((rotate(rotated, cos, sin), unrotated), dim=-1)
     if x.device.type == "cpu" and x.dtype == cos.dtype == torch.float32 and not torch.compiler.is_compiling():
         return apply_function(_EagerRotation, x, cos, sin)
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
+    first, second = x.chunk(2, dim=-1)  # (batch, heads, seq, head_dim / 2) each
+    turned = torch.cat((-second, first), dim=-1)  # (batch, heads, seq, head_dim)
     return (x * cos + turned * sin).to(x.dtype)
 
 

@@ -87,7 +87,7 @@ class Groups:
         ``slope`` ``(m, o)`` is the gradient of their products with ``rows`` ``(m, i)``.
         """
         if self.slots == 1:
-            return F.grouped_mm(slope.t(), rows, offs=self.ends)
+            return F.grouped_mm(slope.t(), rows, offs=self.ends)  # (experts, o, i)
         return self.add(self._leaves(slope, rows), rows.dtype)
 
     def add(self, leaves: Iterable[Leaves], dtype: torch.dtype) -> Tensor | None:
@@ -106,6 +106,7 @@ class Groups:
             current = range(first, min(first + at_once, experts))
             begin, end = end, end + sum(self.of_experts[current.start : current.stop])
             ends = self.counts[current.start : current.stop].flatten().cumsum(0).to(torch.int32)
+            # (experts slots, o, i)
             gradients = F.grouped_mm(slope[begin:end].t(), rows[begin:end], offs=ends)
             yield current, gradients.view(len(current), slots, *shape)
 
@@ -125,7 +126,7 @@ def add_slots(leaves: Tensor) -> Tensor:
     """Return the sum of ``(n, slots, ...)`` over slots, a power of two, in the order of their binary tree: fp32 ``(n, ...)``."""
     sums = leaves
     while sums.shape[1] > 2:
-        left, right = sums[:, 0::2], sums[:, 1::2]
+        left, right = sums[:, 0::2], sums[:, 1::2]  # (n, half of the nodes, ...) each
         sums = (left.to(torch.float32, copy=True) if sums is leaves else left).add_(right)
     return sums[:, 0].float() + sums[:, 1] if sums.shape[1] == 2 else sums[:, 0].float()
 
@@ -163,12 +164,13 @@ class _ForEachRow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _ProductContext, biases: Tensor, groups: Groups, rows: int) -> Tensor:
         ctx.groups = groups
-        return biases.repeat_interleave(groups.counts.sum(1), dim=0, output_size=rows)
+        return biases.repeat_interleave(groups.counts.sum(1), dim=0, output_size=rows)  # (m, width)
 
     @staticmethod
     def backward(ctx: _ProductContext, *upstream: Tensor) -> tuple[Tensor | None, None, None]:
         groups, slope = ctx.groups, upstream[0]
         lengths = groups.counts.flatten()
+        # (experts slots, width)
         summed = torch.segment_reduce(slope.float(), "sum", lengths=lengths, axis=0, unsafe=True)
         leaves = summed.to(slope.dtype).view(*groups.counts.shape, -1)  # (experts, slots, width)
         if groups.slots == 1:
@@ -180,4 +182,4 @@ class _ForEachRow(torch.autograd.Function):
 def add_by_expert(rows: Tensor, biases: Tensor, groups: Groups, start: int = 0) -> Tensor:
     """Add to ``rows`` ``(m, o)`` the bias ``(experts, width)`` of each row's expert, from element ``start`` on."""
     added = apply_function(_ForEachRow, biases, groups, len(rows))
-    return rows + F.pad(added, (start, rows.shape[1] - start - added.shape[1]))
+    return rows + F.pad(added, (start, rows.shape[1] - start - added.shape[1]))  # (m, o)

@@ -70,12 +70,12 @@ class Experts(nn.Module):
         if self.gate is not None:
             inner = gated(self.spec, self._project("gate", rows, groups), self._project("up", rows, groups))
         else:
-            inner = F.gelu(self._project("up", rows, groups))
+            inner = F.gelu(self._project("up", rows, groups))  # (m, f)
         return self._project("down", inner, groups)
 
     def _project(self, name: str, rows: Tensor, groups: Groups) -> Tensor:
         product = grouped_product if self.product is None else self.product
-        products = product(rows, getattr(self, name), self._groups_of(name, groups))
+        products = product(rows, getattr(self, name), self._groups_of(name, groups))  # (m, o)
         bias: Tensor | None = getattr(self, f"{name}_bias")
         if bias is None:
             return products
@@ -102,7 +102,7 @@ class ExpertOrder:
 
 def order_by_expert(chosen: Tensor, experts: int) -> ExpertOrder:
     """Return the order of ``chosen`` ``(n, k)`` by expert, and then by token."""
-    copies = chosen.flatten().argsort(stable=True)
+    copies = chosen.flatten().argsort(stable=True)  # (n k,)
     return ExpertOrder(copies, copies.argsort(), tokens_per_expert(chosen, experts))
 
 
@@ -134,13 +134,14 @@ class _Copies(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(places)
         ctx.per_token = per_token
-        return tokens.index_select(0, copies // per_token)
+        return tokens.index_select(0, copies // per_token)  # (n k, d)
 
     @staticmethod
     def backward(ctx: _CopiesContext, *upstream: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
+        # (n, k, d)
         by_token = upstream[0].index_select(0, places).view(-1, ctx.per_token, upstream[0].shape[1])
-        return by_token.sum(dim=1), None, None, None
+        return by_token.sum(dim=1), None, None, None  # (n, d)
 
 
 def copies_by_expert(tokens: Tensor, order: ExpertOrder) -> Tensor:
@@ -155,7 +156,7 @@ def combine(rows: Tensor, order: ExpertOrder, weights: Tensor) -> Tensor:
     ``weights`` ``(n, k)`` are fp32; the sum is computed in fp32.
     """
     by_token = permute(rows, order.places, order.copies).view(*weights.shape, -1)  # (n, k, d)
-    return (by_token.float() * weights.unsqueeze(2)).sum(dim=1).to(rows.dtype)
+    return (by_token.float() * weights.unsqueeze(2)).sum(dim=1).to(rows.dtype)  # (n, d)
 
 
 class LocalExchange:
@@ -194,7 +195,7 @@ class MoE(nn.Module):
 
     def routed(self, x: Tensor) -> Tensor:
         """Return the routed experts' result ``(b, s, d)``."""
-        tokens = x.flatten(0, -2)
+        tokens = x.flatten(0, -2)  # (b s, d)
         return self.exchange(tokens, self.router(tokens), self.experts).view_as(x)
 
     def shared_weights(self, x: Tensor) -> Tensor:
@@ -271,7 +272,7 @@ def padded_groups(groups: Groups) -> Groups:
 
 def padded_places(groups: Groups, rows: int) -> Tensor:
     """Return the position of each of ``rows`` rows among the padded ones: ``(rows,)``, int64."""
-    sizes = groups.counts.flatten()
+    sizes = groups.counts.flatten()  # (experts slots,)
     added = _paddings(sizes)
     before = added.cumsum(0) - added
     shift = before.repeat_interleave(sizes, output_size=rows)

@@ -129,11 +129,13 @@ class Router(nn.Module):
         if self.moe.groups > 1:
             # A group's score is that of its best experts; experts of other groups are masked.
             grouped = preference.view(len(scores), self.moe.groups, -1)  # (n, groups, experts of a group)
+            # (n, groups)
             best = grouped.topk(2 if self.moe.group_score == "two-best" else 1).values.sum(dim=2)
-            best_groups = best.topk(self.moe.groups_per_token).indices
+            best_groups = best.topk(self.moe.groups_per_token).indices  # (n, groups per token)
+            # (n, groups)
             masked = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best_groups, False)
-            preference = grouped.masked_fill(masked.unsqueeze(2), -torch.inf).flatten(1)
-        return preference.topk(self.moe.per_token).indices
+            preference = grouped.masked_fill(masked.unsqueeze(2), -torch.inf).flatten(1)  # (n, experts)
+        return preference.topk(self.moe.per_token).indices  # (n, k)
 
     def _balanced(self, weights: Tensor, experts: Tensor, scores: Tensor, logits: Tensor) -> Tensor:
         losing = self.auxiliary_scale != 0 and (self.moe.aux_loss or self.moe.z_loss)
@@ -148,11 +150,13 @@ class Router(nn.Module):
         """Return the sum over these tokens of each one's share of the balance losses, 0-dim; the losses are means over all tokens."""
         total = logits.new_zeros(())
         if self.moe.aux_loss:
-            statistics = self.total_over(torch.cat((counts, counts.new_full((1,), tokens))))
+            statistics = self.total_over(torch.cat((counts, counts.new_full((1,), tokens))))  # (experts + 1,)
             # 1 for every expert if the load is even; counts have no gradient.
+            # f (18): (experts,)
             load = statistics[:-1].float() * (self.moe.experts / self.moe.per_token) / statistics[-1].float()
+            # s' (19): (n, experts)
             shares = scores if self.moe.score == "softmax" else scores / scores.sum(dim=1, keepdim=True)
-            total = total + self.moe.aux_loss * (shares * load).sum()
+            total = total + self.moe.aux_loss * (shares * load).sum()  # (17), (20): these tokens' shares
         if self.moe.z_loss:
             total = total + self.moe.z_loss * logits.logsumexp(dim=1).square().sum()
         return total

@@ -276,7 +276,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: _RowsContext, weight: Tensor, row: Tensor) -> Tensor:
         ctx.count = len(weight)
         ctx.save_for_backward(row)
-        absent = (row == len(weight)).unsqueeze(-1)
+        absent = (row == len(weight)).unsqueeze(-1)  # (b, s, 1)
         # Adding 0.0 turns -0.0 into 0.0, as a sum with other ranks' zeros does.
         return F.embedding(row % len(weight), weight).masked_fill(absent, 0).add_(0.0)
 

@@ -72,12 +72,12 @@ class _RowsProduct(torch.autograd.Function):
     def forward(ctx: _RowsContext, x: Tensor, rows: Tensor, gradient: WholeGradient, lane: int) -> Tensor:
         ctx.save_for_backward(x, rows)
         ctx.gradient, ctx.lane = gradient, lane
-        return torch.mm(x.flatten(0, -2), rows.t()).view(*x.shape[:-1], -1)
+        return torch.mm(x.flatten(0, -2), rows.t()).view(*x.shape[:-1], -1)  # (..., outputs of the lane)
 
     @staticmethod
     def backward(ctx: _RowsContext, *upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, rows = ctx.saved_tensors
-        slope = upstream[0].flatten(0, -2)
+        slope = upstream[0].flatten(0, -2)  # (tokens, outputs of the lane)
         own = torch.mm(slope.t(), x.flatten(0, -2), out=ctx.gradient.part(ctx.lane, rows))
         return torch.mm(slope, rows).view_as(x), own, None, None
 
@@ -114,11 +114,12 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _ColumnsContext, x: Tensor, columns: Tensor) -> Tensor:
         ctx.save_for_backward(x, columns)
-        return torch.mm(x.flatten(0, -2), aligned(columns).t()).view(*x.shape[:-1], -1)
+        return torch.mm(x.flatten(0, -2), aligned(columns).t()).view(*x.shape[:-1], -1)  # (..., outputs)
 
     @staticmethod
     def backward(ctx: _ColumnsContext, *upstream: Tensor) -> tuple[Tensor, Tensor]:
         x, columns = ctx.saved_tensors
+        # (tokens, outputs), (tokens, inputs of the lane)
         gradient, rows = upstream[0].flatten(0, -2), x.flatten(0, -2)
         return torch.mm(gradient, aligned(columns)).view_as(x), torch.mm(gradient.t(), rows)
 
@@ -260,7 +261,7 @@ class TileByTile:
         for own, tokens in zip(tensors, in_tiles(inputs, len(tensors)), strict=True):
             with in_place_of(owners, own):
                 results.append(dense(self.by_heads(tokens)))
-        return torch.cat(results, 1)
+        return torch.cat(results, 1)  # (b, s, d)
 
 
 def in_tiles(inputs: tuple[Tensor, ...], tiles: int) -> Iterator[tuple[Tensor, ...]]:

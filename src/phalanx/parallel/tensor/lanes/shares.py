@@ -42,7 +42,7 @@ class LaneLeaves:
 
 def _totals(comm: SequenceComm, nodes: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return, on every rank, the sums of the ranks' ``nodes``, by one collective for all."""
-    flat = comm.total(torch.cat([node.flatten() for node in nodes]))
+    flat = comm.total(torch.cat([node.flatten() for node in nodes]))  # (elements of all nodes,)
     parts = torch.split(flat, [node.numel() for node in nodes])
     return [part.view_as(node) for part, node in zip(parts, nodes, strict=True)]
 
@@ -219,8 +219,8 @@ class RoutedInPieces:
         pieces = x.view(batch, self._count, seq // self._count, dim)  # (b, pieces, s / pieces, d)
         tokens = pieces.transpose(0, 1).reshape(-1, dim)  # by piece, sequence, position: (b s, d)
         mixed = self._moe.exchange(tokens, self._moe.router(tokens), self._moe.experts)
-        by_piece = mixed.view(self._count, batch, seq // self._count, dim)
-        return by_piece.transpose(0, 1).reshape(x.shape)
+        by_piece = mixed.view(self._count, batch, seq // self._count, dim)  # (pieces, b, s / pieces, d)
+        return by_piece.transpose(0, 1).reshape(x.shape)  # (b, s, d)
 
 
 class ScoresInPieces:
