@@ -42,6 +42,7 @@ clients: $(VENV)-clients/.made  ## lm-evaluation-harness, in an environment of i
 $(VENV)-clients/.made: requirements/clients.txt
 	$(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/pip install --quiet -r requirements/clients.txt
+	$(VENV)-clients/bin/pip install --quiet --no-deps accelerate==1.15.0  # its PyTorch is the suite's
 	@touch $@
 
 lint: env-dev
