@@ -12,9 +12,11 @@ from phalanx_watch.why.observed import (
     IMBALANCE,
     IMBALANCE_AFTER_STEPS,
     NEWS_S,
+    NORM_GROWN,
     RECENT_STEPS,
     RISEN,
     SPIKE_WINDOWS,
+    UNLEARNED,
     Observed,
     Reason,
 )
@@ -113,6 +115,78 @@ def diverged(observed: Observed) -> Iterator[Reason]:
     )
 
 
+def not_learning(observed: Observed) -> Iterator[Reason]:
+    """The loss is still that of an untrained model, two windows of steps after the warmup."""
+    spec = observed.spec
+    losses = [(t, step) for t, step in observed.recent if math.isfinite(step.loss)]
+    # The first loss is no measure: a run may begin with trained weights, or with weights that are worse than none.
+    if spec is None or spec.model.vocab_size < 2 or len(losses) < RECENT_STEPS or any(diverged(observed)):
+        return
+    after = spec.schedule.warmup_steps + 2 * spec.train.spike_window
+    reached = losses[-1][1].step
+    untrained, now = math.log(spec.model.vocab_size), median(step.loss for _, step in losses)
+    if reached < after or now <= (1 - UNLEARNED) * untrained:
+        return
+    yield Reason(
+        code="not-learning",
+        severity="warning",
+        title=f"The loss does not fall: {now:.4g}",
+        where="the whole run",
+        since=observed.began_at,
+        evidence=(
+            f"the median loss of the newest {len(losses)} logged steps, up to {reached:,}, is {now:.4g}",
+            f"an untrained model has {untrained:.4g}; the rate has been full since step {spec.schedule.warmup_steps:,}",
+        ),
+        doing=observed.doing("training continues"),
+        next=f"phalanx data show {observed.run} --step {reached} (are these the texts that you mean?); then change optimizer.lr "
+        "in a run of its own: phalanx train RUN_FILE --set optimizer.lr=...",
+    )
+
+
+def growing_norm(observed: Observed) -> Iterator[Reason]:
+    """The gradient norm has grown by orders of magnitude over the run's own past, and has stayed there for a window of steps."""
+    norms = [(t, step) for t, step in observed.settled if math.isfinite(step.grad_norm)]
+    if len(norms) < RECENT_STEPS or any(diverged(observed)):
+        return
+    window = observed.spec.train.spike_window if observed.spec else _USUAL_WINDOW
+    least = _least_norm(observed)
+    now = median(step.grad_norm for _, step in norms[-RECENT_STEPS:])
+    limit = NORM_GROWN * least
+    if not now > limit > 0:
+        return
+    reached = norms[-1][1].step
+    below = max((step.step for _, step in norms if step.grad_norm <= limit), default=0)
+    grown = [(t, step) for t, step in norms if step.step > below]
+    if not grown or reached - grown[0][1].step < window:
+        return  # a spike, or the beginning of what may become one
+    since, first = grown[0]
+    before = [step for step, _ in observed.checkpoints if step < first.step]
+    back = f"phalanx train {observed.run} --from {before[-1]}" if before else "phalanx train RUN_FILE"
+    yield Reason(
+        code="growing-norm",
+        severity="warning",
+        title=f"The gradient norm has grown {now / least:.0f} times: {now:.4g}",
+        where=f"step {first.step:,} and after",
+        since=since,
+        evidence=(
+            f"the median norm of the newest {RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}, before clipping",
+            f"the least of the run's past is {least:.4g}",
+        ),
+        doing=observed.doing("training continues, with clipped gradients if optimizer.clip_norm is set"),
+        next=f"it often comes before a divergence: lower optimizer.lr from before it: {back} --set optimizer.lr=...",
+    )
+
+
+def _least_norm(observed: Observed) -> float:
+    """Return the least median gradient norm over stretches of the run's steps; infinite if there are too few."""
+    norms = [
+        event.body.grad_norm
+        for event in (*observed.past, *observed.events)
+        if isinstance(event.body, Step) and math.isfinite(event.body.grad_norm)
+    ]
+    return _least_of_stretches(norms)
+
+
 def _untrained_loss(observed: Observed) -> float:
     """Return the loss of a uniform prediction, or of the run's first step if that is larger; infinite if neither
     is known.
@@ -134,8 +208,13 @@ def _best_loss(observed: Observed) -> float:
         for event in (*observed.past, *observed.events)
         if isinstance(event.body, Step) and math.isfinite(event.body.loss)
     ]
-    stretches = range(0, len(losses) - RECENT_STEPS + 1, RECENT_STEPS)
-    return min((median(losses[first : first + RECENT_STEPS]) for first in stretches), default=math.inf)
+    return _least_of_stretches(losses)
+
+
+def _least_of_stretches(values: list[float]) -> float:
+    """Return the least median of stretches of ``RECENT_STEPS`` values; infinite if there are too few."""
+    stretches = range(0, len(values) - RECENT_STEPS + 1, RECENT_STEPS)
+    return min((median(values[first : first + RECENT_STEPS]) for first in stretches), default=math.inf)
 
 
 def _spike(event: Event) -> LossSpike:

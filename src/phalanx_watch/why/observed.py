@@ -40,6 +40,8 @@ Code = Literal[
     "not-finite",
     "loss-spike",
     "diverged",
+    "not-learning",
+    "growing-norm",
     "other-data",
     "data-gone",
     "checkpoint-failed",
@@ -149,6 +151,10 @@ RISEN = 0.5
 """Share by which the loss must exceed the run's best for a window of steps to count as diverged. Another rule
 covers single spikes.
 """
+UNLEARNED = 0.01
+"""Share of an untrained model's loss by which the loss must have fallen after two windows of steps with the full rate."""
+NORM_GROWN = 20.0
+"""Factor on the least gradient norm of the run's past, for a window of steps. Norms that rise slowly while the loss falls stay below."""
 SKEW_S = 5.0
 """Limit on the difference between two clocks that wrote one stream. With NTP machines agree within milliseconds;
 leases and log order suffer from seconds.

@@ -64,7 +64,7 @@ from phalanx_watch.why.fleet import (
     not_finite_nodes,
     straggler,
 )
-from phalanx_watch.why.numbers import diverged, imbalance, not_finite, spike
+from phalanx_watch.why.numbers import diverged, growing_norm, imbalance, not_finite, not_learning, spike
 from phalanx_watch.why.observed import (
     BURST_ALONE,
     BURST_WINDOWS,
@@ -100,7 +100,7 @@ from phalanx_watch.why.surroundings import (
 Rule = Callable[[Observed], Iterator[Reason]]
 RULES: tuple[Rule, ...] = (
     *(failed, gone, never_began, queued, standstill),
-    *(not_finite, spike, diverged, other_data, no_coordinator),
+    *(not_finite, spike, diverged, not_learning, growing_norm, other_data, no_coordinator),
     *(failed_checkpoints, full_disk, old_checkpoint),
     *(not_finite_nodes, lost_nodes, nodes_back, fewer_ranks, no_spares, hardware, throttled, straggler),
     *(slow_data, slower_than_before, low_goodput, imbalance),

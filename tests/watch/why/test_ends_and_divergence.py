@@ -97,6 +97,43 @@ def test_a_loss_half_above_the_best_is_a_divergence_once_it_has_lasted_a_window(
     assert (found.code, found.where) == ("diverged", "step 61 and after")
 
 
+def test_a_loss_that_stays_at_that_of_an_untrained_model_is_named_after_two_windows(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", VOCABULARY)
+    run.write(steps(1, 250, lambda _: {"loss": 8.3}))
+    assert run.codes() == []
+    run.write(steps(251, 400, lambda _: {"loss": 8.3}))
+    found = only(run.reasons())
+    assert (found.code, found.severity) == ("not-learning", "warning")
+    assert "an untrained model has 8.3" in found.evidence[1]
+
+
+def test_a_loss_that_falls_late_is_no_run_that_does_not_learn(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", VOCABULARY)
+    run.write(steps(1, 400, lambda number: {"loss": 8.3 - max(0, number - 200) / 400}))
+    assert run.codes() == []
+
+
+def test_a_gradient_norm_that_has_grown_for_a_window_is_named_with_the_step_and_the_way_back(
+    run: Watched,
+) -> None:
+    run.write(steps(31, 60))
+    run.write(steps(61, 150, lambda _: {"grad_norm": 30.0}))
+    assert run.codes() == []
+    run.write(steps(151, 200, lambda _: {"grad_norm": 30.0}))
+    found = only(run.reasons(checkpoints=((20, T0), (100, T0))))
+    assert (found.code, found.where) == ("growing-norm", "step 61 and after")
+    assert found.title == "The gradient norm has grown 60 times: 30"
+    assert "--from 20 --set optimizer.lr=" in found.next
+
+
+def test_a_norm_that_rises_slowly_or_was_large_at_first_has_not_grown(tmp_path: Path) -> None:
+    run = Watched(tmp_path / "run", VOCABULARY)
+    run.write(
+        steps(1, 500, lambda number: {"grad_norm": 40.0 / number if number < 80 else 0.5 + number / 200})
+    )
+    assert run.codes() == []
+
+
 # --- ends ------------------------------------------------------------------------------------------------
 
 
