@@ -18,6 +18,7 @@ from phalanx.launch.engines.engine import standing_or_end
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.throughput import format_duration
 from phalanx.run.directory.paths import RunDirectory
+from phalanx_watch.why.notices import NoticeCommand
 from phalanx_watch.why.observed import Reason
 from phalanx_watch.why.reasons import reasons
 
@@ -36,7 +37,14 @@ _NARROWEST = 40
 @click.option(
     "--watch", "follow", is_flag=True, help="Look again and again, and print what has changed, until Ctrl-C."
 )
-def command(run_dir: Path, as_json: bool, follow: bool) -> None:
+@click.option(
+    "--exec",
+    "notice_command",
+    metavar="COMMAND",
+    help="With --watch: a shell command for each reason that begins, and for its end. It gets a JSON object on standard input, and "
+    "PHALANX_RUN, PHALANX_STATE (begins or ends), PHALANX_CODE, PHALANX_SEVERITY and PHALANX_TITLE.",
+)
+def command(run_dir: Path, as_json: bool, follow: bool, notice_command: str | None) -> None:
     """Print what is wrong with the run in RUN_DIR: since when, the evidence, what is being done about it, and what to do next.
 
     Every reason is named, the worst first. Exit codes: 0 nothing is wrong, 1 warnings, 2 something critical, or
@@ -45,7 +53,11 @@ def command(run_dir: Path, as_json: bool, follow: bool) -> None:
     \b
       phalanx why runs/quickstart-1f3a9c04
       phalanx why runs/quickstart-1f3a9c04 --json
+      phalanx why runs/quickstart-1f3a9c04 --watch --exec 'mail -s "$PHALANX_TITLE" me@example.org'
+      phalanx why runs/quickstart-1f3a9c04 --watch --exec 'curl -sf --data-binary @- https://example.org/hook'
     """
+    if notice_command is not None and not follow:
+        raise click.UsageError("--exec is for --watch")
     demand_folder(run_dir, TroubleError)
     directory = RunDirectory(run_dir)
     if not (directory.events.exists() or directory.record.exists() or (run_dir / FOLDER).is_dir()):
@@ -53,6 +65,10 @@ def command(run_dir: Path, as_json: bool, follow: bool) -> None:
     job, asked_s = standing_or_end(run_dir), time.monotonic()
     current = reasons(directory, time.time(), job)
     _print(current, directory, as_json)
+    notices = None
+    if notice_command is not None:
+        notices = NoticeCommand(notice_command, str(run_dir), lambda text: click.echo(text, err=True))
+        notices.update(current, time.time())
     while follow:
         time.sleep(_POLL_S)
         if time.monotonic() - asked_s >= _ENGINE_S:
@@ -60,6 +76,8 @@ def command(run_dir: Path, as_json: bool, follow: bool) -> None:
         before, current = current, reasons(directory, time.time(), job)
         if [_key(reason) for reason in current] != [_key(reason) for reason in before]:
             _print(current, directory, as_json)
+        if notices is not None:
+            notices.update(current, time.time())
     sys.exit(_exit_code(current))
 
 
