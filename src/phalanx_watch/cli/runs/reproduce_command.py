@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from phalanx.cli.errors import TroubleError, demand_folder, trouble
+from phalanx.command_help import Command
 from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
@@ -22,7 +23,7 @@ _MOST_RANKS = 8
 """Most ranks on one machine, unless it has more cores."""
 
 
-@click.command("reproduce")
+@click.command("reproduce", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Print what differs between then and now, and run nothing.")
 @click.option("--steps", type=click.IntRange(min=1), help="Stop after so many steps and compare those.")
