@@ -113,7 +113,7 @@ class PluginName(click.ParamType[str]):
         return click.Choice(plugin_names(self.group))
 
 
-AsJson = Annotated[bool, Option("--json", text="Print one JSON object.")]
+AsJson = Annotated[bool, Option("--json", text="Print one JSON object."), Heading("Options")]
 """The flag ``--json``."""
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="FIELD=VALUE")]
 """Fields of the run file with other values, as ``--set`` gives them."""

@@ -21,6 +21,7 @@ from types import FrameType
 import click
 
 from phalanx.cli.output import safe_output
+from phalanx.command_help import CommandGroup
 from phalanx.plugins import PluginError, load_plugin
 from phalanx.version import __version__
 
@@ -108,7 +109,7 @@ _LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 """Libraries that packages beside the core need and the core does not."""
 
 
-class _Lazy(click.Group):
+class _Lazy(CommandGroup):
     """A group whose commands are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002

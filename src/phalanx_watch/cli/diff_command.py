@@ -13,6 +13,7 @@ import msgspec
 from phalanx.cli.errors import trouble
 from phalanx.cli.output import MOST, left_out_lines, number_text
 from phalanx.cli.train.session import console_for, progress_on
+from phalanx.command_help import Command
 from phalanx.observe.event_log import EventLogError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.train.compare.runs import (
@@ -28,7 +29,7 @@ from phalanx.train.compare.runs import (
 )
 
 
-@click.command("diff")
+@click.command("diff", cls=Command)
 @click.argument("run_a", type=click.Path(path_type=Path))
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.output import text_console
+from phalanx.command_help import Command
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankStreamError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
@@ -39,7 +40,7 @@ _MOST_SLOW = 1000
 _MAP_ROWS = 24
 
 
-@click.command("ranks")
+@click.command("ranks", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--slow", is_flag=True, help="Only the ranks that are slower than their peers in most windows.")
 @click.option(

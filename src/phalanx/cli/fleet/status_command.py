@@ -14,6 +14,7 @@ import msgspec
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.cli.errors import demand_folder, explained, full_disk, refuse_unused
 from phalanx.cli.output import moment, text_console
+from phalanx.command_help import Command
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
@@ -91,7 +92,7 @@ _STALE_S = 10.0
 _WORTH_A_LINE = 0.01
 
 
-@click.command("status")
+@click.command("status", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--last", type=click.IntRange(min=0), default=10, show_default=True, help="Number of incidents to show."

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.command_help import Command
 
 if TYPE_CHECKING:
     from phalanx.run.spec import ModelSpec
 
 
-@click.command("import")
+@click.command("import", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="The run directory to make (imported/NAME).")
 @click.option(
@@ -38,6 +39,7 @@ def command(directory: Path, out: Path | None, model: str | None, as_json: bool)
     Text can be generated from it, and a run can start from it: --set checkpoint.init_from=RUN_DIR.
 
     \b
+      phalanx import Llama-3.1-8B
       phalanx import Llama-3.1-8B --out imported/llama
       phalanx generate imported/llama --prompt "Once"
       phalanx import outputs/checkpoint/step-1000 --model llama3-8b
