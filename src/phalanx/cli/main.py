@@ -25,7 +25,7 @@ from phalanx.command_help import CommandGroup
 from phalanx.plugins import PluginError, load_plugin
 from phalanx.version import __version__
 
-_TASKS = {
+TASKS = {
     # Other projects add commands by entry points of the group "phalanx.commands".
     "Train": {
         "new": ("phalanx.cli.train", "Write a first run file, each field explained."),
@@ -104,7 +104,7 @@ _TASKS = {
     },
 }
 """The commands by task, as ``phalanx --help`` lists them: the package of each, and its help."""
-_COMMANDS = {name: entry for commands in _TASKS.values() for name, entry in commands.items()}
+_COMMANDS = {name: entry for commands in TASKS.values() for name, entry in commands.items()}
 _LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 """Libraries that packages beside the core need and the core does not."""
 
@@ -139,7 +139,7 @@ class _Lazy(CommandGroup):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         width = max(map(len, _COMMANDS))
-        for task, commands in _TASKS.items():
+        for task, commands in TASKS.items():
             with formatter.section(task):
                 formatter.write_dl([(f"{name:<{width}}", text) for name, (_, text) in commands.items()])
 

@@ -84,9 +84,9 @@ class PlaceOptions:
 def command(options: PlaceOptions) -> None:
     """Place the run of RUN_FILE in a network: units of nodes, spares, the order of ranks, and its price.
 
-    Each line is a choice: the size of a unit (nodes that talk most, kept together), how ranks follow the network's tree, how many units
-    straddle a domain, how many nodes units of this size can use, and how long the busiest link of each level needs in a step. The price
-    assumes that every byte goes its own way: no collisions (ECMP), no other tenants.
+    Each line is a choice: the size of a unit (nodes that talk most, kept together) and how ranks follow the network's tree. It shows
+    how many units straddle a domain, how many nodes units of this size can use, and how long the busiest link of each level needs in a
+    step. The price assumes that every byte goes its own way: no collisions (ECMP), no other tenants.
 
     \b
       phalanx place run.toml --topology slurm

@@ -48,8 +48,10 @@ from phalanx.train.compare.runs import (
 def command(
     run_a: Path, run_b: Path, replay: bool, ranks: int | None, from_start: bool, as_json: bool
 ) -> None:
-    """Show where the runs in RUN_A and RUN_B differ: fields of their run files, versions and machines, the first logged step that
-    differs (compared bit by bit), and the tensors that differ in the first differing checkpoint.
+    """Show where the runs in RUN_A and RUN_B differ, from their settings to their tensors.
+
+    Compared are the fields of their run files, versions and machines, the logged steps bit by bit up to the first that differs, and
+    the tensors of the first checkpoint that differs.
 
     With --replay the newest checkpoint with equal bits in both is restored, and the steps after it are computed again with a record of all
     tensors. Neither run is written to.

@@ -62,9 +62,9 @@ _MAP_ROWS = 24
     "--json", "as_json", is_flag=True, help="Print one JSON object; seconds, bytes and degrees Celsius."
 )
 def command(run_dir: Path, slow: bool, column: str, last: int, attempt: int | None, as_json: bool) -> None:
-    """Show the measurements of the ranks of the run in RUN_DIR: which are slower than their peers, by how much, their place in the
-    mesh and their node; and a map of all ranks over time.
+    """Show which ranks of the run in RUN_DIR are slower than their peers, and by how much.
 
+    Each rank is listed with its place in the mesh and its node, above a map of all ranks over time.
     A rank is compared with those of its pipeline stage. It is slow if it was slower by 5 % in most windows, and by four standard deviations of
     its peers over all of them: the thresholds by which a fleet replaces stragglers.
 

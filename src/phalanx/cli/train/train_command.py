@@ -90,9 +90,8 @@ def command(options: TrainOptions) -> None:
 
     Run it again after Ctrl-C, a crash or kill -9: it resumes from the newest good checkpoint, on as many
     ranks as are available then; the weights at the end are the same. With --from it continues as a child run:
-    in a directory of its own, with the same optimizer state, step and place in the data, and with other
-    values of train.steps, optimizer.lr, schedule, train.batch_size and the like from that step on. With
-    --from-model no run file is needed.
+    in a directory of its own, with the same optimizer state, step and place in the data. From that step on, other
+    values of train.steps, optimizer.lr, schedule and train.batch_size apply. With --from-model no run file is needed.
 
     \b
       phalanx train configs/quickstart.toml

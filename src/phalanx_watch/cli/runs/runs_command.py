@@ -86,8 +86,8 @@ def list_command(options: ListOptions) -> None:
       phalanx runs --on slurm
       phalanx runs --on kubernetes --namespace research
 
-    A state is running, finished, stopped (by request, and saved), failed (its process is gone), silent (held by a process, but without an
-    event for 20 usual steps or two minutes; or, of another machine, no event for so long) or waiting (for nodes, or to begin).
+    A state is running, finished, stopped (by request, and saved), failed (its process is gone), silent or waiting (for nodes, or to
+    begin). A run is silent if it has no event for 20 usual steps or two minutes, while a process holds it or on another machine.
     """
     if options.engine is None:
         refuse_unused(written_options(options, "namespace"), "is for --on kubernetes")
