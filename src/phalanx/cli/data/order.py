@@ -316,7 +316,7 @@ def _fate(directory: RunDirectory, step: int) -> str:
             if body.skipped
             else "the run ended before it"
         )
-        return f"step {step:,} was not finite; {outcome}: {body.what}"
+        return f"step {step:,} was not finite; {outcome}: {body.problem}"
     if not isinstance(body, LossSpike):
         return ""
     outcome = {
