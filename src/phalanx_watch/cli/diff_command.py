@@ -107,7 +107,7 @@ def comparison_lines(comparison: RunComparison, run_a: Path, run_b: Path) -> Ite
     yield f"B  {run_b}"
     yield _kinship(comparison)
     for field in comparison.fields:
-        yield f"  field of the {field.owner:<6}  {field.path}: {field.one!r} in A, {field.other!r} in B"
+        yield f"  field of the {field.owner:<6}  {field.path}: {field.first!r} in A, {field.second!r} in B"
     for name, (in_a, in_b) in comparison.record.items():
         yield f"  recorded             {name}: {in_a!r} in A, {in_b!r} in B"
     if comparison.numbers is None:
@@ -127,7 +127,7 @@ def comparison_lines(comparison: RunComparison, run_a: Path, run_b: Path) -> Ite
         count = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
         yield f"checkpoints of the same steps: {read}; that of step {comparison.checkpoint.step} differs in {count}"
         for tensor in tensors[:MOST]:
-            yield f"  {tensor.name}: {tensor.what}"
+            yield f"  {tensor.name}: {tensor.description}"
         if len(tensors) > MOST:
             yield f"  ... and {len(tensors) - MOST} more"
     yield from (f"note: {note}" for note in comparison.notes)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
@@ -73,7 +74,7 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
         click.echo(
             json.dumps(
                 {
-                    "stages": [dataclasses.asdict(stage) for stage in stages],
+                    "stages": [msgspec.to_builtins(stage) for stage in stages],
                     "sources": [dataclasses.asdict(use) | {"epochs": use.epochs} for use in uses],
                 }
             )
@@ -85,7 +86,7 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
             if stage.last_step is None
             else f"steps {stage.first_step:,} to {stage.last_step:,}"
         )
-        for name, share in stage.asked.items():
+        for name, share in stage.requested.items():
             # Shares that no pattern of this length has are printed beside the achieved ones.
             rounded = f" (asked: {share:.8%})" if abs(share - stage.achieved[name]) > _ROUNDED else ""
             click.echo(f"  {name:<20} {stage.achieved[name]:>10.4%}{rounded}")

@@ -235,11 +235,13 @@ def _print(fleet: FleetFile, last: int) -> None:
             if fleet.over
             else f"{member.silent_s:.1f} s ago" + ("" if member.attached else ", not attached")
         )
-        table.add_row(member.name, member.role, _ranks(member.ranks), member.host, last_heartbeat, member.why)
+        table.add_row(
+            member.name, member.role, _ranks(member.ranks), member.host, last_heartbeat, member.reason
+        )
     console.print(table)
     for item in fleet.happenings[len(fleet.happenings) - last :] if last else ():
         when = (moment(item.unix_s), "dim")
-        console.print(Text.assemble(when, f"  epoch {item.epoch}  {item.node}  {item.what}"))
+        console.print(Text.assemble(when, f"  epoch {item.epoch}  {item.node}  {item.text}"))
     if fleet.refused:
         refused = ", ".join(f"{kind}: {count}" for kind, count in fleet.refused.items())
         console.print(Text.assemble(("refused", "yellow"), f" {refused}"))

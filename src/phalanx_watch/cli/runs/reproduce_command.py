@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -85,7 +84,7 @@ def command(
         if as_json:
             click.echo(
                 msgspec.json.encode(
-                    {"run": str(run_dir), "changed": [asdict(change) for change in differ]}
+                    {"run": str(run_dir), "changed": [msgspec.to_builtins(change) for change in differ]}
                 ).decode()
             )
         sys.exit(1 if harmful else 0)
@@ -131,7 +130,7 @@ def _lines(recording: RunRecording, differ: list[Changed]) -> Iterator[str]:
         return
     titles = {"bits": "changes the bits", "perhaps": "may change the bits", "no": "changes no bit"}
     for change in differ:
-        yield f"{titles[change.weight]:<20} {change.what}"
+        yield f"{titles[change.weight]:<20} {change.name}"
         yield f"  then  {_short(change.then)}"
         yield f"  now   {_short(change.now)}"
         if change.remedy:
@@ -175,7 +174,7 @@ def _again(
         table = {
             "run": str(run_dir),
             "again": str(place),
-            "changed": [asdict(change) for change in differ],
+            "changed": [msgspec.to_builtins(change) for change in differ],
             "same": same,
             "weights_sha256": finals,
             "parts_at": compared.parts_at,
