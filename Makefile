@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers clients lint contract bench gpu env env-dev clean
+.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers clients lint contract reference bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -46,13 +46,16 @@ $(VENV)-clients/.made: requirements/clients.txt
 	@touch $@
 
 lint: env-dev
-	$(BIN)/ruff format --check src tests bench validation examples deploy lint requirements
-	$(BIN)/ruff check src tests bench validation examples deploy lint requirements
+	$(BIN)/ruff format --check src tests bench validation examples deploy lint tools requirements
+	$(BIN)/ruff check src tests bench validation examples deploy lint tools requirements
 	$(BIN)/mypy
 	$(BIN)/python -m lint.language
 
 contract: env-dev  ## record the commands, JSON keys, formats and names that users rely on, after a deliberate change of them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/contract --record -m "not slow"
+
+reference: env-dev  ## the pages of docs/reference/ that are generated from the code
+	$(BIN)/python -m tools.reference
 
 bench: env-dev  ## ratios to peers and physical limits, taken in one run each
 	$(BIN)/python -m bench.train.step --only one-rank

@@ -1,6 +1,6 @@
 """A model of one's own for Phalanx: a stack of gated causal convolutions (after Dauphin et al., arXiv 1612.08083).
 
-It is any ``nn.Module`` that states its embedding, blocks, norm and head (``docs/reference/python-api.md``). Train it with::
+It is any ``nn.Module`` that states its embedding, blocks, norm and head (``docs/train/python-api.md``). Train it with::
 
     phalanx.train_run("configs/quickstart.toml", model="examples.mixer:Mixer")
 """

@@ -4,6 +4,9 @@ A reworded message must not switch an alert off. Events carry a kind and fields 
 A *matcher* is a literal in ``startswith``, ``in``, ``partition`` and the like, or a regular expression. It is an offense if it has
 two words or more and matches a text that another line of the package writes. A word inside of one that is matched on an attribute
 that carries a message (``.text``, ``.what``) is an offense too.
+
+A line that ends in ``# matched text: REASON`` is exempt, or the one below such a comment: the text is of another program, or of
+people, or the only form in which a format carries the fact.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ _PATTERN_FUNCTIONS = ("compile", "search", "match", "fullmatch", "findall", "fin
 _MESSAGE_ATTRIBUTES = ("text", "what", "why", "reason", "message", "evidence")
 _WORDS = re.compile(r"[A-Za-z]{2,}[:,;]? [A-Za-z]{2,}")
 _WORD = re.compile(r"[A-Za-z]{3,}")
+_EXEMPTION = re.compile(r"# matched text: \w+")
 _SENTENCE_WORDS = 3
 _FILLED = "7"
 """Stands for what an f-string inserts."""
@@ -35,6 +39,7 @@ class Matcher:
     is_pattern: bool
     on_message: bool
     """True if the text is an attribute that carries a message."""
+    last_line: int
 
 
 def check_matched_text(sources: Mapping[str, str]) -> list[Finding]:
@@ -43,7 +48,8 @@ def check_matched_text(sources: Mapping[str, str]) -> list[Finding]:
     written: dict[str, tuple[str, int]] = {}
     for path, source in sources.items():
         tree = ast.parse(source)
-        own = list(_matchers(path, tree))
+        exempt = _exempt_lines(source)
+        own = [matcher for matcher in _matchers(path, tree) if exempt.isdisjoint(_lines_of(matcher))]
         matchers += own
         skipped = {id(node) for node in _skipped(tree)}
         for text, line in _texts(tree, skipped):
@@ -54,6 +60,18 @@ def check_matched_text(sources: Mapping[str, str]) -> list[Finding]:
         for matcher in matchers
         if _is_offense(matcher, corpus)
     ]
+
+
+def _exempt_lines(source: str) -> set[int]:
+    """Return the lines that end in the reason of an exemption, and those below a comment that has one."""
+    reasons = (
+        (number, line) for number, line in enumerate(source.splitlines(), 1) if _EXEMPTION.search(line)
+    )
+    return {number + line.lstrip().startswith("#") for number, line in reasons}
+
+
+def _lines_of(matcher: Matcher) -> range:
+    return range(matcher.line, matcher.last_line + 1)
 
 
 def _is_offense(matcher: Matcher, corpus: str) -> bool:
@@ -78,16 +96,30 @@ def _matchers(path: str, tree: ast.Module) -> Iterator[Matcher]:
                 method in _TEXT_METHODS
             ):
                 for literal in _literals(first):
-                    yield Matcher(path, node.lineno, literal, False, _carries_message(subject))
+                    yield Matcher(
+                        path,
+                        node.lineno,
+                        literal,
+                        False,
+                        _carries_message(subject),
+                        node.end_lineno or node.lineno,
+                    )
             case ast.Call(func=ast.Attribute(value=ast.Name("re"), attr=function), args=[first, *_]) if (
                 function in _PATTERN_FUNCTIONS
             ):
                 for literal in _literals(first):
-                    yield Matcher(path, node.lineno, literal, True, False)
+                    yield Matcher(path, node.lineno, literal, True, False, node.end_lineno or node.lineno)
             case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[subject]):
                 if not isinstance(subject, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.Constant):
                     for literal in _literals(left):
-                        yield Matcher(path, node.lineno, literal, False, _carries_message(subject))
+                        yield Matcher(
+                            path,
+                            node.lineno,
+                            literal,
+                            False,
+                            _carries_message(subject),
+                            node.end_lineno or node.lineno,
+                        )
 
 
 def _carries_message(subject: ast.expr) -> bool:

@@ -241,7 +241,7 @@ LONG_COMMANDS = ("train", "agent", "health", "calibrate", "serve", "watch", "sim
 
 def plans(draw: random.Random, _good: Good, _work: Path) -> Case:
     """A valid question to the planner has one or two odd options."""
-    command = ["plan", draw.choice(("configs/quickstart.toml", "configs/quickstart-moe.toml"))]
+    command = ["plan", "layout", draw.choice(("configs/quickstart.toml", "configs/quickstart-moe.toml"))]
     command += [
         "--cluster",
         draw.choice(("h100:8", "cpu:4", "h100:16", "b200:8", "h100:0", "h100", ":8", "gb200-nvl72 x 1")),

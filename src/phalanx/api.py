@@ -63,6 +63,7 @@ class Run:
     """A run directory."""
 
     path: Path
+    """The directory."""
 
     @property
     def spec(self) -> RunSpec:
@@ -80,16 +81,16 @@ class Run:
         return RunDirectory(self.path).committed_steps()
 
     def events(self) -> Iterator[Event]:
-        """Yields the run's events over all of its starts: steps, evaluations, saves, restores, recoveries."""
+        """Yield the run's events over all of its starts: steps, evaluations, saves, restores, recoveries."""
         return read_events(RunDirectory(self.path).events)
 
     def resume(self, *, on_event: Callable[[Event], None] | None = None) -> RunResult:
-        """Goes on from the newest good checkpoint, as ``train_run`` does; a complete run gives its result again."""
+        """Resume from the newest good checkpoint, as ``train_run`` does. A complete run returns its result again."""
         spec = dataclasses.replace(self.spec, run_dir=str(self.path))
         return train_run(spec, on_event=on_event)
 
     def child(self, *overrides: str, step: int | None = None) -> RunSpec:
-        """The run that goes on from this one's checkpoint of ``step`` (``None``: the newest) with other values from there on.
+        """Return the run that continues from this one's checkpoint of ``step`` (``None``: the newest) with other values from there on.
 
         ``overrides`` are as in ``read_run_file``, such as ``"train.steps=400"``. Give it to ``train_run``; it has a directory of its own.
         Raises ``RunDirectoryError`` where there is no such checkpoint, and ``RunFileError``.
@@ -98,14 +99,14 @@ class Run:
 
 
 def open_run(path: Path | str) -> Run:
-    """The run in a directory. Raises ``RunDirectoryError`` if there is none."""
+    """Return the run in a directory. Raises ``RunDirectoryError`` if there is none."""
     run = Run(Path(path))
     _ = run.spec
     return run
 
 
 def read_run_file(path: Path | str, *overrides: str) -> RunSpec:
-    """The run that a TOML file describes, with ``section.field=value`` overrides, as ``phalanx train --set`` takes them.
+    """Return the run that a TOML file describes, with ``section.field=value`` overrides, as ``phalanx train --set`` takes them.
 
     Raises ``RunFileError``, which lists every mistake with what is allowed.
     """
@@ -118,9 +119,9 @@ def train_run(
     model: Callable[[ModelSpec], CustomModel] | str | None = None,
     on_event: Callable[[Event], None] | None = None,
 ) -> RunResult:
-    """Trains a run to its last step, on this machine, and returns its result.
+    """Train a run to its last step on this machine, and return its result.
 
-    Called again after a crash or a stop it goes on from the newest good checkpoint, on as many ranks as there are then; the
+    Called again after a crash or a stop, it resumes from the newest good checkpoint, on as many ranks as there are then. The
     weights at the end are the same. With ``fleet.nodes`` the ranks are a fleet that recovers in place.
 
     Args:
@@ -214,7 +215,7 @@ def _resuming(run: OpenRun) -> str:
 
 
 def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor]:
-    """The weights of a checkpoint as a state dict: whole tensors on the CPU, in the format of the master weights (fp32).
+    """Return the weights of a checkpoint as a state dict: whole tensors on the CPU, in the format of the master weights (fp32).
 
     The names are those of the module: of a model of your own, ``model.load_state_dict(load_weights(...))`` takes them.
 
@@ -245,7 +246,7 @@ def load_weights(place: Path | str, step: int | None = None) -> dict[str, Tensor
 
 
 def weights_sha256(place: Path | str, step: int | None = None) -> str:
-    """SHA-256 (hex) over all weights of a checkpoint, from the bytes on disk: the hash that training reports.
+    """Return the SHA-256 (hex) over all weights of a checkpoint, from the bytes on disk: the hash that training reports.
 
     ``place`` and ``step`` are as for ``load_weights``.
     """

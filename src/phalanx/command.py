@@ -16,6 +16,7 @@ values, and the string under the field is its help::
 Each field is an option with the field's name, unless it is marked ``Argument``. ``bool`` is a flag, ``Literal`` a choice, and
 ``tuple[X, ...]`` may be repeated. A field without a default is required. An ``Annotated`` may hold a ``click.ParamType``, which
 converts the text. A field whose type is such a dataclass itself stands for all the fields of that one, in its place.
+``Heading`` begins a group of options in the help.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ class Argument:
     """Marks a field that is given by its position on the command line."""
 
     metavar: str | None = None
+
+
+@dataclass(frozen=True)
+class Heading:
+    """Begins a group of options in the help: the field, and those that follow up to the next heading."""
+
+    title: str
 
 
 class Option:
@@ -105,7 +113,7 @@ class PluginName(click.ParamType[str]):
         return click.Choice(plugin_names(self.group))
 
 
-AsJson = Annotated[bool, Option("--json", text="Print one JSON object.")]
+AsJson = Annotated[bool, Option("--json", text="Print one JSON object."), Heading("Options")]
 """The flag ``--json``."""
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="FIELD=VALUE")]
 """Fields of the run file with other values, as ``--set`` gives them."""
@@ -165,21 +173,29 @@ def _hints(section: Any) -> Mapping[str, Any]:
 
 
 def _build(section: Any, values: Mapping[str, object]) -> Any:
-    hints = _hints(section).items()
+    inner = {name: _nested(hint) for name, hint in _hints(section).items()}
     return section(
-        **{name: _build(hint, values) if is_dataclass(hint) else values[name] for name, hint in hints}
+        **{name: values[name] if part is None else _build(part, values) for name, part in inner.items()}
     )
 
 
-def _parameters(section: type) -> Iterator[Callable[[Callable[..., None]], object]]:
-    """Yield click's decorator of each field."""
+def _nested(hint: Any) -> Any | None:
+    """Return the dataclass whose fields stand in place of a field; ``None`` for a field that is an option itself."""
+    plain, _, notes = _take_apart(hint)
+    is_option = any(isinstance(note, click.ParamType) for note in notes)
+    return plain if is_dataclass(plain) and not is_option else None
+
+
+def _parameters(section: Any, heading: str = "") -> Iterator[Callable[[Callable[..., None]], object]]:
+    """Yield click's decorator of each field; ``heading`` begins before the first option."""
     hints = _hints(section)
     for field in dataclasses.fields(section):
-        hint = hints[field.name]
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield from _parameters(hint)
+        plain, is_many, notes = _take_apart(hints[field.name])
+        heading = next((note.title for note in notes if isinstance(note, Heading)), heading)
+        if (nested := _nested(hints[field.name])) is not None:
+            yield from _parameters(nested, heading)
+            heading = ""
             continue
-        plain, is_many, notes = _take_apart(hint)
         attributes: dict[str, Any] = {"required": field.default is dataclasses.MISSING}
         if field.default not in (dataclasses.MISSING, ()) and (field.default is not None or plain is bool):
             attributes["default"] = field.default
@@ -196,6 +212,7 @@ def _parameters(section: type) -> Iterator[Callable[[Callable[..., None]], objec
         is_shown = bool(field.default) if option.show_default is None else option.show_default
         attributes["show_default"] = is_shown and "default" in attributes
         attributes["text"] = functools.partial(_help, section, field.name, option)
+        attributes["heading"], heading = heading, ""
         yield click.option(
             *_names(field.name, notes),
             field.name,
@@ -247,14 +264,20 @@ def _click_type(plain: Any, notes: tuple[Any, ...]) -> Any:
 
 
 def _help(section: type, field: str, option: Option) -> str | None:
-    return field_docs(section).get(field, option.text)
+    return _docs(section).get(field, option.text)
+
+
+_docs = functools.cache(field_docs)
 
 
 class _DocumentedOption(click.Option):
     """An option whose help is read when it is shown: to find the strings under the fields takes milliseconds."""
 
-    def __init__(self, *args: Any, text: Callable[[], str | None], **attributes: Any) -> None:
+    def __init__(
+        self, *args: Any, text: Callable[[], str | None], heading: str = "", **attributes: Any
+    ) -> None:
         self._text = text
+        self.heading = heading
         super().__init__(*args, **attributes)
 
     @property

@@ -24,7 +24,7 @@ def plan_run(
     require: Sequence[str] = (),
     optimize: str = "time",
 ) -> Mapping[str, Any]:
-    """Return the best layouts of a run on a cluster, or an estimate of one layout: the values that ``phalanx plan --json`` prints.
+    """Return the best layouts of a run on a cluster, or an estimate of one layout: the values that ``phalanx plan layout --json`` prints.
 
     Args:
         spec: The run.

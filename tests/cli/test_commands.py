@@ -16,18 +16,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.cli.main import _COMMANDS
 from phalanx_process import ENVIRONMENT, last_json, run
 
 Result = dict[str, Any]
-
-
-@pytest.mark.parametrize("name", _COMMANDS)
-def test_every_command_explains_itself_with_examples(name: str, folder: Path) -> None:
-    done = run([name, "--help"], folder)
-    assert done.returncode == 0
-    subcommands = name in ("data", "checkpoint", "sinks")
-    assert subcommands or f"phalanx {name}" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from phalanx.cli.main import phalanx_command
 
 ROOT = Path(__file__).parents[2]
 KINDS = (".py", ".js", ".yml", ".yaml", ".md", ".json")
-NAMED = re.compile(r"(?<!b\")phalanx ([a-z][a-z-]+)(?: ([a-z][a-z-]+))?")
-"""The name of a file is of bytes."""
+NAMED = re.compile(r"(?<!b\")phalanx ([a-z][a-z-]+)(?: ([a-z][a-z-]+)(?![\w/.]))?")
+"""The name of a file is of bytes; a word with a slash or a dot is a path, not a command."""
 PROTOCOL = re.compile(r"\b_?PURPOSE = ")
 IN_CODE = re.compile(r"[`'\"({:;|]\s*$|^\s*$|next=|\b(?:with|by|give|run|start|then|and|see) $")
 """Text before a command, as opposed to the name of the project in a sentence."""

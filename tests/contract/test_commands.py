@@ -10,6 +10,7 @@ import click
 from contract.conftest import Contract
 from phalanx.cli.main import phalanx_command
 from phalanx.command import PluginName
+from phalanx.command_help import DefaultGroup
 from phalanx.plugins import plugin_names
 
 
@@ -44,7 +45,7 @@ def test_commands_and_options_are_those_recorded(contract: Contract) -> None:
     facts = {}
     for words, command in commands(phalanx_command):
         facts[words or "phalanx"] = "group" if isinstance(command, click.Group) else "command"
-        for param in command.params:
+        for param in command.unnamed.params if isinstance(command, DefaultGroup) else command.params:
             if getattr(param, "hidden", False):
                 continue
             for name in (

@@ -32,6 +32,8 @@ NOT_EXERCISED = {
     "fleet stop": "needs a running fleet",
     "profile": "needs a run that is training",
     "serve": "runs until it is stopped",
+    "plan fit": "needs finished runs of several sizes",
+    "plan layout": "prints what `plan` prints",
     "submit": "needs a cluster's engine",
 }
 """Commands with ``--json`` whose keys are not recorded, and why."""
@@ -58,6 +60,9 @@ CASES = {
     "models": "models --json",
     "place": "place placed.toml --topology fabric.toml --nodes 4 --spares 1 --json",
     "plan": "plan tiny.toml --cluster h100:8 --json",
+    "plan budget": "plan budget 1e22FLOP --kind dense --json",
+    "plan serve": "plan serve tiny.toml --cluster h100:8 --traffic in=64,out=8 --json",
+    "plan stacks": "plan stacks --json",
     "plan, of one layout": "plan tiny.toml --cluster h100:2 --layout dp=2 --json",
     "ranks": "ranks runs/tiny --json",
     "reproduce": "reproduce runs/tiny --json",

@@ -39,3 +39,16 @@ def test_matching_on_a_text_of_the_package_is_an_offense(reader: str, literal: s
 )
 def test_matching_on_foreign_text_and_on_words_of_a_format_is_none(reader: str) -> None:
     assert offenses(reader) == []
+
+
+@pytest.mark.parametrize(
+    ("reader", "is_offense"),
+    [
+        ('def f(said):\n    return "of slot" in said  # matched text: a library prints it', False),
+        ('import re\n# matched text: a library prints it\nSLOT = re.compile(\n    r"loss of slot"\n)', False),
+        ('def f(said):\n    a = 1  # matched text: a library prints it\n    return "of slot" in said', True),
+        ('def f(said):\n    return "of slot" in said  # matched text:', True),
+    ],
+)
+def test_a_reason_beside_a_matcher_exempts_it_alone(reader: str, is_offense: bool) -> None:
+    assert bool(offenses(reader)) == is_offense

@@ -1,6 +1,5 @@
 """Events for tests: hypothesis strategies for any event, and a small recorded run with a crash in it."""
 
-from dataclasses import fields
 from typing import Any, get_type_hints
 
 from hypothesis import strategies as st
@@ -43,7 +42,7 @@ def _values(name: str, hint: Any) -> st.SearchStrategy[Any]:
 def bodies() -> st.SearchStrategy[Body]:
     """Any event of a known kind, or of one that this version does not know."""
     known = [
-        st.builds(kind, **{f.name: _values(f.name, get_type_hints(kind)[f.name]) for f in fields(kind)})
+        st.builds(kind, **{name: _values(name, hint) for name, hint in get_type_hints(kind).items()})
         for kind in KINDS.values()
     ]
     unknown = st.builds(

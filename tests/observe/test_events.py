@@ -8,7 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observe.recorded import bodies, step
-from phalanx.observe.events import Body, Event, Finished, Message, Step, Unknown, decode, encode
+from phalanx.observe.events import (
+    Body,
+    Event,
+    Finished,
+    LossSpike,
+    Message,
+    NonFinite,
+    Step,
+    Unknown,
+    decode,
+    encode,
+)
 
 
 def same(a: object, b: object) -> bool:
@@ -88,3 +99,24 @@ def test_a_result_that_json_cannot_say_is_refused_when_it_is_written() -> None:
 def test_what_is_no_event_is_an_error(line: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         decode(line)
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        (
+            NonFinite(3, "loss nan", skipped=True, ranks=[1]),
+            '{"t":1.0,"attempt":0,"kind":"NonFinite","step":3,"what":"loss nan","skipped":true,"first_sample":0,"samples":0,'
+            '"ranks":[1],"slots":[],"parameters":[]}',
+        ),
+        (
+            LossSpike(4, 9.0, 2.0, 1.0, 8.0, "skip", 1, 2, figure="gradient norm"),
+            '{"t":1.0,"attempt":0,"kind":"LossSpike","step":4,"loss":9.0,"grad_norm":2.0,"typical_loss":1.0,"deviations":8.0,'
+            '"action":"skip","first_sample":1,"samples":2,"typical_grad_norm":0.0,"what":"gradient norm","slot":null,"slot_loss":null}',
+        ),
+    ],
+)
+def test_an_attribute_with_a_better_name_keeps_its_key_in_the_file(body: Body, line: str) -> None:
+    event = Event(1.0, 0, body)
+    assert encode(event).decode() == f"{line}\n"
+    assert decode(line.encode()) == event

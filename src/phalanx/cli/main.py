@@ -21,10 +21,11 @@ from types import FrameType
 import click
 
 from phalanx.cli.output import safe_output
+from phalanx.command_help import CommandGroup
 from phalanx.plugins import PluginError, load_plugin
 from phalanx.version import __version__
 
-_TASKS = {
+TASKS = {
     # Other projects add commands by entry points of the group "phalanx.commands".
     "Train": {
         "new": ("phalanx.cli.train", "Write a first run file, each field explained."),
@@ -104,12 +105,12 @@ _TASKS = {
     },
 }
 """The commands by task, as ``phalanx --help`` lists them: the package of each, and its help."""
-_COMMANDS = {name: entry for commands in _TASKS.values() for name, entry in commands.items()}
+_COMMANDS = {name: entry for commands in TASKS.values() for name, entry in commands.items()}
 _LIBRARIES = ("starlette", "uvicorn", "prometheus_client")
 """Libraries that packages beside the core need and the core does not."""
 
 
-class _Lazy(click.Group):
+class _Lazy(CommandGroup):
     """A group whose commands are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
@@ -139,7 +140,7 @@ class _Lazy(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         width = max(map(len, _COMMANDS))
-        for task, commands in _TASKS.items():
+        for task, commands in TASKS.items():
             with formatter.section(task):
                 formatter.write_dl([(f"{name:<{width}}", text) for name, (_, text) in commands.items()])
 

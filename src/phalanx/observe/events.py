@@ -49,15 +49,20 @@ class IncidentKind(StrEnum):
 
 @dataclass(frozen=True)
 class RunStarted:
-    """An attempt began. ``steps`` is the step at which the run is complete."""
+    """An attempt begins."""
 
     run: str
+    """Name of the run."""
     steps: int
+    """The step at which the run is complete."""
     ranks: int = 1
+    """Ranks that train in this attempt."""
     layout: dict[str, int] = field(default_factory=dict)
     """Degrees of the axes over which the ranks are divided, those above 1."""
     device: str = ""
+    """Name of the first rank's device."""
     parameters: int | None = None
+    """Parameters of the model."""
     peak_flops_per_s: float | None = None
     """Peak FLOP/s of all ranks together: 100 % MFU."""
     peak_source: str = ""
@@ -65,50 +70,60 @@ class RunStarted:
     xz_bits_per_byte: float | None = None
     """Bits per byte that ``xz -9`` needs for the held-out text: the baseline."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """Record of the code, its versions, the machine and the data at the start."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """State was loaded; the next step to run is ``step + 1``. Later steps done before are done again."""
+    """State was loaded. The next step is ``step + 1``; later steps that were computed before are computed again."""
 
     step: int
+    """The step of the state."""
     source: str
+    """Place of the state: a checkpoint, or the memory of nodes."""
     seconds: float = 0.0
+    """Seconds of the load."""
     reason: str = ""
+    """The cause of the restart, for people; empty if it is not known."""
     moved_bytes: int = 0
     """Bytes that all ranks together fetched from other nodes' memory."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Step ``step`` of ``steps`` is done (steps count from 1).
-
-    A run may log every k-th step only: an event then stands for all steps since the last one.
-    """
+    """A logged step is complete. Between two logged steps no event is written, and this one covers all of them."""
 
     step: int
+    """Number of the step; the first is 1."""
     steps: int
+    """The step at which the run is complete."""
     loss: float
+    """Training loss, in nats per token."""
     grad_norm: float
+    """Norm of the gradient before clipping."""
     lr: float
+    """Learning rate."""
     tokens: int
     """Tokens trained on since the run began, over all attempts."""
     tokens_per_s: float
+    """Tokens per second in this step."""
     step_s: float
     """Seconds of this one step, evaluations and checkpoints left out."""
     mfu: float | None = None
     """Model FLOPs utilization, 0 to 1."""
     bits_per_byte: float | None = None
+    """The loss in bits per byte of text."""
     goodput: float | None = None
-    """0 to 1, of this attempt so far."""
+    """Goodput of this attempt so far, 0 to 1."""
     ledger: dict[str, float] = field(default_factory=dict)
     """Bucket -> seconds since the attempt began; see ``ledger.Ledger.seconds``."""
     peak_memory_bytes: int | None = None
+    """Peak memory of the first rank's device, in bytes."""
     balance: float | None = None
     """Load imbalance of a mixture of experts: the largest load of an expert over the mean of its layer, in the worst layer.
     Tokens are never dropped."""
     logged_s: float = 0.0
-    """Seconds in the steps that this event stands for, on the first rank."""
+    """Seconds in the steps that this event covers, on the first rank."""
     data_wait_s: float = 0.0
     """Seconds of these in which it waited for samples."""
     data_store: dict[str, int] = field(default_factory=dict)
@@ -118,21 +133,28 @@ class Step:
 
 @dataclass(frozen=True)
 class MemoryMeasured:
-    """Memory use in step ``step`` by kind (``phalanx.train.step.meters``), in bytes, on the rank with most and the one with least."""
+    """The memory use of all ranks was measured by kind (``phalanx.train.step.meters``)."""
 
     step: int
+    """The step in which it was measured."""
     most: dict[str, int] = field(default_factory=dict)
+    """Kind -> bytes on the rank with most."""
     least: dict[str, int] = field(default_factory=dict)
+    """Kind -> bytes on the rank with least."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The held-out text was scored with the weights after ``step``. ``loss`` is in nats a token."""
+    """The held-out text was scored with the weights after ``step``."""
 
     step: int
+    """The step of the weights."""
     loss: float
+    """Loss on the held-out text, in nats per token."""
     bits_per_byte: float | None = None
+    """The loss in bits per byte of text."""
     seconds: float = 0.0
+    """Seconds of the evaluation."""
     sources: dict[str, float] = field(default_factory=dict)
     """The loss on the held-out text of each source, by name, if the run has several."""
 
@@ -142,10 +164,13 @@ class TaskEvaluated:
     """A task was scored with the weights after ``step``."""
 
     step: int
+    """The step whose weights were scored."""
     task: str
+    """Name of the task in ``evaluation.tasks``."""
     scored_as: str
     """The kind of task: "choice", "completion" or "text"."""
     items: int
+    """Number of scored items."""
     figures: dict[str, float] = field(default_factory=dict)
     """By name: ``accuracy`` and ``accuracy_error`` (0 to 1), ``accuracy_per_character``, ``bits_per_byte``, as far as the kind has them."""
     cut: int = 0
@@ -153,15 +178,19 @@ class TaskEvaluated:
     sha256: str = ""
     """SHA-256 of the task's file, in hex."""
     seconds: float = 0.0
+    """Seconds of this task's evaluation."""
 
 
 @dataclass(frozen=True)
 class Evaluating:
-    """An evaluation with the weights after ``step`` goes on: ``done`` of ``sequences`` are scored. Short ones log no such event."""
+    """An evaluation is in progress. Short evaluations write no such event."""
 
     step: int
+    """The step of the weights."""
     done: int
+    """Sequences that are scored."""
     sequences: int
+    """Sequences in all."""
 
 
 @dataclass(frozen=True)
@@ -169,103 +198,127 @@ class CheckpointSaved:
     """A checkpoint is durable: a restart can begin from ``step``."""
 
     step: int
+    """The step of the checkpoint."""
     path: str
+    """Its folder or URL."""
     size_bytes: int = 0
     """Bytes of all ranks' images."""
     seconds: float = 0.0
+    """Seconds from the begin of the save until it was durable."""
     blocked_s: float = 0.0
     """The part of ``seconds`` for which training stood still."""
 
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written; training goes on, the last good one still stands."""
+    """A checkpoint could not be written. Training continues, and the last good checkpoint is kept."""
 
     step: int
+    """The step of the checkpoint."""
     path: str
+    """The folder or URL that was written to."""
     reason: str
+    """The error, for people."""
 
 
 @dataclass(frozen=True)
 class CheckpointCopied:
-    """A checkpoint on disk is in the object store ``url`` too, ``seconds`` after its copy was begun."""
+    """A checkpoint on disk is in the object store too."""
 
     step: int
+    """The step of the checkpoint."""
     url: str
+    """The object store."""
     seconds: float = 0.0
+    """Seconds since the copy began."""
 
 
-@dataclass(frozen=True)
-class NonFinite:
-    """A loss or gradient was NaN or infinite; ``skipped`` means that the step changed no weight."""
+class NonFinite(msgspec.Struct, frozen=True):
+    """A loss or gradient was NaN or infinite."""
 
     step: int
-    what: str
+    """The step; its update was not applied."""
+    problem: str = msgspec.field(name="what")
+    """The figures that were not finite, for people."""
     skipped: bool
+    """True if training continues without the step; False if the run ends before it."""
     first_sample: int = 0
     """The first sample of the step's batch, in the run's order."""
     samples: int = 0
-    """How many it has; 0 if that was not recorded."""
-    ranks: list[int] = field(default_factory=list)
+    """Samples of the batch; 0 if their number was not recorded."""
+    ranks: list[int] = []
     """The ranks whose own losses were not finite."""
-    slots: list[int] = field(default_factory=list)
+    slots: list[int] = []
     """The first slots whose losses were not finite."""
-    parameters: list[str] = field(default_factory=list)
+    parameters: list[str] = []
     """The first parameters whose gradients were not finite."""
 
 
-@dataclass(frozen=True)
-class LossSpike:
-    """The loss or gradient norm of ``step`` was far above that of the steps before (``phalanx.train.step.rules``)."""
+class LossSpike(msgspec.Struct, frozen=True):
+    """The loss or gradient norm was far above that of the steps before (``phalanx.train.step.rules``)."""
 
     step: int
+    """The step of the spike."""
     loss: float
+    """Its training loss, in nats per token."""
     grad_norm: float
+    """Its gradient norm, before clipping."""
     typical_loss: float
-    """The median of the window before."""
+    """Median of the losses in the window before."""
     deviations: float
-    """By how many deviations the loss or the norm, whichever has more, is above its median."""
+    """Deviations of the loss or the norm, whichever has more, above its median."""
     action: Literal["continue", "stop", "skip"]
     """The action that ``train.on_spike`` names. After "skip" and "stop" the step changed no weight."""
     first_sample: int
     """The first sample of the step's batch, in the run's order."""
     samples: int
-    """How many it has."""
+    """Samples of the batch."""
     typical_grad_norm: float = 0.0
-    what: str = "loss"
+    """Median of the gradient norms in the window before."""
+    figure: str = msgspec.field(default="loss", name="what")
     """The figure that rose: "loss" or "gradient norm"."""
     slot: int | None = None
     """The slot with the largest loss, if losses by slot are known."""
     slot_loss: float | None = None
+    """The loss of that slot, in nats per token."""
 
 
 @dataclass(frozen=True)
 class RanksChanged:
-    """The fleet grew or shrank; the bits do not care."""
+    """The fleet grew or shrank. The bits of the weights do not depend on it."""
 
     step: int
+    """The last step before the change."""
     ranks: int
+    """Ranks after the change."""
     reason: str = ""
+    """The cause, for people."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A log line for people."""
+    """A log line for people. Ranks, agents and the coordinator write it when they have something to report."""
 
     level: Literal["info", "warning", "error"]
+    """Severity."""
     text: str
+    """The line."""
     incident: IncidentKind = IncidentKind.NOTE
+    """The kind of the incident, for programs."""
     node: str = ""
     """The node of a fleet that it concerns; empty if it concerns no single one."""
 
 
 @dataclass(frozen=True)
 class EpochLeft:
-    """A fleet ends epoch ``epoch``, one of the run's attempts; another one follows, or the fleet waits for nodes."""
+    """A fleet ends an epoch, which is one of the run's attempts. Another one follows, or the fleet waits for nodes."""
 
     epoch: int
+    """Number of the epoch."""
     reason: str
+    """The cause, for people."""
     incident: IncidentKind = IncidentKind.NOTE
+    """The kind of the incident that ended it, for programs."""
 
     @property
     def text(self) -> str:
@@ -275,21 +328,24 @@ class EpochLeft:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The attempt ended before the last step, on request or by an error it could still report."""
+    """The attempt ended before the last step, on request or by an error that it could report."""
 
     step: int
+    """The last completed step."""
     reason: str
+    """The cause, for people."""
     ledger: dict[str, float] = field(default_factory=dict)
-    """As in ``Step``."""
+    """Bucket -> seconds since the attempt began, as in ``Step``."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The run is complete. ``result`` has what one compares: run_dir, step, loss, weights_sha256 ..."""
+    """The run is complete."""
 
     result: dict[str, Any]
+    """Figures to compare: run_dir, step, loss, weights_sha256 and others, as ``phalanx train --json`` prints them."""
     ledger: dict[str, float] = field(default_factory=dict)
-    """As in ``Step``."""
+    """Bucket -> seconds since the attempt began, as in ``Step``."""
 
 
 @dataclass(frozen=True)
@@ -341,11 +397,14 @@ NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True)
 class Event:
-    """An entry of the event stream: its body, its time (unix seconds) and its attempt (from 0)."""
+    """An entry of the event stream."""
 
     t: float
+    """Unix time in seconds."""
     attempt: int
+    """The attempt that wrote it, from 0."""
     body: Body
+    """The event, one of the classes of ``phalanx.observe.events``."""
 
 
 # --- one line <-> one event ---------------------------------------------------------------------
@@ -358,11 +417,22 @@ def encode(event: Event) -> bytes:
     word for.
     """
     body = event.body
-    kind, content = (
-        (body.kind, body.fields) if isinstance(body, Unknown) else (type(body).__name__, vars(body))
-    )
-    record = {"t": event.t, "attempt": event.attempt, "kind": kind, **content}
+    record = {"t": event.t, "attempt": event.attempt, "kind": kind_of(body), **fields_of(body)}
     return (json.dumps(_spelled(record), allow_nan=False, separators=(",", ":")) + "\n").encode()
+
+
+def kind_of(body: Body) -> str:
+    """Return the word in ``kind`` of an event's line."""
+    return body.kind if isinstance(body, Unknown) else type(body).__name__
+
+
+def fields_of(body: Body) -> Mapping[str, object]:
+    """Return the other keys of an event's line, with their values."""
+    if isinstance(body, Unknown):
+        return body.fields
+    if isinstance(body, msgspec.Struct):
+        return {item.encode_name: getattr(body, item.name) for item in msgspec.structs.fields(body)}
+    return vars(body)
 
 
 @dataclass(frozen=True)

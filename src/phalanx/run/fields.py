@@ -83,10 +83,12 @@ FRACTION = ValueRange(at_least=0, at_most=1)
 
 @functools.cache
 def field_docs(section: type) -> dict[str, str]:
-    """Return the documentation string under each field of a dataclass, by field name."""
+    """Return the documentation string under each field of a dataclass, or of one that it inherits from, by field name."""
+    docs: dict[str, str] = {}
+    for parent in reversed([base for base in section.__bases__ if is_dataclass(base)]):
+        docs |= field_docs(parent)
     tree = ast.parse(textwrap.dedent(inspect.getsource(section)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    docs: dict[str, str] = {}
     for statement, following in itertools.pairwise(body):
         if (
             isinstance(statement, ast.AnnAssign)

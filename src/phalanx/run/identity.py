@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import msgspec
+
 from phalanx.run.fields import field_types
 from phalanx.run.read import to_table
 from phalanx.run.rules import ARITHMETIC
@@ -90,13 +92,12 @@ def differences(first: RunSpec, second: RunSpec) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class FieldDifference:
+class FieldDifference(msgspec.Struct, frozen=True):
     """A field of the run file with different values in two runs."""
 
     path: str
-    one: object
-    other: object
+    first: object = msgspec.field(name="one")
+    second: object = msgspec.field(name="other")
     owner: str
     """The owner of the field: "run", "layout" or "fleet"."""
 

@@ -267,7 +267,7 @@ class RunSpec:
     run_dir: Annotated[str, FLEET] = ""
     """Path of the run directory; empty means runs/NAME-IDENTITY."""
     unfilled: Annotated[tuple[str, ...], FLEET] = ()
-    """Paths of fields whose default nobody has confirmed, as `phalanx plan --model NAME --out` writes them. The run is refused until each is
+    """Paths of fields whose default nobody has confirmed, as `phalanx plan layout --model NAME --out` writes them. The run is refused until each is
     given by --set, or written into the file and removed from this list."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)

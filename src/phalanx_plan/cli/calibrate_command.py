@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.command_help import Command
 
 if TYPE_CHECKING:
     from phalanx.run.fields import JsonObject
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from phalanx_plan.fit_profile import CalibrationOrigin
 
 
-@click.command("calibrate")
+@click.command("calibrate", cls=Command)
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -41,8 +42,8 @@ def command(out: Path | None, ranks: int | None, quick: bool, clock: Clock | Non
     \b
       phalanx calibrate
       phalanx calibrate --quick --out my-node.toml
-      phalanx plan run.toml --cluster my-node.toml
-      phalanx plan run.toml --cluster this
+      phalanx plan layout run.toml --cluster my-node.toml
+      phalanx plan layout run.toml --cluster this
     """
     import tomli_w
 

@@ -13,12 +13,13 @@ from rich.text import Text
 
 from phalanx.cli.errors import explained
 from phalanx.cli.output import text_console
+from phalanx.command_help import Command
 from phalanx.hardware.catalog import accelerator, accelerators, systems
 from phalanx.hardware.cluster import Accelerator, Fact, HardwareError, System
 from phalanx.hardware.profile import Provenance, profile_of
 
 
-@click.command("hardware")
+@click.command("hardware", cls=Command)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(name: str | None, as_json: bool) -> None:

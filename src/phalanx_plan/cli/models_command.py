@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.cli.output import text_console
+from phalanx.command_help import Command
 from phalanx.model.facts import presets
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count
@@ -25,7 +26,7 @@ _VOCAB = DataSpec().vocab_size
 """The vocabulary of presets that take it from the data: the data's default."""
 
 
-@click.command("models")
+@click.command("models", cls=Command)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(name: str | None, as_json: bool) -> None:

@@ -16,6 +16,7 @@ from phalanx.command import (
     Argument,
     AsJson,
     ExistingFolder,
+    Heading,
     Option,
     Overrides,
     Sets,
@@ -23,6 +24,7 @@ from phalanx.command import (
     set_fields,
     written_options,
 )
+from phalanx.command_help import Command
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
@@ -39,31 +41,33 @@ _LISTED, _ANY_WIDTH = 6, 10_000
 @dataclass(frozen=True, kw_only=True)
 class PlaceOptions:
     run_file: Annotated[Path, Argument()]
-    place_name: Annotated[str, Option("--topology", metavar="FILE|slurm|kubernetes")]
+    place_name: Annotated[str, Option("--topology", metavar="FILE|slurm|kubernetes"), Heading("Network")]
     """The network: TOML, topology.conf, Topograph's JSON; or the cluster that this machine uses."""
-    overrides: Overrides = ()
+    overrides: Annotated[Overrides, Heading("Run")] = ()
     """Override a field of the run file."""
     nodes: Annotated[int | None, POSITIVE, Sets("fleet.nodes")] = None
     """Nodes that hold ranks; by default fleet.nodes."""
     spares: Annotated[int | None, NOT_NEGATIVE, Sets("fleet.spares")] = None
     """Spare nodes beside them; by default fleet.spares."""
-    cluster_name: Annotated[str | None, Option("--cluster"), Sets("launch.cluster")] = None
+    cluster_name: Annotated[str | None, Option("--cluster"), Sets("launch.cluster"), Heading("Network")] = (
+        None
+    )
     """The kind of its nodes, for rates and formats: a name of `phalanx hardware`, or a TOML file; by default launch.cluster."""
     shares: Annotated[
         tuple[str, ...], Option("--share", metavar="LEVEL=FRACTION"), Sets("launch.shares")
     ] = ()
     """The part of its nodes' rate that may leave a domain of a level at once; by default that of the topology, else 1."""
-    unit: Annotated[int | None, POSITIVE] = None
+    unit: Annotated[int | None, POSITIVE, Heading("Search")] = None
     """Only units of so many nodes; by default the best."""
     order: Literal["data", "pipeline"] | None = None
     """Only this order of ranks; by default the best."""
     no_straddling: Annotated[bool, Option("--whole")] = False
     """Refuse units that straddle the narrowest domains."""
-    partition: str = ""
+    partition: Annotated[str, Heading("Network")] = ""
     """With slurm: only nodes of this partition."""
     free_only: Annotated[bool, Option("--free")] = False
     """With slurm: only nodes that nobody uses now."""
-    allocation: Annotated[str | None, Option(metavar="HOSTS")] = None
+    allocation: Annotated[str | None, Option(metavar="HOSTS"), Heading("Verify an allocation")] = None
     """Verify these nodes instead, such as n[1-8,12]: what they cost a step."""
     joins: Annotated[ExistingFolder | None, Option("--joining", metavar="RUN_DIR")] = None
     """With --allocation: these nodes are to join the fleet that trains there; verify it as it is with them."""
@@ -75,16 +79,17 @@ class PlaceOptions:
     as_json: AsJson = False
 
 
-@click.command("place")
+@click.command("place", cls=Command)
 @command_options(PlaceOptions)
 def command(options: PlaceOptions) -> None:
     """Place the run of RUN_FILE in a network: units of nodes, spares, the order of ranks, and its price.
 
-    Each line is a choice: the size of a unit (nodes that talk most, kept together), how ranks follow the network's tree, how many units
-    straddle a domain, how many nodes units of this size can use, and how long the busiest link of each level needs in a step. The price
-    assumes that every byte goes its own way: no collisions (ECMP), no other tenants.
+    Each line is a choice: the size of a unit (nodes that talk most, kept together) and how ranks follow the network's tree. It shows
+    how many units straddle a domain, how many nodes units of this size can use, and how long the busiest link of each level needs in a
+    step. The price assumes that every byte goes its own way: no collisions (ECMP), no other tenants.
 
     \b
+      phalanx place run.toml --topology slurm
       phalanx place run.toml --topology slurm --nodes 16 --spares 2
       phalanx place configs/llama3-405b.toml --topology fabric.toml --share pod=0.5
       phalanx place run.toml --topology topology.conf --allocation 'n[1-8,12]'

@@ -6,42 +6,48 @@ The heavy parts (arrays, catalogs) are imported when they are needed, so that ``
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 import click
 
 from phalanx.command import command_options
-from phalanx_plan.cli.plan_request import (
+from phalanx.command_help import DefaultGroup
+from phalanx_plan.cli.plan_options import (
+    BudgetOptions,
+    FitOptions,
     GivenOnce,
+    LayoutOptions,
     PlanOptions,
+    ServiceOptions,
+    SizeOptions,
+    StackOptions,
+)
+from phalanx_plan.cli.plan_request import (
     budget_question,
     mistakes,
+    refuse_beside,
     refuse_outputs,
     refuse_repeated,
     refuse_without,
+    requested_aim,
     requested_cluster,
     requested_placer,
     requested_spec,
     require_one_run_file,
     require_service,
 )
-from phalanx_plan.cli.what_to_train import answer_budget, answer_fit, refuse_beside
+from phalanx_plan.cli.what_to_train import answer_budget, answer_fit
 
 if TYPE_CHECKING:
     from phalanx.run.spec import RunSpec
     from phalanx_plan.search.plan import Plan
-    from phalanx_plan.search.query import Aim
-
-
-# Files that ``phalanx plan`` writes: the report, the trace, and the run file of the chosen layout.
 
 _TO_FILL_IN = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
 """Fields that decide what is learned; a plan of a model by its name cannot know them."""
 
 
-def write_files(plan: Plan, spec: RunSpec, options: PlanOptions) -> None:
+def write_files(plan: Plan, spec: RunSpec, options: LayoutOptions) -> None:
     """Write the files of the options, and print their paths."""
     report, trace, out = options.report, options.trace, options.out
     if report is not None:
@@ -71,75 +77,177 @@ def write_files(plan: Plan, spec: RunSpec, options: PlanOptions) -> None:
         click.echo(f"wrote {', '.join(paths)}", err=True)
 
 
-@click.command("plan", cls=GivenOnce)
-@command_options(PlanOptions)
-def command(options: PlanOptions) -> None:
-    """Find the best layouts of a run on a cluster, with the reasons; explain one layout; or size a model for a budget.
+@click.command("layout", cls=GivenOnce)
+@command_options(LayoutOptions)
+def layout_command(options: LayoutOptions) -> None:
+    """Find the best layouts of a run on a cluster, with the reasons, or explain one layout.
 
     Needs no accelerator. Figures of the cluster can be overridden with --set cluster.NAME=VALUE, as in
     --set cluster.accelerator.price_per_hour=1.9. Conditions are on the fields of a layout: tp, cp, pp, vpp, ep, etp, dp,
     fsdp, mbs, zero, gpus, schedule, recompute, ... Exit code 1: the layout of --layout does not fit in memory.
 
     \b
+      phalanx plan layout configs/llama3-405b.toml --cluster h100:16384
+      phalanx plan layout configs/deepseek-v3.toml --cluster "gb200-nvl72 x 29" --tokens 15T --optimize cost
+      phalanx plan layout configs/llama3-405b.toml --cluster h100:16384 --layout tp=8,pp=16,dp=128 --explain
+      phalanx plan layout --model moe-100t --cluster vr200-nvl72:100000 --require 'tp<=8' --report out.html
+      phalanx plan layout configs/llama3-405b.toml --cluster h100:16384 --topology fabric.toml --share pod=0.5
+      phalanx plan layout configs/quickstart.toml --cluster this --out winner.toml
+    """
+    with mistakes():
+        _answer_layouts(options)
+
+
+@click.command("budget", cls=GivenOnce)
+@command_options(BudgetOptions)
+def budget_command(options: BudgetOptions) -> None:
+    """Plan what to train for BUDGET: the model's size, its tokens and, on a cluster, its layout.
+
+    BUDGET is money, compute or time: 40M$, 1e25FLOP, 30d, "1M gpu-hours". All but compute need --cluster.
+
+    \b
+      phalanx plan budget 1e25FLOP
+      phalanx plan budget 40M$ --cluster h100:4096 --unique-tokens 5T
+    """
+    with mistakes():
+        _answer_budget(options.budget, options)
+
+
+@click.command("fit", cls=GivenOnce)
+@command_options(FitOptions)
+def fit_command(options: FitOptions) -> None:
+    """Fit a scaling law to finished runs, and predict a larger run from it.
+
+    The runs in the directories differ in size and tokens alone. The prediction is for RUN_FILE, or for the best model of --budget.
+
+    \b
+      phalanx plan fit runs/small-* large.toml
+      phalanx plan fit runs/small-* --budget 1e20FLOP
+    """
+    with mistakes():
+        refuse_repeated(options.overrides)
+        _fit_law(options.budget, options)
+
+
+@click.command("serve", cls=GivenOnce)
+@command_options(ServiceOptions)
+def serve_command(options: ServiceOptions) -> None:
+    """Plan workers that serve a model: how many of which division carry --traffic within --slo, and their cost.
+
+    \b
+      phalanx plan serve configs/llama3-405b.toml --cluster h200:64 --traffic in=2000,out=500
+      phalanx plan serve --model llama3-8b --cluster h100:8 --traffic in=2000,out=500,rate=10 --slo ttft=2s,tpot=50ms
+    """
+    with mistakes():
+        _answer_service(options)
+
+
+@click.command("stacks", cls=GivenOnce)
+@command_options(StackOptions)
+def stacks_command(options: StackOptions) -> None:
+    """List the software that can be planned for, with its published runs.
+
+    \b
+      phalanx plan stacks
+      phalanx plan stacks --json
+    """
+    with mistakes():
+        _list_stacks(options)
+
+
+@click.command("plan", cls=GivenOnce)
+@command_options(PlanOptions)
+def unnamed_command(options: PlanOptions) -> None:
+    """Find the best layouts of a run on a cluster, as `phalanx plan layout` does.
+
+    --budget, --fit, --serve and --stacks are the earlier spelling of the commands `phalanx plan budget`, `fit`, `serve`
+    and `stacks`, whose help shows the options of each.
+
+    \b
       phalanx plan configs/llama3-405b.toml --cluster h100:16384
-      phalanx plan configs/deepseek-v3.toml --cluster "gb200-nvl72 x 29" --tokens 15T --optimize cost
-      phalanx plan configs/llama3-405b.toml --cluster h100:16384 --layout tp=8,pp=16,dp=128 --explain
-      phalanx plan --model moe-100t --cluster vr200-nvl72:100000 --require 'tp<=8' --report out.html
-      phalanx plan configs/llama3-405b.toml --cluster h100:16384 --topology fabric.toml --share pod=0.5
-      phalanx plan configs/quickstart.toml --cluster this --out winner.toml
-      phalanx plan --budget 40M$ --cluster h100:4096 --unique-tokens 5T
-      phalanx plan --budget 1e25FLOP
-      phalanx plan --fit runs/small-* large.toml
-      phalanx plan configs/llama3-405b.toml --serve --cluster h200:64 --traffic in=2000,out=500,rate=10 --slo ttft=2s,tpot=50ms
     """
     with mistakes():
         if options.stacks:
-            return _list_stacks(as_json=options.as_json)
-        from phalanx_plan.search.query import Aim
-
-        refuse_repeated(options.overrides)
-        refuse_outputs(options)
-        if options.step_error is not None and math.isnan(options.step_error):
-            raise click.UsageError("--step-error nan: write a number from 0 to 1")
-        if options.serve:
-            return _answer_service(options)
-        refuse_without("--serve", ("traffic", "slo", "weight_format"))
-        if options.fits:
-            refuse_beside("--fit", _WITH_FIT, _INSTEAD_OF_FIT)
-            return answer_fit(
-                options.files,
-                overrides=options.overrides,
-                tokens=options.tokens,
-                budget=options.budget,
-                as_json=options.as_json,
-            )
-        aim = Aim(
-            *(options.optimize, options.require, options.top, options.stack),
-            *(options.layout, options.tokens, options.step_error, options.assume),
-        )
-        if options.budget is not None:
-            question = budget_question(options, aim)
-            return answer_budget(question, out=options.out, report=options.report, as_json=options.as_json)
-        refuse_without("--budget", ("kind", "unique_tokens", "inference_tokens"))
-        return _answer_layouts(options, aim)
+            refuse_beside("--stacks", ("stacks", "as_json"), "it lists software, and stops")
+            _list_stacks(options)
+        elif options.serve:
+            refuse_beside("--serve", _fields(ServiceOptions, "serve"), _INSTEAD_OF_SERVE)
+            _answer_service(options)
+        else:
+            refuse_without("--serve", _fields(ServiceOptions) - _fields(LayoutOptions))
+            _answer_run(options)
 
 
-_WITH_FIT = ("files", "fits", "budget", "tokens", "overrides", "as_json")
-"""Options that go with --fit."""
+_INSTEAD_OF_SERVE = "it plans workers, not the layout of a training run"
 _INSTEAD_OF_FIT = "it fits the run directories that follow, and predicts one run file, or FLOP of --budget"
+_INSTEAD_OF_BUDGET = "the model, its tokens and its layout are the answer"
 
 
-def _list_stacks(*, as_json: bool) -> None:
+@click.group(
+    "plan",
+    cls=DefaultGroup,
+    unnamed=unnamed_command,
+    commands=[layout_command, budget_command, fit_command, serve_command, stacks_command],
+)
+def command() -> None:
+    """Plan a run before it costs anything: its layout on a cluster, its size for a budget, or the workers that serve it.
+
+    Without the name of a command: phalanx plan layout. The options --budget, --fit, --serve and --stacks are the earlier
+    spelling of the commands of these names.
+
+    \b
+      phalanx plan layout configs/llama3-405b.toml --cluster h100:16384
+      phalanx plan budget 40M$ --cluster h100:4096
+      phalanx plan fit runs/small-a runs/small-b large.toml
+      phalanx plan serve configs/llama3-405b.toml --cluster h200:64 --traffic in=2000,out=500
+    """
+
+
+def _fields(section: type, *more: str) -> set[str]:
+    return {field.name for field in fields(section)} | {*more}
+
+
+def _answer_run(options: PlanOptions) -> None:
+    """Answer what the options without a name of a command request of a training run."""
+    if options.fits:
+        refuse_beside("--fit", _fields(FitOptions, "fits"), _INSTEAD_OF_FIT)
+        _fit_law(options.budget, options)
+    elif options.budget is not None:
+        refuse_beside("--budget", _fields(BudgetOptions), _INSTEAD_OF_BUDGET)
+        _answer_budget(options.budget, options)
+    else:
+        refuse_without("--budget", _fields(SizeOptions) - _fields(LayoutOptions))
+        _answer_layouts(options)
+
+
+def _list_stacks(options: StackOptions) -> None:
     from phalanx_plan.cli.plan_tables import print_stacks
 
-    refuse_beside("--stacks", ("stacks", "as_json"), "it lists software, and stops")
-    print_stacks(as_json=as_json)
+    print_stacks(as_json=options.as_json)
 
 
-def _answer_service(options: PlanOptions) -> None:
+def _fit_law(budget: str | None, options: FitOptions | PlanOptions) -> None:
+    answer_fit(
+        options.files,
+        overrides=options.overrides,
+        tokens=options.tokens,
+        budget=budget,
+        as_json=options.as_json,
+    )
+
+
+def _answer_budget(budget: str, options: SizeOptions) -> None:
+    refuse_repeated(options.overrides)
+    refuse_outputs(options)
+    question = budget_question(budget, options)
+    answer_budget(question, out=options.out, report=options.report, as_json=options.as_json)
+
+
+def _answer_service(options: ServiceOptions) -> None:
     """Plan workers that serve the model, and print them."""
     from phalanx_plan.cli.serving_table import answer_service
 
+    refuse_repeated(options.overrides)
     traffic, slo = require_service(options), options.slo or ""
     spec, cluster = requested_spec(options), requested_cluster(options)
     answer_service(
@@ -147,16 +255,19 @@ def _answer_service(options: PlanOptions) -> None:
     )
 
 
-def _answer_layouts(options: PlanOptions, aim: Aim) -> None:
+def _answer_layouts(options: LayoutOptions) -> None:
     """Plan layouts of the run, write the files of the options and print the plan. Raises an error for a field that plans do not use."""
     from phalanx_plan.api import plan_json
     from phalanx_plan.cli.plan_tables import print_plan
     from phalanx_plan.search.plan import make_plan
     from phalanx_plan.search.query import refuse_unused
 
+    refuse_repeated(options.overrides)
+    refuse_outputs(options, options.trace, options.files)
+    aim = requested_aim(options, options.top, options.layout, options.tokens)
     require_one_run_file(options.files)
     refuse_unused(options.fields, searching=aim.layout is None, tokens=aim.tokens)
-    spec, cluster = requested_spec(options), requested_cluster(options)
+    spec, cluster = requested_spec(options, options), requested_cluster(options)
     plan = make_plan(
         *(spec, cluster, aim),
         stated=options.stated,

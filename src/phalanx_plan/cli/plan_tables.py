@@ -319,7 +319,7 @@ def _failures(run: RunEstimate) -> str:
     return f"one every {written(run.mtti_s, BETWEEN)}, {in_all} in all"
 
 
-# ``phalanx plan --budget`` and ``--fit``.
+# ``phalanx plan budget`` and ``phalanx plan fit``.
 
 
 def print_answer(answer: BudgetAnswer) -> None:
@@ -378,7 +378,7 @@ def print_fit(law: FittedLaw, targets: Mapping[str, tuple[float, float]]) -> Non
         )
 
 
-# ``phalanx plan --stacks``.
+# ``phalanx plan stacks``.
 
 
 def print_stacks(*, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""``phalanx plan --serve``: workers that serve a model's traffic, their cost, and the limits of the rejected ones."""
+"""``phalanx plan serve``: workers that serve a model's traffic, their cost, and the limits of the rejected ones."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from typing import Annotated, Literal
 
 import click
 
-from phalanx.command import AsJson, Option, command_options
+from phalanx.command import AsJson, Heading, Option, command_options
+from phalanx.command_help import CommandGroup
 from phalanx.fleet.core.invariants import BrokenInvariant
 from phalanx.plugins import load_plugin
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
@@ -24,9 +25,14 @@ from phalanx_plan.whole_run.recovery import MEASURED, Start, read_s, start
 _PAUSE_S = 3.0
 
 
-@click.group("simulate")
+@click.group("simulate", cls=CommandGroup)
 def command() -> None:
-    """Simulate a fleet or a service with the code that decides in a real one, or how long a start takes."""
+    """Simulate a fleet or a service with the code that decides in a real one, or how long a start takes.
+
+    \b
+      phalanx simulate start
+      phalanx simulate fleet --nodes 2000
+    """
 
 
 if (_traffic := load_plugin("phalanx.simulations", "traffic")) is not None:
@@ -35,7 +41,7 @@ if (_traffic := load_plugin("phalanx.simulations", "traffic")) is not None:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateFleetOptions:
-    nodes: Annotated[int, ValueRange(at_least=2)] = 12500
+    nodes: Annotated[int, ValueRange(at_least=2), Heading("Large fleet")] = 12500
     """Nodes of 8 that hold ranks."""
     spares: Annotated[int | None, NOT_NEGATIVE] = None
     """Nodes more; 1 % of the nodes if left out."""
@@ -48,7 +54,7 @@ class SimulateFleetOptions:
     """Nodes that talk most; with more than one, print how well the choice of spares keeps them together."""
     spares_together: Annotated[int, NOT_NEGATIVE, Option(show_default=True)] = 0
     """So many spares lie together, all over the fleet; 0: they are the last nodes."""
-    small: bool = False
+    small: Annotated[bool, Heading("Small worlds")] = False
     """Small worlds in which everything fails, checked after every event."""
     seeds: str = "0:100"
     """Which small worlds, FIRST:END."""
@@ -61,6 +67,7 @@ def fleet(options: SimulateFleetOptions) -> None:
     """A large fleet under published failure rates, or many small ones under hostile faults.
 
     \b
+      phalanx simulate fleet --nodes 2000
       phalanx simulate fleet --nodes 12500 --days 30 --seed 7
       phalanx simulate fleet --nodes 2000 --spares 0 --rate 6.5 --json
       phalanx simulate fleet --nodes 12500 --unit 4 --spares-together 4

@@ -1,4 +1,4 @@
-"""``phalanx plan --budget`` and ``--fit``: the best model size and tokens for a budget, and laws fitted to a user's small runs.
+"""``phalanx plan budget`` and ``phalanx plan fit``: the best model size and tokens for a budget, and laws fitted to a user's small runs.
 
 A law covers runs that differ in size and tokens alone: the same text, tokenizer, sequence length, held-out text and kind of
 model. No field shows whether a run was trained well (learning rate, complete schedule); a badly trained run biases the law.
@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from phalanx.command import given_options
-
 if TYPE_CHECKING:
     from phalanx.run.directory.paths import RunDirectory
     from phalanx.run.spec import RunSpec
@@ -24,17 +22,6 @@ if TYPE_CHECKING:
 
 _TO_CHOOSE = ("data.path", "data.corpus", "data.tokenizer", "optimizer.lr", "schedule.warmup_steps")
 """Fields that decide what is learned, which a budget does not determine."""
-
-
-def refuse_beside(option: str, allowed: Sequence[str], instead: str) -> None:
-    """Raise ``UsageError`` for options that ``option`` decides itself or ignores."""
-    wrong = [
-        "a run file or directory" if field == "files" else name
-        for field, name in given_options().items()
-        if field not in allowed
-    ]
-    if wrong:
-        raise click.UsageError(f"{', '.join(wrong)} cannot be given with {option}: {instead}")
 
 
 def refuse_model_fields(overrides: Sequence[str]) -> None:
@@ -48,8 +35,8 @@ def refuse_model_fields(overrides: Sequence[str]) -> None:
             "name",
         ):
             raise click.UsageError(
-                f"--set {text}: with --budget the model, its steps and its batch are the answer; --batch and --seq-len set the latter, "
-                "and a model of yours is planned by itself (phalanx plan --model NAME --tokens T)"
+                f"--set {text}: of a budget the model, its steps and its batch are the answer; --batch and --seq-len set the latter, "
+                "and a model of yours is planned by itself (phalanx plan layout --model NAME --tokens T)"
             )
 
 
@@ -102,9 +89,9 @@ def answer_fit(
 
     files = [place for place in places if place.suffix == ".toml"]
     if len(files) > 1:
-        raise click.UsageError(f"--fit predicts one run file, not {len(files)}")
+        raise click.UsageError(f"fit predicts one run file, not {len(files)}")
     if (tokens or overrides) and not files:
-        raise click.UsageError("--tokens and --set change the run file that --fit predicts: give one")
+        raise click.UsageError("--tokens and --set change the run file that fit predicts: give one")
     law = fit(read_runs([place for place in places if place not in files]))
     targets: dict[str, tuple[float, float]] = {}
     if files:
@@ -132,7 +119,7 @@ def _flops(text: str) -> float:
 
     budget = read_budget(text)
     if budget.unit != "flop":
-        raise click.UsageError(f"--budget {text}: with --fit a budget must be in FLOP, as in 1e20FLOP")
+        raise click.UsageError(f"budget {text}: for a prediction, a budget must be in FLOP, as in 1e20FLOP")
     return budget.amount
 
 
@@ -145,14 +132,14 @@ def read_runs(places: Sequence[Path]) -> tuple[SmallRun, ...]:
     from phalanx_plan.scaling.fit import FitError
 
     if len({place.resolve() for place in places}) < len(places):
-        raise FitError("--fit: a run directory is given twice")
+        raise FitError("fit: a run directory is given twice")
     runs, kinds = [], []
     for place in places:
         directory = RunDirectory(place)
         try:
             spec = read_resolved(directory)
         except RunDirectoryError as error:
-            raise FitError(f"--fit: {error}") from error
+            raise FitError(f"fit: {error}") from error
         runs.append(_small_run(place, directory, spec))
         kinds.append(_kind(spec, str(directory.read_record().get("data_fingerprint", ""))))
     for place, kind in zip(places, kinds, strict=True):

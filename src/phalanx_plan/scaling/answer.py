@@ -140,14 +140,14 @@ def answer(question: Question, on_progress: Callable[[str], None] = lambda _: No
     """
     if question.cluster is None and question.budget.unit != "flop":
         raise BudgetError(
-            f"--budget {question.budget}: its value depends on the cluster: give --cluster NAME:COUNT, "
+            f"budget {question.budget}: its value depends on the cluster: give --cluster NAME:COUNT, "
             "or a budget of FLOP"
         )
     priced = any(text.startswith("usd_per_accelerator_hour=") for text in question.aim.assume)
     cluster = question.cluster
     if question.budget.unit == "usd" and cluster and not (priced or cluster.accelerator.price_per_hour.value):
         raise BudgetError(
-            f"--budget {question.budget}: an hour of {cluster.key} has a price of 0: give a budget of days"
+            f"budget {question.budget}: an hour of {cluster.key} has a price of 0: give a budget of days"
         )
     recommendations: list[Recommended] = []
     left_out: list[str] = []
@@ -186,7 +186,7 @@ def _recommended(question: Question, kind: ModelKind, on_progress: Callable[[str
     budget = question.budget.amount
     tokens = tokens_for(shape.active, budget, cost, question.inference_tokens)
     if tokens <= 0:
-        raise BudgetError(f"--budget {question.budget}: the inference tokens use it up")
+        raise BudgetError(f"budget {question.budget}: the inference tokens use it up")
     best = _solved(question, law, cost)
     surface = _on_data(law, question)
     spec, plan = _planned(question, shape, tokens, planned.get(shape))
@@ -250,7 +250,7 @@ def _best_size(question: Question, law: LossSurface, cost: CostPerToken) -> floa
     size = _solved(question, law, cost).parameters
     if not _LEAST_SIZE <= size <= _MOST_SIZE:
         raise BudgetError(
-            f"--budget {question.budget}: the best size is {size:.2g} parameters; plausible are {_LEAST_SIZE:.0e} to {_MOST_SIZE:.0e}"
+            f"budget {question.budget}: the best size is {size:.2g} parameters; plausible are {_LEAST_SIZE:.0e} to {_MOST_SIZE:.0e}"
         )
     return size
 
@@ -356,7 +356,7 @@ def _unit_cost(question: Question, plan: Plan) -> float:
     free = question.budget.unit == "usd" and run.cost.accelerators_usd <= 0
     if free or not (math.isfinite(cost) and cost > 0):
         raise PlanRequestError(
-            f"--budget {question.budget}: {plan.name} on {plan.job.cluster.key} costs {cost:g} {question.budget.unit} a token "
+            f"budget {question.budget}: {plan.name} on {plan.job.cluster.key} costs {cost:g} {question.budget.unit} a token "
             "(failures that no run survives, or a price of 0): give a budget of days or FLOP, or another cluster"
         )
     return cost

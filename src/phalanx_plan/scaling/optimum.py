@@ -214,24 +214,24 @@ def read_budget(text: str) -> TrainingBudget:
     """Parse a budget. Raises ``BudgetError`` that describes the valid forms."""
     match = re.fullmatch(r"\s*\$?\s*([\d._,]+(?:[eE][+-]?\d+)?)\s*([kMBGTPEZ]?)\s*([A-Za-z$-]*)\s*", text)
     if match is None:
-        raise BudgetError(f"--budget {text}: {_HOW}")
+        raise BudgetError(f"budget {text}: {_HOW}")
     number, size, unit = match.groups()
     if text.strip().startswith("$"):
         unit = unit or "$"
     if not unit:
-        raise BudgetError(f"--budget {text}: of what? {_HOW}")
+        raise BudgetError(f"budget {text}: of what? {_HOW}")
     # The first letter of "GPU-hours" is no prefix G.
     readings = ((prefix, name.lower()) for prefix, name in ((size, unit), ("", size + unit)))
     reading = next((reading for reading in readings if reading[1] in _NAMES), None)
     if reading is None:
-        raise BudgetError(f"--budget {text}: {unit!r} is not a unit: {_HOW}")
+        raise BudgetError(f"budget {text}: {unit!r} is not a unit: {_HOW}")
     kind, factor = _NAMES[reading[1]]
     try:
         amount = float(number.replace("_", "").replace(",", "")) * _SIZES[reading[0]] * factor
     except ValueError:
         amount = 0.0
     if not (math.isfinite(amount) and amount > 0):
-        raise BudgetError(f"--budget {text}: {_HOW}")
+        raise BudgetError(f"budget {text}: {_HOW}")
     if amount > _MOST[kind]:
-        raise BudgetError(f"--budget {text}: plausible is up to {_MOST[kind]:.3g} {kind}")
+        raise BudgetError(f"budget {text}: plausible is up to {_MOST[kind]:.3g} {kind}")
     return TrainingBudget(amount, kind)

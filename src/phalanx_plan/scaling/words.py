@@ -123,7 +123,7 @@ def changes(answer: BudgetAnswer) -> Iterator[str]:
         if main.beyond > _FAR:
             yield (
                 f"{name}: this is {times(main.beyond)} the compute that the law was fitted to; small runs of your own "
-                "(phalanx plan --fit) are better evidence"
+                "(phalanx plan fit) are better evidence"
             )
         for times_budget, other in (("half", recommendation.halved), ("twice", recommendation.doubled)):
             yield (

@@ -1,6 +1,6 @@
 """Estimate of one layout: memory by kind on the worst rank, and time by term, with the exact schedule of the pipeline.
 
-``phalanx plan --explain``, validation against published runs and calibration against measured ones use ``estimate``.
+``phalanx plan layout --explain``, validation against published runs and calibration against measured ones use ``estimate``.
 It uses the same array formulas as the search, with arrays of length one. The two differ only in the bubble: the search
 approximates it, and here it is exact.
 """

@@ -151,8 +151,8 @@ def _rotation(rotation: Rotation, stack: Stack) -> Layer:
     moved = Pointwise(
         "projection",
         "tokens",
-        forward * rotation.width + 2 * normed * rotation.whole,
-        backward * rotation.width + 4 * normed * rotation.whole,
+        forward * rotation.width + 2 * normed * rotation.total_width,
+        backward * rotation.width + 4 * normed * rotation.total_width,
         "tensor",
         kernels=kernels + len(rotation.norms),
     )

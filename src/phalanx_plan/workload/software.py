@@ -1,7 +1,7 @@
 """Software that has trained published runs: stacks of other software as data, and each software's own habits.
 
 ``SOFTWARE`` lists the differences of each from its stack; ``stack_of_software`` applies them in the circumstances of one run. Published
-runs are judged with these facts (``python -m validation``), and ``phalanx plan --stack NAME`` plans with the same. Nothing here is
+runs are judged with these facts (``python -m validation``), and ``phalanx plan layout --stack NAME`` plans with the same. Nothing here is
 fitted: fitted factors (``phalanx_plan.evidence``) are kept by the names in this table.
 
 Sources: gradients of NeMo's and Megatron-Bridge's performance recipes are reduced in bf16 (grad_reduce_in_fp32 = False; the
@@ -48,7 +48,7 @@ from phalanx_plan.workload.stacks import (
     States,
 )
 
-# Stacks: ``phalanx plan --stack NAME``, and the base of what validation sets for published runs.
+# Stacks: ``phalanx plan layout --stack NAME``, and the base of what validation sets for published runs.
 
 
 _MEGATRON_STATES = (

@@ -13,7 +13,8 @@ import click
 from phalanx.cli.errors import Bytes, DeviceName, DtypeName, TrustCode, explained, require_trusted_code
 from phalanx.cli.output import data_output
 from phalanx.cli.run_places import weights_place
-from phalanx.command import Argument, AsJson, Option, command_options
+from phalanx.command import Argument, AsJson, Heading, Option, command_options
+from phalanx.command_help import Command
 from phalanx.run.directory.paths import is_published
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 
@@ -21,13 +22,13 @@ from phalanx.run.fields import NOT_NEGATIVE, POSITIVE, ValueRange
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
     place: Annotated[Path, Argument()]
-    prompt: str = ""
+    prompt: Annotated[str, Heading("Text")] = ""
     """Beginning of the text; empty begins a new document."""
     chat: bool = False
     """The prompt is a user's message; an imported model's chat template frames it."""
     tokens: Annotated[int, POSITIVE] = 200
     """Most tokens to generate."""
-    temperature: Annotated[float, click.FloatRange(0.0)] = 0.8
+    temperature: Annotated[float, click.FloatRange(0.0), Heading("Sampling")] = 0.8
     """0: the likeliest."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
     """Choose among the k likeliest; 0: among all."""
@@ -35,7 +36,7 @@ class GenerateOptions:
     """Nucleus sampling."""
     seed: Annotated[int, ValueRange(at_least=0, at_most=2**63 - 1), Option(show_default=True)] = 0
     """The same seed gives the same text."""
-    step: int | None = None
+    step: Annotated[int | None, Heading("Weights and device")] = None
     """A step other than the newest."""
     stream: bool = False
     """Read the weights during computation; for models larger than memory."""
@@ -49,7 +50,7 @@ class GenerateOptions:
     as_json: AsJson = False
 
 
-@click.command("generate")
+@click.command("generate", cls=Command)
 @command_options(GenerateOptions)
 def command(options: GenerateOptions) -> None:
     """Generate text with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.

@@ -9,9 +9,10 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import weights_place
+from phalanx.command_help import Command
 
 
-@click.command("pack")
+@click.command("pack", cls=Command)
 @click.argument("place", required=False, type=click.Path(path_type=Path))
 @click.option(
     "--format",
@@ -33,6 +34,7 @@ def command(place: Path | None, form: str, step: int | None, out: Path | None, v
     32 neighbors; the rounding error is printed.
 
     \b
+      phalanx pack runs/quickstart-1f3a9c04
       phalanx pack runs/quickstart-1f3a9c04 --format bf16
       phalanx pack Llama-3.1-8B --out llama.pack
       phalanx pack --verify model.pack

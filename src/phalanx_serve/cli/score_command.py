@@ -24,6 +24,7 @@ from phalanx.cli.errors import (
 )
 from phalanx.cli.run_places import weights_place
 from phalanx.command import Argument, AsJson, command_options
+from phalanx.command_help import Command
 
 if TYPE_CHECKING:
     from phalanx.data.tokenizers.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ class ScoreOptions:
     """Print a JSON object for each text, with all log-probabilities."""
 
 
-@click.command("score")
+@click.command("score", cls=Command)
 @command_options(ScoreOptions)
 def command(options: ScoreOptions) -> None:
     """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from phalanx.cli.errors import demand_folder, explained, require_trusted_code
 from phalanx.command import command_options
+from phalanx.command_help import Command
 from phalanx.run.directory.paths import is_published
 from phalanx_serve.cli.serve_options import (
     ServeOptions,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from phalanx_serve.workers.service import Notice
 
 
-@click.command("serve")
+@click.command("serve", cls=Command)
 @command_options(ServeOptions)
 def command(options: ServeOptions) -> None:
     """Serve the model of PLACE, a run directory, a pack or a folder of Hugging Face: /v1/completions, /v1/chat/completions, /v1/models, /health,

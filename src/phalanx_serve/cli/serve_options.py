@@ -12,7 +12,7 @@ from typing import Annotated, Literal, get_args
 import click
 
 from phalanx.cli.errors import Bytes, DeviceName, DtypeName, HostName, TrustCode
-from phalanx.command import Argument, AsJson, ExistingFile, Option, given_options
+from phalanx.command import Argument, AsJson, ExistingFile, Heading, Option, given_options
 from phalanx.run.directory.paths import is_published
 from phalanx.run.fields import FRACTION, NOT_NEGATIVE, POSITIVE, ValueRange
 from phalanx_serve.served.served_run import ServedRun
@@ -106,15 +106,15 @@ class RoleDegrees(click.ParamType[Degrees]):
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     run_dir: Annotated[Path | None, Argument(metavar="PLACE")] = None
-    step: int | None = None
+    step: Annotated[int | None, Heading("Model")] = None
     """A step other than the newest."""
     name: str | None = None
     """The model's name for clients. Without it, the name of PLACE."""
-    host: Annotated[str, HostName()] = "127.0.0.1"
+    host: Annotated[str, HostName(), Heading("Address")] = "127.0.0.1"
     """Address; any but a loopback one needs --key-file."""
     port: Annotated[int, ValueRange(at_least=0, at_most=65535)] = 8000
     """Port (0: any)."""
-    dtype: Annotated[str, DtypeName()] = "float32"
+    dtype: Annotated[str, DtypeName(), Heading("Computation")] = "float32"
     context: Annotated[int | None, ValueRange(at_least=2)] = None
     """Most tokens of a request. Without it, the limit that an imported model's publisher gives, else the training
     sequence length.
@@ -138,11 +138,11 @@ class ServeOptions:
     """Tokens that the model's multi-token prediction drafts in each pass, which changes no text. Without it,
     model.mtp_depth of the run.
     """
-    follow: Literal["recompute", "mixed"] | None = None
+    follow: Annotated[Literal["recompute", "mixed"] | None, Heading("Model")] = None
     """Switch to each newer checkpoint of the run. Keys and values of running texts are computed again by the new
     weights (recompute), or kept (mixed).
     """
-    workers: Annotated[tuple[Role, ...] | None, WorkerRoles()] = None
+    workers: Annotated[tuple[Role, ...] | None, WorkerRoles(), Heading("Workers")] = None
     """Processes that compute: 2, or prefill:1,decode:2. Without it, this process computes."""
     threads: Annotated[int, NOT_NEGATIVE] = 0
     """Threads of each process of --workers. Without it, the processors are divided among them."""
@@ -150,7 +150,9 @@ class ServeOptions:
     """Transport of keys and values between --workers. auto: shared memory, else sockets. socket: never shared
     memory. nixl: NIXL (pip install 'phalanx-train[nixl]'), else sockets.
     """
-    pipeline: Annotated[Degrees, RoleDegrees(), Option(default="1")] = UNDIVIDED
+    pipeline: Annotated[
+        Degrees, RoleDegrees(), Option(default="1"), Heading("Processes that share the model")
+    ] = UNDIVIDED
     """Processes that share the layers, for models larger than the memory of one. With --workers, of each worker, or prefill:2,decode:1."""
     tensor: Annotated[Degrees, RoleDegrees(), Option(default="1")] = UNDIVIDED
     """Processes that share each layer: its heads, inner elements, and experts. With --workers, of each worker, or prefill:2,decode:1."""
@@ -164,18 +166,18 @@ class ServeOptions:
     """Join the --pipeline or --tensor server that waits there, and compute the part that it assigns."""
     token_file: Path | None = None
     """With --stages-at and --join: a file of at least 16 characters, shared by both sides and secret."""
-    audit: Annotated[float, FRACTION, Option(show_default=True)] = 0.0
+    audit: Annotated[float, FRACTION, Option(show_default=True), Heading("Workers")] = 0.0
     """Share of texts that another of --workers scores again, to compare bits."""
-    requests: Annotated[int, POSITIVE] = 256
+    requests: Annotated[int, POSITIVE, Heading("Requests")] = 256
     """Most texts at a time; further requests get status 429."""
     chat_template: ExistingFile | None = None
     """Jinja file that replaces the model's chat template."""
-    trust_code: TrustCode = False
-    drain_s: Annotated[float, NOT_NEGATIVE] = 60.0
+    trust_code: Annotated[TrustCode, Heading("Model")] = False
+    drain_s: Annotated[float, NOT_NEGATIVE, Heading("Requests")] = 60.0
     """Seconds for running requests at SIGTERM."""
     as_json: AsJson = False
     """Print the address and worker events as JSON lines."""
-    key_file: Path | None = None
+    key_file: Annotated[Path | None, Heading("Keys")] = None
     """File with the hashes of the clients' keys."""
     new_key: Annotated[Path | None, Option(metavar="FILE")] = None
     """Make a key, add its hash to FILE, print it, and end."""

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import click
 
+from phalanx.command_help import Command
 from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
 
 
-@click.command("traffic")
+@click.command("traffic", cls=Command)
 @click.option("--seeds", default="0:100", show_default=True, help="Which worlds, FIRST:END.")
 @click.option(
     "--workers", default=0, type=click.IntRange(0), help="In each world; 0: 1 to 6, drawn from its seed."

@@ -68,16 +68,16 @@ def require_computable(request: Request, vocab: int, context: int) -> None:
     """
     if not request.prompt:
         raise GenerationRequestError("the prompt is empty: begin with the end-of-document token", "prompt")
-    for field_name, tokens in (("prompt", request.prompt), ("told", request.told)):
+    for field_name, tokens in (("prompt", request.prompt), ("told", request.generated)):
         for token in tokens:
             if not 0 <= token < vocab:
                 raise GenerationRequestError(
                     f"token id {token} is outside the model's vocabulary of {vocab}: encode with the run's own tokenizer",
                     field_name,
                 )
-    if request.max_tokens <= len(request.told):
+    if request.max_tokens <= len(request.generated):
         raise GenerationRequestError(
-            f"max_tokens = {request.max_tokens}, and {len(request.told)} are generated already: ask for at least one more",
+            f"max_tokens = {request.max_tokens}, and {len(request.generated)} are generated already: ask for at least one more",
             "max_tokens",
         )
     length = len(request.prompt) + request.max_tokens

@@ -27,6 +27,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,14 +36,13 @@ from phalanx.model.init import keys_of, random_words, stream_key
 from phalanx_serve.traffic.events import Sampling
 
 
-@dataclass(frozen=True)
-class SamplingRequest:
+class SamplingRequest(Struct, frozen=True):
     """A row of a step to sample or to score."""
 
     row: int
     position: int
     """Index, in prompt and text, of the token to sample."""
-    given: int
+    scored: int = field(name="given")
     """Token to score, which is part of the text already; -1 to draw one."""
     sampling: Sampling
     top: int
@@ -85,8 +85,8 @@ class LazySamplerOutput:
         if not bool(torch.isfinite(scores.max())):
             return SampledToken(False)
         top = likeliest(log_probs[: request.sampling.vocab_size or None], request.top)
-        if request.given >= 0:
-            return SampledToken(True, request.given, float(log_probs[request.given]), top)
+        if request.scored >= 0:
+            return SampledToken(True, request.scored, float(log_probs[request.scored]), top)
         token = draw(scores, request.sampling, request.position)
         logprob = float(log_probs[token]) if request.top >= 0 else 0.0
         return SampledToken(True, token, logprob, top)
@@ -98,8 +98,8 @@ class BatchedSamplerOutput:
     def __init__(self, requests: Sequence[SamplingRequest], scores: Tensor, log_probs: Tensor) -> None:
         self._requests, device = requests, scores.device
         scores, log_probs = scores[: len(requests)], log_probs[: len(requests)]
-        tokens = brought(torch.tensor([max(request.given, 0) for request in requests]), device)
-        drawing = [number for number, request in enumerate(requests) if request.given < 0]
+        tokens = brought(torch.tensor([max(request.scored, 0) for request in requests]), device)
+        drawing = [number for number, request in enumerate(requests) if request.scored < 0]
         if drawing:
             rows = brought(torch.tensor(drawing), device)
             drawn_requests = [requests[number] for number in drawing]
@@ -130,10 +130,10 @@ class BatchedSamplerOutput:
         if not results.finite[number]:
             return SampledToken(False)
         token, log_prob = int(results.tokens[number]), float(results.logprobs[number])
-        if request.given >= 0:
-            token = request.given
+        if request.scored >= 0:
+            token = request.scored
         if number not in self._place:
-            return SampledToken(True, token, log_prob if request.given >= 0 or request.top >= 0 else 0.0)
+            return SampledToken(True, token, log_prob if request.scored >= 0 or request.top >= 0 else 0.0)
         place = self._place[number]
         ids, values = (
             results.top_ids[place, : request.top].tolist(),

@@ -62,7 +62,7 @@ class RunningText:
     @property
     def has_begun(self) -> bool:
         """True if a token was generated here, so that its prompt is computed and scored."""
-        return len(self.tokens) > len(self.request.prompt) + len(self.request.told)
+        return len(self.tokens) > len(self.request.prompt) + len(self.request.generated)
 
 
 class KVCacheManager:
@@ -95,7 +95,7 @@ class KVCacheManager:
 
     def new(self, request: Request) -> RunningText:
         """Return the text of a request, without pages."""
-        return RunningText(request, [*request.prompt, *request.told], self._new_kv())
+        return RunningText(request, [*request.prompt, *request.generated], self._new_kv())
 
     def _new_kv(self) -> TextKV:
         return TextKV(self._spec, self._dtype, self._layers, next(self._numbers), self._device)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from phalanx_serve.traffic import journal, pools
 from phalanx_serve.traffic.events import (
@@ -164,7 +166,7 @@ def _place(
         _close(state, entry, Ended(request_id, "error", message), commands)
         return
     request = journal.remaining_request(entry)
-    text = request.prompt + request.told
+    text = request.prompt + request.generated
     names = tuple(state.names(text))
     workers = state.pool.open_to_work()
     workers = [w for w in workers if w.number != avoid] or workers
@@ -199,7 +201,7 @@ def _start(
 ) -> None:
     worker = state.pool.workers[route.worker]
     cached_pages = worker.holds(names)
-    rows = max(len(request.prompt) + len(request.told) - pools.PAGE_ROWS * cached_pages, 1)
+    rows = max(len(request.prompt) + len(request.generated) - pools.PAGE_ROWS * cached_pages, 1)
     number = _number(state)
     state.jobs[number] = RouterJob(
         worker.number, rows, entry.request.id, 0, route.prefill, route.source, names, now_s
@@ -208,7 +210,7 @@ def _start(
     worker.queued_rows += rows
     entry.job = number
     if route.prefill:
-        request = replace(request, max_tokens=len(request.told) + 1)
+        request = structs.replace(request, max_tokens=len(request.generated) + 1)
     pull = names[cached_pages:] if route.source != NOBODY else ()
     if pull:
         entry.pages_from.add(route.source)

@@ -13,8 +13,10 @@ that messages of a worker that was only slow are known to be stale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct, field
 
 # Requests and engine outputs.
 
@@ -40,15 +42,14 @@ class Sampling:
     """Ids from here on are never drawn: a model may embed more than its tokenizer has. 0 sets no limit."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(Struct, frozen=True):
     """A text to continue."""
 
     id: str
     """Unique among a worker's requests."""
     prompt: tuple[int, ...]
     max_tokens: int
-    """Tokens to generate at most, including those in ``told``."""
+    """Tokens to generate at most, including those in ``generated``."""
     sampling: Sampling = Sampling()
     stop_tokens: frozenset[int] = frozenset()
     """Ids that end the text; the one that does is not returned."""
@@ -56,7 +57,7 @@ class Request:
     """Number of top log-probabilities of each token; -1 for no log-probabilities."""
     prompt_logprobs: bool = False
     """True if log-probabilities of the prompt's tokens are returned (``PromptScored``)."""
-    told: tuple[int, ...] = ()
+    generated: tuple[int, ...] = field(default=(), name="told")
     """Tokens that were generated before the request came to this worker."""
 
 
@@ -81,7 +82,7 @@ class PromptScored:
     """The log-probabilities of a prompt's tokens after the first, in nats."""
 
     request: str
-    logprobs: tuple[float, ...] = field(default=())
+    logprobs: tuple[float, ...] = ()
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each, the likeliest tokens as ``Token.top`` has them; empty unless ``Request.top_logprobs`` is above 0."""
 

@@ -20,6 +20,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from phalanx_serve.traffic.events import Ended, EngineOutput, PromptScored, Request, Token
 
 
@@ -54,7 +56,7 @@ class Entry:
 
 def open_entry(request: Request, seen: int, *, audited: bool) -> Entry:
     """Return the entry of a new request; tokens that its client has are part of the text already."""
-    tokens = list(request.told)
+    tokens = list(request.generated)
     # Tokens of an earlier worker have no log-probability here: such a text cannot be audited.
     return Entry(
         request,
@@ -69,9 +71,9 @@ def open_entry(request: Request, seen: int, *, audited: bool) -> Entry:
 def remaining_request(entry: Entry) -> Request:
     """Return the request for another worker, with all tokens so far."""
     request = entry.request
-    return replace(
+    return structs.replace(
         request,
-        told=tuple(entry.tokens),
+        generated=tuple(entry.tokens),
         prompt_logprobs=request.prompt_logprobs and not entry.scored,
         top_logprobs=max(request.top_logprobs, 0) if entry.audited else request.top_logprobs,
     )

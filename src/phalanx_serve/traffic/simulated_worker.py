@@ -166,7 +166,7 @@ class SimulatedWorker:
             return
         match order:
             case e.ComputeJob():
-                job = SimulatedJob(order, list(order.request.prompt + order.request.told))
+                job = SimulatedJob(order, list(order.request.prompt + order.request.generated))
                 self.jobs[order.job] = job
                 self._pull(job)
             case e.CancelJob(_, number):
@@ -257,7 +257,7 @@ class SimulatedWorker:
     def _speak(self, job: SimulatedJob) -> None:
         order, request = job.order, job.order.request
         self._keep_own(job)
-        if request.prompt_logprobs and len(job.text) == len(request.prompt) + len(request.told):
+        if request.prompt_logprobs and len(job.text) == len(request.prompt) + len(request.generated):
             numbers = (self._logprob(job, place) for place in range(1, len(request.prompt)))
             self._tell(order.job, PromptScored("", tuple(numbers)))
         index = len(job.text) - len(request.prompt)

@@ -14,7 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from phalanx.wire.connection import SealedConnection
 from phalanx.wire.messages import WireError
@@ -177,7 +179,7 @@ class ServingWorker:
         order = self._orders.get(arrived.job)
         if order is None:
             return
-        names = page_names(order.request.prompt + order.request.told, self._engine.root)
+        names = page_names(order.request.prompt + order.request.generated, self._engine.root)
         before = dict(zip(names, [self._engine.root, *names], strict=False))
         kept = 0
         with suppress(DeviceMemoryError):  # the rest is computed
@@ -209,7 +211,7 @@ class ServingWorker:
 
     def _submit(self, order: m.RunJob) -> None:
         try:
-            self._engine.submit(replace(order.request, id=str(order.job)))
+            self._engine.submit(structs.replace(order.request, id=str(order.job)))
         except ValueError as error:
             self._send_outputs([Ended(str(order.job), "error", str(error))])
 
@@ -235,7 +237,7 @@ class ServingWorker:
                 continue
             if isinstance(output, Ended):
                 if order.offer and output.outcome == "length":
-                    names = page_names(order.request.prompt + order.request.told, self._engine.root)
+                    names = page_names(order.request.prompt + order.request.generated, self._engine.root)
                     self.offered.offer(job, self._read_pages(names))
                 del self._orders[job]
             messages.append(m.encode_output(job, output))

@@ -13,6 +13,7 @@ import msgspec
 from phalanx.cli.errors import trouble
 from phalanx.cli.output import MOST, left_out_lines, number_text
 from phalanx.cli.train.session import console_for, progress_on
+from phalanx.command_help import Command
 from phalanx.observe.event_log import EventLogError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.train.compare.runs import (
@@ -28,7 +29,7 @@ from phalanx.train.compare.runs import (
 )
 
 
-@click.command("diff")
+@click.command("diff", cls=Command)
 @click.argument("run_a", type=click.Path(path_type=Path))
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option(
@@ -47,8 +48,10 @@ from phalanx.train.compare.runs import (
 def command(
     run_a: Path, run_b: Path, replay: bool, ranks: int | None, from_start: bool, as_json: bool
 ) -> None:
-    """Show where the runs in RUN_A and RUN_B differ: fields of their run files, versions and machines, the first logged step that
-    differs (compared bit by bit), and the tensors that differ in the first differing checkpoint.
+    """Show where the runs in RUN_A and RUN_B differ, from their settings to their tensors.
+
+    Compared are the fields of their run files, versions and machines, the logged steps bit by bit up to the first that differs, and
+    the tensors of the first checkpoint that differs.
 
     With --replay the newest checkpoint with equal bits in both is restored, and the steps after it are computed again with a record of all
     tensors. Neither run is written to.
@@ -104,7 +107,7 @@ def comparison_lines(comparison: RunComparison, run_a: Path, run_b: Path) -> Ite
     yield f"B  {run_b}"
     yield _kinship(comparison)
     for field in comparison.fields:
-        yield f"  field of the {field.owner:<6}  {field.path}: {field.one!r} in A, {field.other!r} in B"
+        yield f"  field of the {field.owner:<6}  {field.path}: {field.first!r} in A, {field.second!r} in B"
     for name, (in_a, in_b) in comparison.record.items():
         yield f"  recorded             {name}: {in_a!r} in A, {in_b!r} in B"
     if comparison.numbers is None:
@@ -124,7 +127,7 @@ def comparison_lines(comparison: RunComparison, run_a: Path, run_b: Path) -> Ite
         count = "1 tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
         yield f"checkpoints of the same steps: {read}; that of step {comparison.checkpoint.step} differs in {count}"
         for tensor in tensors[:MOST]:
-            yield f"  {tensor.name}: {tensor.what}"
+            yield f"  {tensor.name}: {tensor.description}"
         if len(tensors) > MOST:
             yield f"  ... and {len(tensors) - MOST} more"
     yield from (f"note: {note}" for note in comparison.notes)

@@ -9,12 +9,13 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import demand_folder, explained
+from phalanx.command_help import Command
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.goodput import format_goodput, goodput
 from phalanx.run.directory.paths import RunDirectory
 
 
-@click.command("goodput")
+@click.command("goodput", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; times in nanoseconds.")
 def command(run_dir: Path, as_json: bool) -> None:

@@ -9,11 +9,12 @@ import click
 
 from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.output import text_console
+from phalanx.command_help import Command
 from phalanx.observe.profile_request import MOST_STEPS
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 
 
-@click.command("profile")
+@click.command("profile", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--steps", type=click.IntRange(1, MOST_STEPS), default=2, show_default=True, help="Record so many steps."

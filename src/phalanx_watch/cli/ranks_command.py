@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.output import text_console
+from phalanx.command_help import Command
 from phalanx.observe.event_log import EventLogError
 from phalanx.observe.rank_stream import RANK_COLUMNS, HeatMap, RankStream, RankStreamError
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
@@ -39,7 +40,7 @@ _MOST_SLOW = 1000
 _MAP_ROWS = 24
 
 
-@click.command("ranks")
+@click.command("ranks", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--slow", is_flag=True, help="Only the ranks that are slower than their peers in most windows.")
 @click.option(
@@ -61,9 +62,9 @@ _MAP_ROWS = 24
     "--json", "as_json", is_flag=True, help="Print one JSON object; seconds, bytes and degrees Celsius."
 )
 def command(run_dir: Path, slow: bool, column: str, last: int, attempt: int | None, as_json: bool) -> None:
-    """Show the measurements of the ranks of the run in RUN_DIR: which are slower than their peers, by how much, their place in the
-    mesh and their node; and a map of all ranks over time.
+    """Show which ranks of the run in RUN_DIR are slower than their peers, and by how much.
 
+    Each rank is listed with its place in the mesh and its node, above a map of all ranks over time.
     A rank is compared with those of its pipeline stage. It is slow if it was slower by 5 % in most windows, and by four standard deviations of
     its peers over all of them: the thresholds by which a fleet replaces stragglers.
 

@@ -9,15 +9,20 @@ import click
 
 from phalanx.cli.errors import explained
 from phalanx.command import PluginName
+from phalanx.command_help import CommandGroup
 from phalanx.observe.event_log import EventLogError, read_events
 from phalanx.observe.sink_registry import SinkError, fill_sink
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.train.start.open_run import take_lock
 
 
-@click.group("sinks")
+@click.group("sinks", cls=CommandGroup)
 def command() -> None:
-    """Experiment trackers of a run: send missing events."""
+    """Experiment trackers of a run: send missing events.
+
+    \b
+      phalanx sinks fill runs/quickstart-1f3a9c04
+    """
 
 
 @command.command("fill")

@@ -10,6 +10,7 @@ import click
 
 from phalanx.cli.errors import HostName, demand_folder, explained
 from phalanx.command import Argument, Option, command_options
+from phalanx.command_help import Command
 from phalanx.run.fields import ValueRange
 
 
@@ -28,7 +29,7 @@ class UiOptions:
     """Write the page of the one run DIR into FILE, which needs no server, and end."""
 
 
-@click.command("ui")
+@click.command("ui", cls=Command)
 @command_options(UiOptions)
 def command(options: UiOptions) -> None:
     """Show the runs below DIR (runs/ if none is given) in a browser: curves, comparisons, where the time went, ranks, fleet, logs.

@@ -8,12 +8,13 @@ import click
 
 from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.output import text_console
+from phalanx.command_help import Command
 from phalanx.observe.display.terminal import show_events
 from phalanx.observe.event_log import EventLogError, follow
 from phalanx.run.directory.paths import RunDirectory
 
 
-@click.command("watch")
+@click.command("watch", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Show what there is and end, instead of following the run.")
 def command(run_dir: Path, once: bool) -> None:

@@ -14,6 +14,7 @@ import click
 
 from phalanx.cli.errors import TroubleError, demand_folder
 from phalanx.cli.output import moment
+from phalanx.command_help import Command
 from phalanx.launch.engines.engine import standing_or_end
 from phalanx.launch.engines.order import FOLDER
 from phalanx.observe.throughput import format_duration
@@ -29,7 +30,7 @@ _COLORS = {"critical": "red", "warning": "yellow", "info": "cyan"}
 _NARROWEST = 40
 
 
-@click.command("why")
+@click.command("why", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object; with --watch one a line, at each change."

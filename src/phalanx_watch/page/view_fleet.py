@@ -113,7 +113,7 @@ def _faults(
                 "resumed_step": recovery.resumed_step if recovery else None,
                 "moved_bytes": recovery.moved_bytes if recovery else 0,
                 "about": [
-                    happening.what
+                    happening.text
                     for happening in happenings
                     if happening.node == node and node and abs(happening.unix_s - at) < 60
                 ][:10],

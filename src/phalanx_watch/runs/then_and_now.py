@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from phalanx.data.errors import DataError
 from phalanx.data.reading.sources import index_of_places, open_places
 from phalanx.observe.record.machines import this_machine
@@ -28,11 +30,10 @@ _MOST_PACKAGES = 12
 _CORE = frozenset(package_versions()) | {"torch", "numpy", "triton"}
 
 
-@dataclass(frozen=True)
-class Changed:
+class Changed(msgspec.Struct, frozen=True):
     """A difference between then and now."""
 
-    what: str
+    name: str = msgspec.field(name="what")
     then: str
     now: str
     weight: Weight

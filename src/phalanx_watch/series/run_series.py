@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from phalanx.observe.events import (
     TaskEvaluated,
     Unknown,
     decode,
+    fields_of,
 )
 from phalanx.observe.lines import FileTail, Position, read_lines_at
 from phalanx.observe.throughput import format_bytes, format_duration
@@ -80,7 +82,7 @@ def mark_of(event: Event, step: int) -> CurveMark | None:
 def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
     body = event.body
     if type(body).__name__ == _SPIKE or (isinstance(body, Unknown) and body.kind == _SPIKE):
-        fields = body.fields if isinstance(body, Unknown) else vars(body)
+        fields = fields_of(body)
         at = fields.get("step")
         return (at if isinstance(at, int) else step), "spike", _spike(fields)
     match body:
@@ -94,7 +96,7 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
             after = f" ({reason})" if reason else ""
             took = format_duration(seconds)
             return at, "recovery", f"continues from step {at:,}, restored from {source} in {took}{after}"
-        case NonFinite(step=at, what=detail, skipped=skipped):
+        case NonFinite(step=at, problem=detail, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
             return at, "nonfinite", f"step {at:,} is not finite, {outcome}: {detail}"
         case Evaluated(step=at, loss=loss):
@@ -116,7 +118,7 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
     return None
 
 
-def _spike(fields: dict[str, object]) -> str:
+def _spike(fields: Mapping[str, object]) -> str:
     loss, usual, action = fields.get("loss"), fields.get("typical_loss"), fields.get("action")
     return f"the loss jumped to {loss} from about {usual}" + (f": {action}" if action else "")
 

@@ -104,7 +104,7 @@ class OtelSink:
                 attributes = {"step": body.step, "source": body.source, "moved_bytes": body.moved_bytes}
                 self._epoch.add_event("restored", attributes, at_ns)
             case NonFinite() as body if self._epoch is not None:
-                self._epoch.add_event("not finite", {"step": body.step, "what": body.what}, at_ns)
+                self._epoch.add_event("not finite", {"step": body.step, "what": body.problem}, at_ns)
             case Message(level="warning" | "error", text=text) if self._epoch is not None:
                 self._epoch.add_event(text[:200], {}, at_ns)
             case Stopped() | Finished():

@@ -78,7 +78,7 @@ def straggler(observed: Observed) -> Iterator[Reason]:
             else f"Node {node} is slower than its peers, and no spare is free",
             where=f"node {node}",
             since=happenings[0].unix_s,
-            evidence=tuple(happening.what for happening in happenings[-2:]),
+            evidence=tuple(happening.text for happening in happenings[-2:]),
             doing="it was quarantined, and a spare took its place"
             if replaced
             else "training continues at its pace",
@@ -105,10 +105,10 @@ def hardware(observed: Observed) -> Iterator[Reason]:
         yield Reason(
             code="hardware",
             severity="warning",
-            title=f"Node {name} is unfit: {member.why[:120]}",
+            title=f"Node {name} is unfit: {member.reason[:120]}",
             where=f"node {name} ({member.host})",
             since=first[0].unix_s if first else None,
-            evidence=(member.why,),
+            evidence=(member.reason,),
             doing="it is quarantined and holds no ranks",
             next=f"repair it, check it there with phalanx health, then: phalanx fleet add {observed.run} {name}",
         )
@@ -131,7 +131,7 @@ def not_finite_nodes(observed: Observed) -> Iterator[Reason]:
             title=f"{step} was NaN or infinite on node {member.name}",
             where=f"node {member.name} ({member.host})",
             since=first[0].unix_s if first else None,
-            evidence=tuple(dict.fromkeys((*(happening.what for happening in first[:1]), member.why))),
+            evidence=tuple(dict.fromkeys((*(happening.text for happening in first[:1]), member.reason))),
             doing="it is quarantined, and the other nodes compute the step again: the bits stay the same",
             next=f"check that machine (there: phalanx health); when it is well: phalanx fleet add {observed.run} {member.name}",
         )
@@ -160,7 +160,7 @@ def lost_nodes(observed: Observed) -> Iterator[Reason]:
         since=min(when, default=None),
         evidence=(
             *(
-                f"{member.name}: {member.role}{f', {member.why}' if member.why else ''}"
+                f"{member.name}: {member.role}{f', {member.reason}' if member.reason else ''}"
                 for member in away[:5]
             ),
             f"{seated} nodes train" + (f" of {target_nodes}" if target_nodes else "") + f", {spares} spare",
@@ -198,7 +198,7 @@ def nodes_back(observed: Observed) -> Iterator[Reason]:
             title=f"Node {name} was lost and is back",
             where=f"node {name} ({present[name].host})",
             since=happenings[-1].unix_s,
-            evidence=(happenings[-1].what, f"it is {present[name].role} now"),
+            evidence=(happenings[-1].text, f"it is {present[name].role} now"),
             doing="it was started again, or has come back by itself",
             next=f"if it happens again, look at that machine: phalanx logs {observed.run} --node {name}",
         )
@@ -230,7 +230,7 @@ def no_spares(observed: Observed) -> Iterator[Reason]:
         evidence=(
             f"{target_spares} spare{'s' if target_spares > 1 else ''} configured, none there; {roles.count('member')} nodes train",
             *(
-                f"{member.name}: {member.role}, {member.why}"
+                f"{member.name}: {member.role}, {member.reason}"
                 for member in fleet.members
                 if member.role in _AWAY
             ),

@@ -23,7 +23,7 @@ Key = tuple[Code, str]
 
 
 @dataclass(frozen=True)
-class Notice:
+class ReasonChange:
     """A reason that has begun or ended."""
 
     state: Literal["begins", "ends"]
@@ -38,7 +38,7 @@ class NoticeCommand:
     def __init__(self, command: str, run: str, warn: Callable[[str], None]) -> None:
         self._command, self._run, self._warn = command, run, warn
         self._reasons: dict[Key, Reason] = {}
-        self._pending: deque[tuple[Notice, int]] = deque()
+        self._pending: deque[tuple[ReasonChange, int]] = deque()
         """Notices that are not delivered yet, each with the number of its failed attempts."""
 
     def update(self, reasons: Sequence[Reason], t: float) -> None:
@@ -46,9 +46,9 @@ class NoticeCommand:
         the next updates, three times each.
         """
         current = {(reason.code, reason.where): reason for reason in reasons}
-        begun = [Notice("begins", current[key], t) for key in current if key not in self._reasons]
-        ended = [Notice("ends", self._reasons[key], t) for key in self._reasons if key not in current]
-        self._pending += [(notice, 0) for notice in (*begun, *ended)]
+        new = [ReasonChange("begins", current[key], t) for key in current if key not in self._reasons]
+        ended = [ReasonChange("ends", self._reasons[key], t) for key in self._reasons if key not in current]
+        self._pending += [(notice, 0) for notice in (*new, *ended)]
         self._reasons = current
         for _ in range(len(self._pending)):
             notice, failed = self._pending.popleft()
@@ -59,7 +59,7 @@ class NoticeCommand:
                 after = "it is called again" if failed + 1 < _ATTEMPTS else "this notice is given up"
                 self._warn(f"--exec for {notice.reason.code}, which {notice.state}: {problem}; {after}")
 
-    def _call(self, notice: Notice) -> str:
+    def _call(self, notice: ReasonChange) -> str:
         """Call the command. Return what is wrong with it, or an empty string."""
         body = {"run": self._run, "state": notice.state, "t": notice.t, "reason": asdict(notice.reason)}
         facts = {

@@ -45,7 +45,7 @@ def spike(observed: Observed) -> Iterator[Reason]:
     slot = f", slot {worst.slot}" if worst.slot is not None else ""
     evidence = [
         f"step {worst.step:,}: loss {worst.loss:.4g} (usual {worst.typical_loss:.4g}), gradient norm {worst.grad_norm:.4g} (usual "
-        f"{worst.typical_grad_norm:.4g}): the {worst.what} is {worst.deviations:.3g} deviations above what is usual",
+        f"{worst.typical_grad_norm:.4g}): the {worst.figure} is {worst.deviations:.3g} deviations above what is usual",
         f"its batch: samples {worst.first_sample:,} to {worst.first_sample + worst.samples - 1:,}"
         + (
             f"; the largest loss is slot {worst.slot}'s, {worst.slot_loss:.4g}"
@@ -61,7 +61,7 @@ def spike(observed: Observed) -> Iterator[Reason]:
         code="loss-spike",
         severity="critical" if worst.action == "stop" or back is False else "warning",
         title=f"Loss spike in step {worst.step:,}"
-        if worst.what == "loss"
+        if worst.figure == "loss"
         else f"Spike of the gradient norm in step {worst.step:,}",
         where=f"step {worst.step:,}{slot}",
         since=event.t,
@@ -284,7 +284,7 @@ def not_finite(observed: Observed) -> Iterator[Reason]:
         title=f"Step {last.step:,} is not finite: NaN or infinity",
         where=", ".join(places),
         since=event.t,
-        evidence=(last.what, *batch, *often),
+        evidence=(last.problem, *batch, *often),
         doing="the step was skipped, and changed no weight (train.on_nonfinite)"
         if last.skipped
         else "the run ended before it, with the weights of the step before saved (train.on_nonfinite)",

@@ -235,11 +235,11 @@ def throttled(observed: Observed) -> Iterator[Reason]:
         yield Reason(
             code="throttled",
             severity="warning",
-            title=f"Node {node.node} is slowed down: {node.what[0]}",
+            title=f"Node {node.node} is slowed down: {node.reasons[0]}",
             where=f"node {node.node}",
             since=node.since_s,
             evidence=(
-                *node.what[:_NAMED],
+                *node.reasons[:_NAMED],
                 f"seen in {node.looks} look{'s' * (node.looks != 1)} since then",
                 *(
                     f"its rank {rank.rank} computes {rank.slowdown:.0%} longer than its peers"

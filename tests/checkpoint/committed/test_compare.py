@@ -45,7 +45,7 @@ def test_weights_come_before_other_state_and_layers_in_their_order() -> None:
         save_by_all(tiers[-1], 1, [shards_from_whole({name: torch.full((3,), value) for name in names})])
     found = compare_step(*tiers, 1)
     assert [difference.name for difference in found] == names[2:] + names[1:2] + names[:1]
-    assert found[0].what == "3 of 3 elements differ, by up to 0.5; the first is [0]"
+    assert found[0].description == "3 of 3 elements differ, by up to 0.5; the first is [0]"
 
 
 def test_tensors_that_one_side_lacks_or_has_in_another_shape_are_named() -> None:
@@ -53,7 +53,7 @@ def test_tensors_that_one_side_lacks_or_has_in_another_shape_are_named() -> None
     for state in ({"model/a": torch.ones(2), "model/b": torch.ones(2)}, {"model/a": torch.ones(3)}):
         tiers.append(MemoryTier())
         save_by_all(tiers[-1], 1, [shards_from_whole(state)])
-    assert [(found.name, found.what) for found in compare_step(*tiers, 1)] == [
+    assert [(found.name, found.description) for found in compare_step(*tiers, 1)] == [
         ("model/a", "float32 [2] is not float32 [3]"),
         ("model/b", "only the first has it"),
     ]

@@ -86,7 +86,7 @@ def test_the_leading_machine_is_lost_and_comes_back_and_the_weights_are_those_of
     found = RunDirectory(path).finished_result()
     assert found is not None
     assert found.weights_sha256 == undisturbed["weights_sha256"]
-    assert any("leads the fleet from now on" in one.what for one in seen_in(path).happenings)
+    assert any("leads the fleet from now on" in one.text for one in seen_in(path).happenings)
 
 
 @pytest.mark.slow

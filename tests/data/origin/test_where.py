@@ -126,7 +126,7 @@ def test_a_record_outside_the_part_that_is_used_is_never_read(folder: Path) -> N
 def test_shares_and_epochs_are_those_of_the_run(folder: Path) -> None:
     stages, uses = mixture_facts(mixed(folder), read_data_index(mixed(folder).data))
     assert [(stage.first_step, stage.last_step) for stage in stages] == [(1, 20), (21, None)]
-    assert stages[0].achieved == stages[0].asked == {"a": 2 / 3, "b": 1 / 3}
+    assert stages[0].achieved == stages[0].requested == {"a": 2 / 3, "b": 1 / 3}
     assert [(use.name, use.records) for use in uses] == [("a", 128), ("b", 42)]
     assert sum(use.drawn for use in uses) == STEPS * BATCH
     (use,) = mixture_facts(alone(folder), read_data_index(alone(folder).data))[1]
@@ -138,5 +138,5 @@ def test_shares_that_no_pattern_has_are_said_beside_those_that_it_has(folder: Pa
     odd = (replace(spec.data.sources[0], weights=(1e-9,)), replace(spec.data.sources[1], weights=(1.0,)))
     spec = replace(spec, data=DataSpec(sources=odd))
     (stage,), _ = mixture_facts(spec, read_data_index(spec.data))
-    assert stage.asked["a"] == pytest.approx(1e-9)
+    assert stage.requested["a"] == pytest.approx(1e-9)
     assert stage.achieved["a"] == 2**-20

@@ -253,5 +253,5 @@ def test_a_successor_goes_on_from_what_is_left_of_the_journal(tmp_path: Path, le
     state = reign.restored.state
     assert state.phase is (FleetPhase.RUNNING if left == "whole" else FleetPhase.FORMING)
     assert state.epoch == 0
-    assert "the coordinator on 0 is lost" in state.incidents[-1].what
+    assert "the coordinator on 0 is lost" in state.incidents[-1].text
     assert reign.journal.path != journal_path(directory, 0, 1)

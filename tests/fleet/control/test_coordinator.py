@@ -231,7 +231,7 @@ def test_the_journal_alone_leads_to_the_state_that_the_coordinator_had(tmp_path:
     assert any(victim in text for text in told)  # the run's history knows what happened
     (left,) = (body for body in bodies if isinstance(body, EpochLeft))
     assert (left.epoch, victim in left.reason) == (0, True)
-    assert left.text in [one.what for one in last.happenings]
+    assert left.text in [one.text for one in last.happenings]
 
 
 def test_a_journal_that_is_none_is_refused_with_the_remedy() -> None:

@@ -72,7 +72,7 @@ def test_whichever_line_is_damaged_the_next_coordinator_asks_the_nodes_and_forms
         )
         state = make_coordinator(tmp_path)._state
         check(state, mark(state))
-        assert any(f"line {number + 1} of" in incident.what for incident in state.incidents)
+        assert any(f"line {number + 1} of" in incident.text for incident in state.incidents)
         fleet = Fleet(state.settings)
         fleet.state, fleet.now_s = state, state.now_s
         fleet.hear(m.Joined("2", 1, 1, "2", 7, meeting_points=("2:1",)))

@@ -44,7 +44,7 @@ def test_a_node_that_says_the_run_cannot_go_on_is_replaced_and_the_run_goes_on()
     fleet.park()
     assert (fleet.state.phase, quarantined(fleet)) == (FleetPhase.BINDING, {"1"})
     assert fleet.state.seats[seat] == "4"
-    assert "other data" in fleet.state.nodes["1"].why
+    assert "other data" in fleet.state.nodes["1"].reason
 
 
 def test_the_run_ends_when_a_second_node_says_the_same() -> None:
@@ -103,9 +103,9 @@ def test_a_node_whose_loss_alone_is_not_finite_is_left_out_while_the_step_is_com
     assert fleet.state.step == 5
     reach(fleet, 6)
     assert quarantined(fleet) == {victim}
-    assert any("this one was at fault" in one.what and one.node == victim for one in fleet.state.incidents)
+    assert any("this one was at fault" in one.text and one.node == victim for one in fleet.state.incidents)
     assert (
-        fleet.state.nodes[victim].why
+        fleet.state.nodes[victim].reason
         == "step 6 is finite where other nodes compute it: this one was at fault"
     )
     assert fleet.state.recoveries == 1
@@ -184,11 +184,11 @@ def test_nobody_is_found_at_fault_for_a_step_that_the_next_epoch_skips() -> None
     fleet = running()
     # A machine that was away comes back with the state of an epoch that had got further.
     held = tuple(m.RankSnapshot(4, rank, 20, "own", 1, epoch=0) for rank in range(4))
-    fleet.hear(m.Joined("9", 1, 1, "9", 7, held=held, meeting_points=("9:1",)))
+    fleet.hear(m.Joined("9", 1, 1, "9", 7, snapshots=held, meeting_points=("9:1",)))
     nan(fleet, 8, 1)
     assert fleet.state.source == RestorePoint(4, 20)
     assert quarantined(fleet) == set()
-    assert "there is no evidence against this node" in fleet.state.incidents[-1].what
+    assert "there is no evidence against this node" in fleet.state.incidents[-1].text
     reach(fleet, 21)
     assert fleet.state.doubt is None
-    assert not any("at fault" in incident.what for incident in fleet.state.incidents)
+    assert not any("at fault" in incident.text for incident in fleet.state.incidents)

@@ -136,7 +136,7 @@ def test_a_fleet_that_is_stopped_while_it_waits_has_each_state_written_once_by_a
     )
     for name, order in orders.items():
         assert (order.step, order.ranks, order.states) == (7, 4, formation.keys(4))
-        held = {held.rank for held in fleet.state.nodes[name].held if held.step == 7}
+        held = {held.rank for held in fleet.state.nodes[name].snapshots if held.step == 7}
         for rank, state in order.share:
             assert rank in held
             assert formation.key(4, rank) == state
@@ -164,9 +164,9 @@ def test_as_long_as_memory_holds_every_state_it_is_saved_by_others_and_else_the_
         else:
             fleet.join(name, incarnation=fleet.incarnation(name) + 1)
         check(fleet.state)
-    whole = {held.rank for node in fleet.state.nodes.values() if node.alive for held in node.held} >= set(
-        range(4)
-    )
+    whole = {
+        held.rank for node in fleet.state.nodes.values() if node.alive for held in node.snapshots
+    } >= set(range(4))
     assert (fleet.state.phase is FleetPhase.SAVING) == whole
     if whole:
         fleet.hear(m.DiskHolds((7,)))
@@ -228,7 +228,7 @@ def dials(
         7,
         ("rack0",),
         meeting_points=(f"{name}:1",),
-        held=held,
+        snapshots=held,
         started_as_spare=spare,
     )
 

@@ -241,7 +241,7 @@ def test_a_rollcall_does_not_stand_for_snapshots_of_another_number_of_ranks() ->
     fleet.park()
     fleet.bind()
     of_four = m.RankSnapshot(4, 2, 9, "own", epoch=0)
-    fleet.hear(m.Joined("1", 2, 1, "1", 7, ("rack1",), meeting_points=("1:1",), held=(of_four,)))
+    fleet.hear(m.Joined("1", 2, 1, "1", 7, ("rack1",), meeting_points=("1:1",), snapshots=(of_four,)))
     fleet.hear(m.Broken("0", 1, 1, 0), m.Rollcall("parked", 1, steps=(9,)))
     assert fleet.state.source == RestorePoint(3, 9)
 

@@ -167,7 +167,7 @@ def test_a_planned_end_counts_as_a_regroup_and_a_fault_as_a_recovery_and_a_try()
     assert (state.left_s, state.left_planned, state.since_s) == (3.0, True, 3.0)
     assert state.reason == "node 1: drained by the operator"
     incident = state.incidents[-1]
-    assert (incident.what, incident.ended_epoch, incident.node) == (state.reason, True, "")
+    assert (incident.text, incident.ended_epoch, incident.node) == (state.reason, True, "")
 
 
 def test_a_fault_of_a_new_epoch_before_it_trains_does_not_move_the_time_at_which_training_ended() -> None:
@@ -229,8 +229,8 @@ def test_a_fleet_that_waits_says_so_once() -> None:
     fleet.park()
     fleet.hear(m.Tick(), m.Tick(), after_s=1.0)
     assert (fleet.state.phase, phase_deadline_s(fleet.state)) == (FleetPhase.WAITING, None)
-    waits = [incident for incident in fleet.state.incidents if "waits" in incident.what]
-    assert [(incident.what, incident.at_s) for incident in waits] == [
+    waits = [incident for incident in fleet.state.incidents if "waits" in incident.text]
+    assert [(incident.text, incident.at_s) for incident in waits] == [
         (
             "too few nodes: the fleet waits; the memory of their agents and the newest checkpoint hold its state",
             0.0,
@@ -290,10 +290,10 @@ def test_failures_outside_of_the_window_are_forgotten() -> None:
         assert len(fleet.state.nodes["4"].strikes) == kept
     node = fleet.state.nodes["4"]
     assert node.eligibility is Eligibility.QUARANTINED
-    assert node.why == "worker 0 exited with code -9; 2 failures within 100 s: quarantined"
+    assert node.reason == "worker 0 exited with code -9; 2 failures within 100 s: quarantined"
     fleet.hear(m.WorkerExited("4", 1, m.NO_EPOCH, 0, -9), after_s=1.0)
     node = fleet.state.nodes["4"]
-    assert (node.strikes, node.why) == ((199.0, 200.0), "worker 0 exited with code -9")
+    assert (node.strikes, node.reason) == ((199.0, 200.0), "worker 0 exited with code -9")
 
 
 def test_a_drained_node_that_fails_often_stays_drained() -> None:
@@ -310,9 +310,9 @@ def test_nothing_of_a_lost_node_counts_any_more() -> None:
     assert fleet.state.copies
     said = fleet.hear(m.Disconnected("1", 1))
     node = fleet.state.nodes["1"]
-    assert (node.alive, node.meeting_points, node.held) == (False, (), ())
+    assert (node.alive, node.meeting_points, node.snapshots) == (False, (), ())
     assert (fleet.state.copies, fleet.state.suspects, fleet.state.silent) == ({}, {}, set())
-    assert said == [("1", c.Fence(node.why, 1))]
+    assert said == [("1", c.Fence(node.reason, 1))]
     fleet = running()
     fleet.hear(m.Broken("0", 1, 0, 0), m.Disconnected("1", 1))
     assert "1" not in fleet.state.awaiting
@@ -326,7 +326,7 @@ def test_a_lease_runs_out_after_its_time_and_no_sooner() -> None:
     fleet.hear(m.Tick(), after_s=4.75)
     assert fleet.state.nodes["4"].alive
     fleet.hear(m.Tick(), after_s=0.25)
-    assert fleet.state.nodes["4"].why == "it fell silent 15.0 s ago"
+    assert fleet.state.nodes["4"].reason == "it fell silent 15.0 s ago"
     assert [node.alive for node in fleet.state.nodes.values()] == [True] * 4 + [False]
     assert fleet.state.next_lease_s == 25.0
     fleet.now_s = 40.0
@@ -342,7 +342,7 @@ def test_a_broken_connection_is_given_its_time_and_no_more() -> None:
     fleet.hear(m.Tick(), after_s=1.75)
     assert fleet.state.nodes["4"].alive
     fleet.hear(m.Tick(), after_s=0.25)
-    assert fleet.state.nodes["4"].why == "its connection broke 2.0 s ago"
+    assert fleet.state.nodes["4"].reason == "its connection broke 2.0 s ago"
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_whoever_does_not_leave_in_time_is_lost() -> None:
     fleet.hear(m.Tick(), after_s=14.75)
     assert fleet.state.nodes["1"].alive
     fleet.hear(m.Tick(), after_s=0.25)
-    assert fleet.state.nodes["1"].why == "it did not leave epoch 0"
+    assert fleet.state.nodes["1"].reason == "it did not leave epoch 0"
     assert fleet.state.epoch == 1
 
 
@@ -418,7 +418,7 @@ def test_a_minority_that_does_not_bind_is_blamed_and_a_half_is_not() -> None:
         fleet.hear(m.Tick(), after_s=30.0)
         assert fleet.state.reason == "epoch 0 was not bound within 30 s"
         assert len(fleet.state.nodes["1"].strikes) == strikes
-        assert fleet.state.nodes["1"].why == ("it did not bind epoch 0" if strikes else "")
+        assert fleet.state.nodes["1"].reason == ("it did not bind epoch 0" if strikes else "")
 
 
 def test_without_a_step_the_members_are_asked_and_after_twice_that_time_the_epoch_ends() -> None:

@@ -74,7 +74,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_known_to_be_unfit_without_wai
     assert fleet.state.phase is FleetPhase.FORMING
     fleet.hear(m.Suspect("2", "health", "memory: 3 words"))
     assert fleet.state.seats == ["0", "1"]
-    assert fleet.state.nodes["2"].why == "health: memory: 3 words"
+    assert fleet.state.nodes["2"].reason == "health: memory: 3 words"
 
 
 def test_without_a_spare_the_fleet_shrinks_at_once_and_grows_when_the_node_is_back() -> None:
@@ -141,6 +141,6 @@ def test_all_members_of_an_epoch_are_told_the_number_under_which_they_write() ->
 def test_no_epoch_has_the_number_of_one_whose_snapshots_an_agent_brings_along() -> None:
     fleet = Fleet(settings(1))
     held = (m.RankSnapshot(1, 0, 20, "own", epoch=3),)
-    fleet.hear(m.Joined("0", 1, 1, "0", 7, held=held, meeting_points=("0:1",)))
+    fleet.hear(m.Joined("0", 1, 1, "0", 7, snapshots=held, meeting_points=("0:1",)))
     assert fleet.state.epoch == 4
     assert fleet.state.step == 20

@@ -27,7 +27,7 @@ def test_who_a_hanging_fleet_waits_for_is_replaced_at_once() -> None:
     fleet.hear(m.Diagnosed(0, "rank 2: all_reduce number 7", (2,)))
     assert c.KillWorker(0) in fleet.told(culprit)
     assert {name for name, command in fleet.said if isinstance(command, c.Park)} == set(fleet.state.seats)
-    assert any("all_reduce number 7" in incident.what for incident in fleet.state.incidents)
+    assert any("all_reduce number 7" in incident.text for incident in fleet.state.incidents)
     fleet.hear(m.WorkerExited(culprit, 1, 0, 0, -9))
     assert len(fleet.state.nodes[culprit].strikes) == 1, "the death that was ordered is no second failure"
     fleet.park(culprit)
@@ -47,7 +47,7 @@ def test_a_doubtful_diagnosis_is_told_and_the_epoch_ends_by_the_clock(
     fleet.state.settings = structs.replace(fleet.state.settings, formation=formation)
     fleet.hear(m.Diagnosed(0, "all wait", ranks))
     assert (fleet.said, fleet.state.phase) == ([], FleetPhase.RUNNING)
-    assert fleet.state.incidents[-1].what == "epoch 0 hangs: all wait"
+    assert fleet.state.incidents[-1].text == "epoch 0 hangs: all wait"
     fleet.hear(m.Tick(), after_s=20.0)
     assert fleet.state.phase is FleetPhase.PARKING
 
@@ -59,7 +59,7 @@ def test_a_fleet_that_waits_for_an_object_store_does_not_hang() -> None:
         waits = m.Heartbeat(first, 1, 0, m.NO_STEP, m.WorkerPhase.BOUND, float(waiting_s))
         fleet.hear(waits, m.Tick(), after_s=5.0)
         assert fleet.said == []
-    told = [incident.what for incident in fleet.state.incidents if "samples" in incident.what]
+    told = [incident.text for incident in fleet.state.incidents if "samples" in incident.text]
     assert told == ["has waited 30 s for samples from an object store"]
     fleet.hear(m.Heartbeat(first, 1, 0, m.NO_STEP, m.WorkerPhase.BOUND), m.Tick(), after_s=21.0)
     assert fleet.told(first) == [c.Diagnose(0, 21.0)], "it waits no more, and still no step has ended"
@@ -78,7 +78,7 @@ def test_waiting_is_told_once_a_step() -> None:
     first, *_ = fleet.state.seats
     for step in (0, 0, 1, 1):
         fleet.hear(m.Heartbeat(first, 1, 0, step, m.WorkerPhase.BOUND, 40.0))
-    assert sum("samples" in incident.what for incident in fleet.state.incidents) == 2
+    assert sum("samples" in incident.text for incident in fleet.state.incidents) == 2
 
 
 def test_a_diagnosis_that_comes_after_a_step_or_an_epoch_changes_nothing() -> None:

@@ -35,7 +35,7 @@ def check_asks_everybody(state: FleetState) -> None:
     check(state)
     assert (state.phase, state.seats, state.tries) == (FleetPhase.FORMING, [], 1)
     assert all(node.engaged for node in state.nodes.values())
-    assert any("contradicted itself" in incident.what for incident in state.incidents)
+    assert any("contradicted itself" in incident.text for incident in state.incidents)
 
 
 def test_a_last_batch_on_which_the_core_raises_leads_to_a_rebuilt_state() -> None:

@@ -35,7 +35,7 @@ def test_a_join_says_all_that_is_known_of_a_new_node() -> None:
         m.Joined("9", 3, 1, "host9", 17, ("rack1",), held, meeting_points=("9:1",), started_as_spare=True)
     )
     assert fleet.state.nodes["9"] == Node(
-        "9", 3, 1, "host9", 17, ("rack1",), meeting_points=("9:1",), started_as_spare=True, held=held
+        "9", 3, 1, "host9", 17, ("rack1",), meeting_points=("9:1",), started_as_spare=True, snapshots=held
     )
     assert "9" in fleet.state.spares
 
@@ -49,7 +49,7 @@ def test_an_agent_that_joins_again_keeps_its_seat_and_its_record(incarnation: in
     after = fleet.state.nodes["1"]
     assert (after.seat, after.eligibility) == (before.seat, Eligibility.DRAINED)
     assert after.strikes[:1] == before.strikes != ()
-    assert after.why == (before.why if incarnation == 1 else "its agent was started again")
+    assert after.reason == (before.reason if incarnation == 1 else "its agent was started again")
 
 
 def test_only_the_present_incarnation_is_believed_and_others_are_answered_by_what_they_lack() -> None:
@@ -79,7 +79,7 @@ def test_a_broken_connection_is_no_sign_of_life_and_a_second_one_buys_no_time() 
     fleet = running(confirm_s=2.0)
     fleet.hear(m.Disconnected("4", 1))
     fleet.hear(m.Disconnected("4", 1), after_s=1.5)
-    assert fleet.state.heard["4"] == 0.0
+    assert fleet.state.last_seen_s["4"] == 0.0
     fleet.hear(m.Tick(), after_s=0.5)
     assert not fleet.state.nodes["4"].alive
 
@@ -89,7 +89,7 @@ def test_every_report_is_a_sign_of_life_and_ends_the_doubt_about_a_connection() 
         fleet = running()
         fleet.hear(m.Disconnected("4", 1))
         fleet.hear(event, after_s=1.0)
-        assert (fleet.state.suspects, fleet.state.heard["4"]) == ({}, 1.0)
+        assert (fleet.state.suspects, fleet.state.last_seen_s["4"]) == ({}, 1.0)
 
 
 def test_events_that_are_folded_count_like_single_ones() -> None:
@@ -103,7 +103,7 @@ def test_when_the_run_is_over_whoever_joins_is_told_and_nothing_else_counts() ->
     fleet = running()
     fleet.hear(m.RunFinished(0, '{"step": 9}'))
     assert (fleet.state.reason, fleet.state.result_json) == ("all steps are done", '{"step": 9}')
-    assert fleet.state.incidents[-1].what == "finished: all steps are done"
+    assert fleet.state.incidents[-1].text == "finished: all steps are done"
     assert fleet.hear(m.Joined("9", 1, 1, "9", 7)) == [("9", c.Shutdown("all steps are done"))]
     assert fleet.hear(m.Broken("0", 1, 0, 0), m.Folded((m.Drain("1"),))) == []
     assert (fleet.state.stale, "9" in fleet.state.nodes) == (0, False)
@@ -125,7 +125,7 @@ def test_a_node_whose_workers_are_not_warm_takes_no_rank_until_it_says_that_they
     assert fleet.state.spares == {"0"}
     fleet.hear(m.Heartbeat("0", 1, m.NO_EPOCH, -1, m.WorkerPhase.COLD))
     assert not fleet.state.spares
-    assert fleet.state.nodes["0"].why == "its workers are not warm"
+    assert fleet.state.nodes["0"].reason == "its workers are not warm"
     assert fleet.hear(m.Heartbeat("0", 1, m.NO_EPOCH, -1, m.WorkerPhase.COLD)) == []
     said = fleet.hear(m.Heartbeat("0", 1, m.NO_EPOCH, -1, m.WorkerPhase.WARM))
     assert said == [("0", c.TellAll())], "where its workers can be met was forgotten"
@@ -156,12 +156,14 @@ def test_a_spare_that_claims_to_train_moves_no_step_and_is_called_back() -> None
 def test_a_successor_counts_the_snapshots_that_a_node_took_before_it_left_and_could_not_say() -> None:
     fleet = Fleet(settings(1))
     fleet.state.epoch, fleet.state.phase = 1, FleetPhase.FORMING
-    fleet.hear(m.Joined("0", 1, 1, "0", 7, held=(copy_of(4),), epoch=1, bound=True, meeting_points=("0:1",)))
+    fleet.hear(
+        m.Joined("0", 1, 1, "0", 7, snapshots=(copy_of(4),), epoch=1, bound=True, meeting_points=("0:1",))
+    )
     # It leaves epoch 1 after step 5, its Parked is lost, and so is the answer to its heartbeat at first.
     for _ in range(2):
         assert fleet.hear(m.Heartbeat("0", 1, m.NO_EPOCH, 5, m.WorkerPhase.WARM)) == [("0", c.TellAll())]
     assert fleet.state.phase is FleetPhase.FORMING
-    fleet.hear(m.Joined("0", 1, 1, "0", 7, held=(copy_of(4), copy_of(5)), meeting_points=("0:1",)))
+    fleet.hear(m.Joined("0", 1, 1, "0", 7, snapshots=(copy_of(4), copy_of(5)), meeting_points=("0:1",)))
     assert fleet.state.source == RestorePoint(1, 5)
 
 
@@ -218,9 +220,9 @@ def test_a_worker_that_fails_twice_without_having_been_warm_in_between_has_faile
     fleet = running()
     fleet.hear(m.WorkerHung("4", 1, m.NO_EPOCH, 0, 3.25), m.WorkerExited("4", 1, m.NO_EPOCH, 0, -9))
     node = fleet.state.nodes["4"]
-    assert (node.why, len(node.strikes)) == ("worker 0 hung, silent for 3.2 s", 1)
+    assert (node.reason, len(node.strikes)) == ("worker 0 hung, silent for 3.2 s", 1)
     assert fleet.state.stale == 1
-    assert [incident.what for incident in fleet.state.incidents] == [node.why]
+    assert [incident.text for incident in fleet.state.incidents] == [node.reason]
 
 
 def test_an_innocent_worker_is_noted_and_must_be_warm_again() -> None:
@@ -228,13 +230,13 @@ def test_an_innocent_worker_is_noted_and_must_be_warm_again() -> None:
     fleet.hear(m.WorkerExited("4", 1, m.NO_EPOCH, 0, -9, "killed", innocent=True))
     node = fleet.state.nodes["4"]
     assert (node.strikes, node.meeting_points) == ((), ())
-    assert node.why == fleet.state.incidents[-1].what == "worker 0 exited with code -9: killed"
+    assert node.reason == fleet.state.incidents[-1].text == "worker 0 exited with code -9: killed"
 
 
 def test_long_texts_of_workers_are_cut() -> None:
     fleet = running()
     fleet.hear(m.WorkerExited("4", 1, m.NO_EPOCH, 0, 1, "x" * 300))
-    assert fleet.state.nodes["4"].why.count("x") == 200 + 1, "one is in 'exited'"
+    assert fleet.state.nodes["4"].reason.count("x") == 200 + 1, "one is in 'exited'"
     fleet.hear(m.Broken("0", 1, 0, 0, "y" * 300))
     assert fleet.state.reason == "node 0, worker 0: " + "y" * 200
 
@@ -249,7 +251,7 @@ def test_once_a_collective_has_broken_a_broken_connection_is_proof_against_membe
     fleet = running()
     fleet.hear(m.Broken("0", 1, 0, 0), m.Disconnected("1", 1), m.Disconnected("4", 1))
     assert [fleet.state.nodes[name].alive for name in "14"] == [False, True]
-    assert fleet.state.nodes["1"].why == "its connection and a collective broke"
+    assert fleet.state.nodes["1"].reason == "its connection and a collective broke"
     assert list(fleet.state.suspects) == ["4"]
 
 
@@ -317,22 +319,22 @@ def test_the_nodes_of_ranks_that_computed_wrongly_are_each_named_once() -> None:
         Eligibility.GOOD,
         Eligibility.QUARANTINED,
     ]
-    assert [incident.what for incident in fleet.state.incidents][:1] == ["health: memory"]
+    assert [incident.text for incident in fleet.state.incidents][:1] == ["health: memory"]
     assert fleet.state.stale == 0
     fleet.hear(m.Suspect("0", "health", "memory", epoch=3, ranks=(0,)))
     assert fleet.state.stale == 1
     fleet.hear(m.Suspect("1", "health", "again"))
-    assert (fleet.state.stale, fleet.state.nodes["1"].why) == (2, "health: memory")
+    assert (fleet.state.stale, fleet.state.nodes["1"].reason) == (2, "health: memory")
 
 
 def test_a_slow_member_without_a_spare_is_noted_and_a_slow_spare_is_quarantined() -> None:
     fleet = running(spares=0)
     fleet.hear(m.Suspect("1", "straggler", "z" * 300))
-    assert fleet.state.incidents[-1].what == "slow, and no spare to take its place: " + "z" * 200
+    assert fleet.state.incidents[-1].text == "slow, and no spare to take its place: " + "z" * 200
     assert fleet.state.nodes["1"].eligibility is Eligibility.GOOD
     fleet.hear(m.Joined("8", 1, 1, "8", 7, meeting_points=("",)), m.Suspect("8", "straggler", "z" * 300))
     assert fleet.state.nodes["8"].eligibility is Eligibility.QUARANTINED
-    assert fleet.state.nodes["8"].why == fleet.state.incidents[-1].what == "straggler: " + "z" * 200
+    assert fleet.state.nodes["8"].reason == fleet.state.incidents[-1].text == "straggler: " + "z" * 200
 
 
 # --- operators ----------------------------------------------------------------------------------------
@@ -341,11 +343,11 @@ def test_a_slow_member_without_a_spare_is_noted_and_a_slow_spare_is_quarantined(
 def test_a_node_is_drained_once_and_admitted_with_a_clean_record() -> None:
     fleet = running()
     fleet.hear(m.WorkerExited("4", 1, m.NO_EPOCH, 0, -9), m.Drain("4"), m.Drain("4"))
-    assert (fleet.state.stale, fleet.state.nodes["4"].why) == (1, "drained by the operator")
+    assert (fleet.state.stale, fleet.state.nodes["4"].reason) == (1, "drained by the operator")
     fleet.hear(m.Admit("4"))
     node = fleet.state.nodes["4"]
-    assert (node.eligibility, node.why, node.strikes) == (Eligibility.GOOD, "", ())
-    assert [incident.what for incident in fleet.state.incidents[-2:]] == [
+    assert (node.eligibility, node.reason, node.strikes) == (Eligibility.GOOD, "", ())
+    assert [incident.text for incident in fleet.state.incidents[-2:]] == [
         "drained by the operator",
         "admitted by the operator",
     ]
@@ -402,7 +404,7 @@ def test_half_of_the_ranks_may_be_found_hanging_and_ranks_that_do_not_exist_are_
     culprits = fleet.state.seats[:2]
     killed = [name for name, command in fleet.said if isinstance(command, c.KillWorker)]
     assert killed == culprits
-    assert all(fleet.state.nodes[name].why == "hangs: " + "w" * 200 for name in culprits)
+    assert all(fleet.state.nodes[name].reason == "hangs: " + "w" * 200 for name in culprits)
     assert all(not fleet.state.nodes[name].warm for name in culprits)
 
 

@@ -73,7 +73,7 @@ def test_memory_of_a_node_that_is_leaving_still_serves_when_another_fails() -> N
     fleet.hear(m.Disconnected("0", 1))
     fleet.hear(m.Broken("1", 1, fleet.state.epoch, 0))
     for name in sorted(fleet.state.awaiting):  # no step was completed, so they hold what they held
-        held = fleet.state.nodes[name].held
+        held = fleet.state.nodes[name].snapshots
         fleet.hear(m.Parked(name, 1, fleet.state.epoch, (f"{name}:1",), held))
     assert (fleet.state.ranks, fleet.state.source) == (2, RestorePoint(4, 5))
 
@@ -127,7 +127,7 @@ def test_what_was_given_back_can_come_again() -> None:
     assert given_back(fleet) == gone[:1]
     fleet.hear(m.Enlarge(4, 4, fleet.state.settings.formation.legal))
     fleet.join(*gone, incarnation=2)
-    assert {fleet.state.nodes[name].why for name in gone} == {""}
+    assert {fleet.state.nodes[name].reason for name in gone} == {""}
     fleet.hear(m.Tick(), after_s=31.0)
     fleet.park(step=9)
     assert (fleet.state.ranks, sorted(fleet.state.seats)) == (4, ["0", "1", "2", "3"])

@@ -127,7 +127,7 @@ def test_a_contradictory_state_leads_to_a_new_epoch_from_memory(how: Callable[[F
     fleet.bind()
     check(fleet.state)
     assert fleet.state.phase is FleetPhase.RUNNING
-    assert any("contradicted itself" in incident.what for incident in fleet.state.incidents)
+    assert any("contradicted itself" in incident.text for incident in fleet.state.incidents)
 
 
 def test_nobody_gets_a_rank_before_it_has_said_that_it_is_in_no_epoch() -> None:

@@ -12,7 +12,7 @@ from phalanx.fleet.core.state import FleetPhase, node_called
 def test_what_an_operator_asked_for_is_no_warning() -> None:
     fleet = running()
     fleet.hear(m.Drain("1"))
-    told = next(one for one in fleet.state.incidents if one.what == "drained by the operator")
+    told = next(one for one in fleet.state.incidents if one.text == "drained by the operator")
     assert told.level == "info"
 
 

@@ -237,7 +237,10 @@ def test_a_node_that_fails_its_checks_is_not_offered_and_a_spare_takes_its_place
         seen = fleet.held(HELD)
         assert holders(seen) == ["node-0", "node-2"]
         unfit = member(seen, "node-1")
-        assert (unfit.role, unfit.why) == ("quarantined", "health: gpu: a GPU does not answer: GPU is lost")
+        assert (unfit.role, unfit.reason) == (
+            "quarantined",
+            "health: gpu: a GPU does not answer: GPU is lost",
+        )
         assert ends_well(fleet).recoveries == 0
 
 
@@ -256,7 +259,7 @@ def test_a_node_whose_worker_died_is_checked_before_it_is_offered_again(tmp_path
         mark.touch()
         os.kill(fleet.workers(victim)[0], signal.SIGKILL)
         seen = fleet.until(lambda seen: member(seen, victim).role == "quarantined")
-        assert member(seen, victim).why == "health: worker 0: memory: 3 words read back wrongly"
+        assert member(seen, victim).reason == "health: worker 0: memory: 3 words read back wrongly"
         seen = fleet.held(HELD, epoch=1)
         assert victim not in holders(seen)
         mark.unlink()

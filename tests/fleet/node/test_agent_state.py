@@ -227,7 +227,7 @@ def test_an_expelled_agent_kills_its_workers_and_comes_back_as_another() -> None
     (joined,) = said(actions)
     assert isinstance(joined, m.Joined)
     assert joined.incarnation > 5
-    assert (joined.epoch, joined.held, joined.meeting_points) == (m.NO_EPOCH, (HOLDING,), ("", ""))
+    assert (joined.epoch, joined.snapshots, joined.meeting_points) == (m.NO_EPOCH, (HOLDING,), ("", ""))
     assert state.on_worker_message(0, wl.TrainingFinished(4, "{}"), 0.0, 0.0) == []  # it was fenced
     assert state.on_command(c.Fence("too late", 5), 0.0, 100.0) == []  # that was the one before
     assert said(state.on_exit(0, -9, "", 0.0)) == []

@@ -198,7 +198,7 @@ def waiting(*roles: str) -> FleetFile:
     state = initial_state(CoreSettings(Formation(1, (1, 2)), wanted_nodes=2), 0.0)
     file = fleet_file(state, "run", "127.0.0.1:1", first_claim(state, "", "x"), frozenset(), Counter(), 0)
     members = tuple(
-        Member(f"node-{n}", role, "h", why="3 failures" if role == "quarantined" else "")
+        Member(f"node-{n}", role, "h", reason="3 failures" if role == "quarantined" else "")
         for n, role in enumerate(roles)
     )
     return msgspec.structs.replace(file, members=members, phase=FleetPhase.WAITING)

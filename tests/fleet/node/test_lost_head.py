@@ -107,7 +107,7 @@ def test_a_lost_head_is_succeeded_while_the_fleet_trains_and_the_run_ends_as_if_
         assert all(set(before[node]) <= set(fleet.workers(node)) for node in NODES[1:])
         fleet.hold_at(None)
         seen = ends_well(fleet)
-        assert any("leads the fleet from now on" in happening.what for happening in seen.happenings)
+        assert any("leads the fleet from now on" in happening.text for happening in seen.happenings)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ def test_a_candidate_without_a_majority_yields_to_a_coordinator_that_is_started_
                 file.restarts == 1 and any(one.attached for one in file.members if one.name == "node-1")
             )
         )
-        assert not any("node-1" in one.node and "silent" in one.what for one in seen.happenings)
+        assert not any("node-1" in one.node and "silent" in one.text for one in seen.happenings)
         fleet.hold_at(None)
         ends_well(fleet)
 

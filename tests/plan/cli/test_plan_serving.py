@@ -1,4 +1,4 @@
-"""``phalanx plan --serve`` as a user types it."""
+"""``phalanx plan serve`` as a user types it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_table_fits_80_columns() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "--serve needs --traffic"),
+        ([], "serve needs --traffic"),
         (["--traffic", "in=2000,out=500,rate=fast"], "--traffic rate=fast"),
         (["--traffic", "in=2000,out=500", "--slo", "tpot=50"], "--slo tpot=50"),
         (["--traffic", "in=2000,out=500,rate=1e6", "--slo", "tpot=50ms"], "the nearest"),

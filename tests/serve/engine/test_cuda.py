@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from model.initialized import initialized
 from phalanx.model.transformer import Transformer
@@ -78,7 +79,7 @@ def require_alike(found: list[EngineOutput], expected: list[EngineOutput], toler
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_gives_the_text_that_the_cpu_gives(kind: str) -> None:
     model = built(kind)
-    asked = [replace(one, sampling=OPTIONS[0]) for one in texts()]
+    asked = [structs.replace(one, sampling=OPTIONS[0]) for one in texts()]
     expected = run(engine(model), asked)
     found = run(engine(copy.deepcopy(model).to(GPU)), asked)
     for request in asked:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from model.initialized import initialized
 from phalanx.model.transformer import Transformer
@@ -318,7 +319,10 @@ def test_decoding_with_fast_numerics_expands_no_latent_of_the_text_and_tells_the
 
 def test_a_prefix_that_is_held_is_not_computed_again_and_changes_no_bit() -> None:
     model = built("dense")
-    first, second = asked(1, prompt(5, 140)), replace(asked(3, prompt(5, 140)), sampling=Sampling(seed=1))
+    first, second = (
+        asked(1, prompt(5, 140)),
+        structs.replace(asked(3, prompt(5, 140)), sampling=Sampling(seed=1)),
+    )
     served = engine(model)
     before, after = run(served, [first])["r1"], run(served, [second])["r3"]
     assert served.statistics().cached_tokens == 128
@@ -332,7 +336,7 @@ def test_a_prefix_that_is_held_is_not_computed_again_and_changes_no_bit() -> Non
 def test_a_request_that_goes_on_elsewhere_gets_the_same_tokens() -> None:
     model = built("dense")
     whole = [one for one in run(engine(model), [asked(1, prompt(5, 70))])["r1"] if isinstance(one, Token)]
-    moved = replace(asked(1, prompt(5, 70)), told=tuple(token.id for token in whole[:4]))
+    moved = structs.replace(asked(1, prompt(5, 70)), generated=tuple(token.id for token in whole[:4]))
     assert [one for one in run(engine(model), [moved])["r1"] if isinstance(one, Token)] == whole[4:]
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from phalanx.model.transformer import Transformer
 from phalanx.run.kinds.whole_model import resolve
@@ -79,7 +80,7 @@ def test_stages_tell_what_one_process_tells_by_bits(tmp_path: Path, kind: str, s
     asked = requests(4)
     assert run_all(paged(parted), asked) == run_all(paged(whole), asked)
     # Of this one all pages are held.
-    again = [replace(asked[-1], id="again", sampling=Sampling(seed=9))]
+    again = [structs.replace(asked[-1], id="again", sampling=Sampling(seed=9))]
     assert run_all(paged(parted), again) == run_all(paged(whole), again)
     assert paged(parted).statistics().cached_tokens == paged(whole).statistics().cached_tokens > 0
 
@@ -89,7 +90,7 @@ def test_texts_that_give_up_their_pages_and_pages_that_come_from_others_have_the
 ) -> None:
     run = make_run(tmp_path / "run", KINDS["dense"], seq_len=192)
     whole = paged(open_engine(served(run)))
-    asked = [replace(one, prompt_logprobs=False) for one in requests(5)]
+    asked = [structs.replace(one, prompt_logprobs=False) for one in requests(5)]
     expected = run_all(whole, asked)
     # A page of two of five layers, and as much again for the text's own, is what a process holds: five of them.
     page = whole.page_bytes * 2 // 5
@@ -178,7 +179,7 @@ def test_processes_that_share_each_layer_tell_what_one_tells_by_bits(
     assert parted.identity == whole.identity
     asked = requests(4)
     assert run_all(paged(parted), asked) == run_all(paged(whole), asked)
-    again = [replace(asked[-1], id="again", sampling=Sampling(seed=9))]  # all its pages are held
+    again = [structs.replace(asked[-1], id="again", sampling=Sampling(seed=9))]  # all its pages are held
     assert run_all(paged(parted), again) == run_all(paged(whole), again)
     assert paged(parted).statistics().cached_tokens == paged(whole).statistics().cached_tokens > 0
 
@@ -188,7 +189,7 @@ def test_processes_that_share_each_layer_tell_what_one_tells_by_bits(
 def test_shares_of_pages_come_back_in_the_place_of_those_given_up(tmp_path: Path, kind: str) -> None:
     run = make_run(tmp_path / "run", KINDS[kind], seq_len=192)
     whole = paged(open_engine(served(run)))
-    asked = [replace(one, prompt_logprobs=False) for one in requests(4)]
+    asked = [structs.replace(one, prompt_logprobs=False) for one in requests(4)]
     expected = run_all(whole, asked)
     part = whole.page_bytes // (2 if kind == "dense" else 1)  # latents are whole in each process
     crowded = paged(shared(run, 2, memory_bytes=4 * 2 * part))
@@ -214,7 +215,7 @@ def test_pages_go_between_any_divisions_of_a_model_with_the_bits_of_one_process(
 ) -> None:
     spec = resolve(replace(KINDS[kind], head_dim=32)) if "kept" in options else KINDS[kind]
     run = make_run(tmp_path / "run", spec, seq_len=192)
-    (asked,) = [replace(one, prompt_logprobs=False) for one in requests(5)[-1:]]
+    (asked,) = [structs.replace(one, prompt_logprobs=False) for one in requests(5)[-1:]]
     engines = [
         paged(opened)
         for opened in (
@@ -235,7 +236,7 @@ def test_pages_go_between_any_divisions_of_a_model_with_the_bits_of_one_process(
         if "kept" not in options:
             assert told == first
         assert taker.statistics().cached_tokens == len(names) * 64
-    other = replace(asked, id="other", prompt=asked.prompt[::-1])
+    other = structs.replace(asked, id="other", prompt=asked.prompt[::-1])
     names = page_names(other.prompt, engines[0].root)
     told = run_all(engines[1], [other])["other"][:-1]
     give(engines[1], engines[0], names)
@@ -285,7 +286,7 @@ def test_steps_of_other_texts_are_computed_while_one_is_with_a_later_stage(
         return compute(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(far_part.FarPart, "_compute", waiting)
-    asked = [replace(one, prompt_logprobs=False) for one in requests(2)]
+    asked = [structs.replace(one, prompt_logprobs=False) for one in requests(2)]
     for one in asked:
         engine.submit(one)
     assert engine.step() == []  # the first text is with the other stage, and stays there
@@ -349,5 +350,5 @@ def test_a_step_that_fails_in_a_stage_changes_nothing_of_the_texts_after_it(
             run_all(engine, [first])
     engine.cancel(first.id)
     engine.step()
-    told = run_all(engine, [replace(second, id="again")])["again"]
+    told = run_all(engine, [structs.replace(second, id="again")])["again"]
     assert [replace(one, request=second.id) for one in told][:-1] == expected[second.id][:-1]

@@ -15,7 +15,7 @@ from phalanx_serve.traffic.simulated_world import check
 SAME = e.WorkerIdentity("weights", "numerics")
 WORKERS, LIVES, JOBS = st.integers(0, 3), st.integers(1, 3), st.integers(1, 12)
 REQUESTS = st.builds(
-    Request, st.sampled_from("abc"), st.just(tuple(range(130))), st.integers(1, 3), told=st.just(())
+    Request, st.sampled_from("abc"), st.just(tuple(range(130))), st.integers(1, 3), generated=st.just(())
 )
 TOLD = st.one_of(
     st.builds(Token, st.just(""), st.integers(0, 3), st.integers(0, 9)),
@@ -72,7 +72,7 @@ def test_a_prompt_is_computed_by_the_prefill_worker_and_its_pages_are_pulled_by_
     state, commands = step(state, e.OutputReceived(0, 1, run.job, Ended("", "length")), 0.1)
     (then,) = runs(commands)
     assert (then.worker, then.source, then.source_job, len(then.pages)) == (1, 0, run.job, 3)
-    assert (then.request.told, then.request.max_tokens) == ((7,), 5)
+    assert (then.request.generated, then.request.max_tokens) == ((7,), 5)
 
 
 def test_a_dead_workers_request_goes_on_elsewhere_with_the_tokens_that_left() -> None:
@@ -82,7 +82,7 @@ def test_a_dead_workers_request_goes_on_elsewhere_with_the_tokens_that_left() ->
     state, _ = step(state, e.OutputReceived(0, 1, first.job, Token("", 0, 7)), 0.1)
     state, commands = step(state, e.Left(0, 1), 0.2)
     (run,) = runs(commands)
-    assert (run.worker, run.request.told) == (1, (7,))
+    assert (run.worker, run.request.generated) == (1, (7,))
     _, commands = step(state, e.OutputReceived(0, 1, first.job, Token("", 1, 8)), 0.3)
     assert commands == []
 

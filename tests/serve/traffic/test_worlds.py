@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from phalanx_serve.traffic import dispatch, journal
 from phalanx_serve.traffic.simulated_world import Load, RouterInvariantError, run_seed
@@ -39,7 +40,7 @@ def test_arrivals_may_come_from_a_trace() -> None:
 def forget_told(original: Callable[..., Any]) -> Callable[..., Any]:
     def remaining_request(entry: journal.Entry) -> Any:
         request = original(entry)
-        return replace(request, told=request.told[:-1])
+        return structs.replace(request, generated=request.generated[:-1])
 
     return remaining_request
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import structs
 
 from model.initialized import initialized
 from phalanx.model.transformer import Transformer
@@ -258,7 +259,7 @@ def test_workers_that_change_sides_at_any_time_change_no_token() -> None:
         for name, one in told.items():
             assert words(heard(one)) == words(right[name])
         assert [worker.role for worker in pool.workers.values()].count("prefill") == 3
-        again = [replace(one, id=f"again {one.id}") for one in asked]
+        again = [structs.replace(one, id=f"again {one.id}") for one in asked]
         told = served.submit_at_once(again)
         for number in (draw.randrange(5) for _ in range(20)):
             served.turn(number, draw.choice(["prefill", "decode", "both"]))
@@ -295,7 +296,7 @@ def test_a_decode_worker_pulls_the_pages_of_a_prompt_or_computes_them_and_the_te
         monkeypatch.setattr(page_client, "fast_digest", lambda _: b"another")
     model = built()
     (request,) = [request for request in requests() if len(request.prompt) == 260]
-    asked = [request, replace(request, id="backwards", prompt=request.prompt[::-1])]
+    asked = [request, structs.replace(request, id="backwards", prompt=request.prompt[::-1])]
     right = alone(model, asked)
     with fleet(model, "prefill", "decode", pages="socket" if trouble == "only sockets" else "auto") as served:
         for one in asked:

@@ -25,7 +25,7 @@ def now(**changed: object) -> RunEnvironment:
 
 
 def found(**changed: object) -> list[tuple[str, str]]:
-    return [(one.what, one.weight) for one in changes(THEN, now(**changed))]
+    return [(one.name, one.weight) for one in changes(THEN, now(**changed))]
 
 
 def test_where_nothing_has_changed_nothing_is_said() -> None:

@@ -304,9 +304,9 @@ def test_a_whole_fleet_has_nothing_wrong(run: Watched) -> None:
 
 
 def test_a_lost_node_is_named_and_so_are_spares_that_are_used_up(run: Watched) -> None:
-    lost = Member("node-1", "lost", "host-1", why="no heartbeat for 15 s")
+    lost = Member("node-1", "lost", "host-1", reason="no heartbeat for 15 s")
     members = (member("node-0", 0), member("node-2", 1), lost)
-    told = (happening(run.t - 5, "node-1", lost.why),)
+    told = (happening(run.t - 5, "node-1", lost.reason),)
     found = run.reasons(spec=FLEET, fleet=fleet_file(run.t, members=members, happenings=told, recoveries=1))
     assert [one.code for one in found] == ["lost-node", "no-spares"]
     assert found[0].where == "node node-1 (host-1)"
@@ -354,7 +354,7 @@ def test_a_rank_that_computes_longer_than_its_peers_is_named(run: Watched) -> No
 
 def test_hardware_that_reports_errors_is_told_apart_from_a_lost_node(run: Watched) -> None:
     why = "GPU 3 has fallen off the bus"
-    sick = Member("node-1", "quarantined", "host-1", why=why, fault=IncidentKind.HARDWARE)
+    sick = Member("node-1", "quarantined", "host-1", reason=why, fault=IncidentKind.HARDWARE)
     members = (member("node-0", 0), member("node-2", 1), sick, Member("node-3", "spare", "h"))
     assert codes(run, members=members) == ["hardware"]
 
@@ -371,7 +371,7 @@ def test_a_node_that_was_put_aside_for_a_nan_is_told_by_its_nan_and_not_as_lost(
 ) -> None:
     first = "step 12 is not finite: not finite are loss of slot 1; the others compute it again"
     why = verdict
-    sick = Member("node-1", "quarantined", "host-1", why=why, fault=IncidentKind.NOT_FINITE)
+    sick = Member("node-1", "quarantined", "host-1", reason=why, fault=IncidentKind.NOT_FINITE)
     members = (member("node-0", 0), member("node-2", 1), sick, Member("node-3", "spare", "h"))
     told = tuple(
         happening(run.t - age_s, "node-1", text, IncidentKind.NOT_FINITE, 12)
@@ -431,7 +431,7 @@ def test_a_node_that_is_slowed_down_while_it_trains_is_named_with_its_slow_rank(
     slow = SlowRankSeen(1, 0.31, 0.2, 20, 18, None, "node-1")
     found = next(one for one in run.reasons(throttled=(note,), slow_ranks=(slow,)) if one.code == "throttled")
     assert (found.severity, found.where, found.since) == ("warning", "node node-1", 900.0)
-    assert found.evidence[0] == note.what[0]
+    assert found.evidence[0] == note.reasons[0]
     assert found.evidence[-1] == "its rank 1 computes 31% longer than its peers"
     assert run.codes(throttled=(note,)) == ["throttled"]
     assert "throttled" not in run.codes(throttled=(note,), finished=True)

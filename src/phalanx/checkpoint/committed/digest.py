@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -124,12 +125,11 @@ def batches(tensors: Sequence[Box]) -> Iterator[list[Box]]:
 # The same elements of both are read side by side, some megabytes at a time, with bounded memory and without torch.
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
+class TensorDifference(msgspec.Struct, frozen=True):
     """A tensor that differs between two checkpoints."""
 
     name: str
-    what: str
+    description: str = msgspec.field(name="what")
     """Text: how many elements differ and by how much, or which side lacks the tensor."""
     elements: int = 0
     """Number of elements whose bits differ."""

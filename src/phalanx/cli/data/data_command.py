@@ -15,6 +15,7 @@ from phalanx.cli.data.order import mixture_command, order_command, show_step, wh
 from phalanx.cli.data.prepare import prepare_command
 from phalanx.cli.data.recipe import plan_command, work_command
 from phalanx.cli.errors import explained
+from phalanx.command_help import Command, CommandGroup
 from phalanx.data.errors import DataError
 from phalanx.data.origin.trace import trace
 from phalanx.data.portions.planning.plan import PLAN_KEY
@@ -31,7 +32,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 _PLACE = click.argument("place", metavar="FOLDER_OR_URL")
 
 
-@click.command("show", short_help="Contents of a dataset, or the samples of a run's step.")
+@click.command("show", short_help="Contents of a dataset, or the samples of a run's step.", cls=Command)
 @_PLACE
 @click.option(
     "--record",
@@ -120,7 +121,7 @@ def _show_record(place: str, number: int, seq_len: int | None, split: str, as_js
     )
 
 
-@click.command("trace", short_help="The documents and raw files that a record is made of.")
+@click.command("trace", short_help="The documents and raw files that a record is made of.", cls=Command)
 @_PLACE
 @click.option(
     "--record",
@@ -217,7 +218,7 @@ def _facts(place: Workplace) -> dict[str, object]:
 _PAUSE_S = 1.0
 
 
-@click.command("copy", short_help="Copy a dataset to another folder or object store.")
+@click.command("copy", short_help="Copy a dataset to another folder or object store.", cls=Command)
 @click.argument("source")
 @click.argument("target")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -251,7 +252,7 @@ def copy_command(source: str, target: str, as_json: bool) -> None:
         )
 
 
-@click.command("verify", short_help="Read a dataset whole and compare it with its checksums.")
+@click.command("verify", short_help="Read a dataset whole and compare it with its checksums.", cls=Command)
 @click.argument("place", metavar="FOLDER|URL")
 @click.option(
     "--write-sums",
@@ -307,13 +308,13 @@ def _progress_printer(action: str) -> Callable[[int, int], None]:
     return show
 
 
-@click.group("data")
+@click.group("data", cls=CommandGroup)
 def command() -> None:
     """Prepare and check token shards, and see which of them a run reads, and when.
 
     \b
-      phalanx data prepare texts/*.txt --out data/mine --tokenizer bytes
       phalanx data show data/mine
+      phalanx data prepare texts/*.txt --out data/mine --tokenizer bytes
       phalanx data verify data/mine
       phalanx data show runs/quickstart-1f3a9c04 --step 12    # what a run was trained on in a step
     """

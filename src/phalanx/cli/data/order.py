@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import demand_folder, explained
+from phalanx.command_help import Command
 from phalanx.data.errors import DataError
 from phalanx.data.origin.where import (
     DataOrigin,
@@ -53,7 +55,7 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 _ERRORS = (DataError, RunDirectoryError, CheckpointError)
 
 
-@click.command("mixture", short_help="A run's draws from each of its sources, step by step.")
+@click.command("mixture", short_help="A run's draws from each of its sources, step by step.", cls=Command)
 @_run
 @_set
 @_json
@@ -72,7 +74,7 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
         click.echo(
             json.dumps(
                 {
-                    "stages": [dataclasses.asdict(stage) for stage in stages],
+                    "stages": [msgspec.to_builtins(stage) for stage in stages],
                     "sources": [dataclasses.asdict(use) | {"epochs": use.epochs} for use in uses],
                 }
             )
@@ -84,7 +86,7 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
             if stage.last_step is None
             else f"steps {stage.first_step:,} to {stage.last_step:,}"
         )
-        for name, share in stage.asked.items():
+        for name, share in stage.requested.items():
             # Shares that no pattern of this length has are printed beside the achieved ones.
             rounded = f" (asked: {share:.8%})" if abs(share - stage.achieved[name]) > _ROUNDED else ""
             click.echo(f"  {name:<20} {stage.achieved[name]:>10.4%}{rounded}")
@@ -101,7 +103,7 @@ def mixture_command(run: Path, overrides: tuple[str, ...], as_json: bool) -> Non
         )
 
 
-@click.command("order", short_help="Which sequences each slot reads in a step.")
+@click.command("order", short_help="Which sequences each slot reads in a step.", cls=Command)
 @_run
 @click.option(
     "--step", type=click.IntRange(min=1), required=True, help="The step, as the log counts: the first is 1."
@@ -137,7 +139,7 @@ def order_command(run: Path, step: int, overrides: tuple[str, ...], as_json: boo
         )
 
 
-@click.command("where", short_help="Which steps train on a sequence, or on a document.")
+@click.command("where", short_help="Which steps train on a sequence, or on a document.", cls=Command)
 @_run
 @click.option("--source", default=ONLY, help="Name of the source; of a run with one dataset, leave it out.")
 @click.option(
@@ -162,8 +164,8 @@ def where_command(
     are those after its parent's. To find a document, its dataset is read up to that place.
 
     \b
-      phalanx data where runs/mix-1f3a9c04 --source web --record 81723
       phalanx data where runs/quickstart-1f3a9c04 --document 12
+      phalanx data where runs/mix-1f3a9c04 --source web --record 81723
     """
     if (record is None) == (document is None):
         raise click.UsageError("give --record or --document")
@@ -315,7 +317,7 @@ def _fate(directory: RunDirectory, step: int) -> str:
             if body.skipped
             else "the run ended before it"
         )
-        return f"step {step:,} was not finite; {outcome}: {body.what}"
+        return f"step {step:,} was not finite; {outcome}: {body.problem}"
     if not isinstance(body, LossSpike):
         return ""
     outcome = {

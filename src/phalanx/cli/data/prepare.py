@@ -25,7 +25,7 @@ from phalanx.cli.data.report import (
     report,
 )
 from phalanx.cli.errors import explained
-from phalanx.command import Argument, AsJson, ExistingFile, Option, command_options
+from phalanx.command import Argument, AsJson, ExistingFile, Heading, Option, command_options
 from phalanx.data.chat.encode import ChatLayout
 from phalanx.data.chat.template import read_bare_template, template_beside
 from phalanx.data.errors import DataError
@@ -161,20 +161,22 @@ def _chat_lines(index: DatasetIndex, on_bad: Literal["stop", "skip"]) -> Iterato
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
     text: Annotated[tuple[str, ...], Argument()]
-    out: Annotated[str, Option(metavar="FOLDER_OR_URL")]
+    out: Annotated[str, Option(metavar="FOLDER_OR_URL"), Heading("Dataset")]
     """Where to write: a folder, s3://, gs:// or az://."""
-    tokenizer: str = "bpe"
+    tokenizer: Annotated[str, Heading("Tokenizer")] = "bpe"
     """"bpe", "bytes", a tokenizer.json, a tokenizer.model of sentencepiece, or a .tiktoken file."""
     vocab_size: Annotated[int, ValueRange(at_least=257)] = 32_768
     """Tokens of a trained BPE."""
-    held_out: Annotated[float, click.FloatRange(0.0, 0.5, min_open=True, max_open=True)] = 0.05
+    held_out: Annotated[
+        float, click.FloatRange(0.0, 0.5, min_open=True, max_open=True), Heading("Dataset")
+    ] = 0.05
     hold_out_by: Literal["name", "text"] = "name"
     """Key that decides whether a document is held out: its name, or its text, so that all copies of a text are in one split."""
     pack: bool = False
     """Keep documents complete, in records of --seq-len tokens."""
     seq_len: Annotated[int | None, ValueRange(at_least=2)] = None
     """With --pack: tokens of a record; the run's train.seq_len."""
-    layout: Literal["text", "chat"] = "text"
+    layout: Annotated[Literal["text", "chat"], Heading("Conversations")] = "text"
     """Content of rows: texts, or conversations, of which only the assistant's words are learned."""
     chat_template: Annotated[
         ExistingFile | None,
@@ -187,6 +189,7 @@ class PrepareOptions:
         Option(
             text='Field of JSON lines, or column of Parquet and Arrow, that holds the text, or the messages.  [default: "text", or "messages"]'
         ),
+        Heading("Input"),
     ] = None
     as_text: bool = False
     """Read JSON lines as plain text, with their braces."""
@@ -194,7 +197,7 @@ class PrepareOptions:
     """Treatment of files, lines and rows that hold no UTF-8 text: stop at the first, or leave them out and name them."""
     skip_bad: Annotated[bool, Option(hidden=True)] = False
     """As --on-bad skip."""
-    workers: ChosenWorkers
+    workers: Annotated[ChosenWorkers, Heading("Workers")]
     as_json: AsJson = False
 
 
@@ -210,6 +213,7 @@ def prepare_command(options: PrepareOptions) -> None:
     by any number of workers. If the preparation is interrupted, run the same command again to resume it.
 
     \b
+      phalanx data prepare books/ --out data/books
       phalanx data prepare books/ notes/*.md --out data/books
       phalanx data prepare mail.jsonl.zst wiki/*.parquet books/ --out data/mixed
       phalanx data prepare dump.jsonl --text-field content --out data/dump --on-bad skip

@@ -15,7 +15,8 @@ import click
 
 from phalanx.cli.data.report import PrepareProgress, lines_of_counts, report
 from phalanx.cli.errors import explained
-from phalanx.command import Argument, AsJson, Option, command_options
+from phalanx.command import Argument, AsJson, Heading, Option, command_options
+from phalanx.command_help import Command
 from phalanx.data.errors import DataError
 from phalanx.data.portions.drive import (
     carry_out,
@@ -135,7 +136,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 _RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 
 
-class PrepareCommand(click.Command):
+class PrepareCommand(Command):
     """``phalanx data prepare``: with a recipe among its arguments it is ``recipe_command``, else itself."""
 
     def make_context(
@@ -149,13 +150,13 @@ class PrepareCommand(click.Command):
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     recipe: Annotated[Path, Argument()]
-    out: Annotated[str, Option(metavar="FOLDER_OR_URL")]
+    out: Annotated[str, Option(metavar="FOLDER_OR_URL"), Heading("Dataset")]
     """Target of the dataset: a folder, s3://, gs:// or az://."""
-    workers: ChosenWorkers
+    workers: Annotated[ChosenWorkers, Heading("Workers")]
     as_json: AsJson = False
 
 
-@click.command("prepare")
+@click.command("prepare", cls=Command)
 @command_options(RecipeOptions)
 def recipe_command(options: RecipeOptions) -> None:
     """Prepare the dataset that RECIPE describes: plan it in portions, have each done once, and seal it.
@@ -187,7 +188,9 @@ def carried_out(place: Workplace, workers: ChosenWorkers, *, quiet: bool) -> Pre
         return carry_out(place, executor, progress)
 
 
-@click.command("plan", short_help="Files, portions and stages of a recipe's dataset, before it is prepared.")
+@click.command(
+    "plan", short_help="Files, portions and stages of a recipe's dataset, before it is prepared.", cls=Command
+)
 @_RECIPE
 @click.option("--out", metavar="FOLDER_OR_URL", help="Write the plan there, for `phalanx data work`.")
 @_JSON
@@ -230,7 +233,7 @@ def plan_command(recipe: Path, out: str | None, as_json: bool) -> None:
         click.echo(f"written to {out}; next: phalanx data work {out} --task 1/1")
 
 
-@click.command("work", short_help="One job's share of such a plan.")
+@click.command("work", short_help="One job's share of such a plan.", cls=Command)
 @click.argument("plan", metavar="PLAN")
 @click.option(
     "--task", required=True, metavar="I/N", help="This job's number and how many there are, from 1: 3/16."
@@ -250,7 +253,7 @@ def work_command(plan: str, task: str, patience_s: float) -> None:
     remaining work of jobs that have ended.
 
     \b
-      phalanx data plan recipe.toml --out /scratch/web
+      phalanx data work /scratch/web --task 1/16
       sbatch --array=1-16 --wrap 'phalanx data work /scratch/web --task $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT'
     """
     number, slash, of = task.partition("/")

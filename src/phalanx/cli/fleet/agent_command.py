@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from phalanx.cli.errors import HostAndPort, HostName, explained
-from phalanx.command import AsJson, ExistingFolder, Option, Overrides, command_options
+from phalanx.command import AsJson, ExistingFolder, Heading, Option, Overrides, command_options
+from phalanx.command_help import Command
 from phalanx.hardware.local.network import family_of, split_address
 
 if TYPE_CHECKING:
@@ -27,16 +28,16 @@ _LOOK_AGAIN_S, _SAY_AGAIN_S = 0.5, 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    run: Path
+    run: Annotated[Path, Heading("Run")]
     """The run file, the same on every node, with run_dir on storage that all nodes share; or a run directory."""
-    coordinator: Annotated[str, HostAndPort()] = ""
+    coordinator: Annotated[str, HostAndPort(), Heading("Coordinator")] = ""
     """Address of the coordinator: HOST is the node that leads. By default, for a run directory, that in its
     fleet.json."""
-    overrides: Overrides = ()
+    overrides: Annotated[Overrides, Heading("Run")] = ()
     """Override a field; the same on every node."""
-    lead: Annotated[bool | None, Option("--lead/--no-lead")] = None
+    lead: Annotated[bool | None, Option("--lead/--no-lead"), Heading("Coordinator")] = None
     """Start the coordinator on this node, or not; by default on the first node of a Slurm step, else if HOST is its own."""
-    node: str | None = None
+    node: Annotated[str | None, Heading("Node")] = None
     """This node's name in the fleet; by default its Slurm name or host name."""
     host: Annotated[str | None, HostName(for_others=True)] = None
     """Address at which the other nodes reach this machine; detected by default."""
@@ -44,13 +45,13 @@ class AgentOptions:
     """Domains of the network from the widest to the narrowest; may be repeated. Under Slurm those of SLURM_TOPOLOGY_ADDR."""
     spare: bool = False
     """Take ranks at first only in place of missing nodes."""
-    certificates: ExistingFolder | None = None
+    certificates: Annotated[ExistingFolder | None, Heading("Coordinator")] = None
     """Folder with ca.pem, node.pem and node.key: all connections then use mutual TLS."""
     as_json: AsJson = False
     """Print one JSON object at the end."""
 
 
-@click.command("agent")
+@click.command("agent", cls=Command)
 @command_options(AgentOptions)
 def command(options: AgentOptions) -> None:
     """Train with this node as part of a fleet: once on every node, in torchrun's place.
@@ -64,9 +65,9 @@ def command(options: AgentOptions) -> None:
     Without a coordinator for fleet.coordinator_lease_s the agent ends with exit code 1.
 
     \b
+      phalanx agent --run runs/big                          # into a fleet that runs, by its fleet.json
       srun --ntasks-per-node 1 phalanx agent --run run.toml --coordinator head:29400
       phalanx agent --run run.toml --coordinator head:29400 --domain hall-2 --domain rack-17 --spare
-      phalanx agent --run runs/big                          # into a fleet that runs, by its fleet.json
     """
     from phalanx.fleet.node.agent import leave
 

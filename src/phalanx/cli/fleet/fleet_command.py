@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import HostName, explained, full_disk
+from phalanx.command_help import CommandGroup
 
 if TYPE_CHECKING:
     from phalanx.fleet.core.messages import OperatorRequest
 
 
-@click.group("fleet")
+@click.group("fleet", cls=CommandGroup)
 def command() -> None:
     """Operate the fleet that trains a run.
 
     \b
+      phalanx fleet stop runs/quickstart-1f3a9c04
       phalanx fleet drain runs/quickstart-1f3a9c04 node-2
       phalanx fleet add runs/quickstart-1f3a9c04 node-2
       phalanx fleet shrink runs/quickstart-1f3a9c04 --by 2
       phalanx fleet grow runs/quickstart-1f3a9c04 --by 2
-      phalanx fleet stop runs/quickstart-1f3a9c04
       phalanx fleet rotate-tokens runs/quickstart-1f3a9c04
     """
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from phalanx.command_help import Command
 from phalanx.fleet.health import checks as health_checks
 from phalanx.fleet.health import node_health
 from phalanx.fleet.health.checks import CheckResult, HealthLimits, fit, guarded
@@ -17,7 +18,7 @@ from phalanx.fleet.health.checks import CheckResult, HealthLimits, fit, guarded
 _COLORS = {"good": "green", "bad": "red", "slow": "yellow", "not checked": None}
 
 
-@click.command("health")
+@click.command("health", cls=Command)
 @click.option("--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1, ...")
 @click.option(
     "--folder",

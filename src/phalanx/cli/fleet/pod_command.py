@@ -11,6 +11,7 @@ import click
 
 from phalanx.cli.errors import HostAndPort, HostName
 from phalanx.command import Argument, Option, command_options
+from phalanx.command_help import Command
 from phalanx.run.fields import NOT_NEGATIVE
 
 
@@ -31,7 +32,7 @@ class PodOptions:
     """A label of the node that names its domain in the network, the widest first; may be repeated."""
 
 
-@click.command("pod")
+@click.command("pod", cls=Command)
 @command_options(PodOptions)
 def command(options: PodOptions) -> None:
     """Train with this pod as one node of the run of RUN_FILE; phalanx submit --on kubernetes writes the

@@ -14,6 +14,7 @@ import msgspec
 from phalanx.checkpoint.tiers.store_standing import store_standing
 from phalanx.cli.errors import demand_folder, explained, full_disk, refuse_unused
 from phalanx.cli.output import moment, text_console
+from phalanx.command_help import Command
 from phalanx.fleet.control.fleet_file import FleetFile, FleetFileError, path_in, read_fleet_file
 from phalanx.observe.event_log import EventLogError, newest_event
 from phalanx.observe.events import Step
@@ -91,7 +92,7 @@ _STALE_S = 10.0
 _WORTH_A_LINE = 0.01
 
 
-@click.command("status")
+@click.command("status", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--last", type=click.IntRange(min=0), default=10, show_default=True, help="Number of incidents to show."
@@ -234,11 +235,13 @@ def _print(fleet: FleetFile, last: int) -> None:
             if fleet.over
             else f"{member.silent_s:.1f} s ago" + ("" if member.attached else ", not attached")
         )
-        table.add_row(member.name, member.role, _ranks(member.ranks), member.host, last_heartbeat, member.why)
+        table.add_row(
+            member.name, member.role, _ranks(member.ranks), member.host, last_heartbeat, member.reason
+        )
     console.print(table)
     for item in fleet.happenings[len(fleet.happenings) - last :] if last else ():
         when = (moment(item.unix_s), "dim")
-        console.print(Text.assemble(when, f"  epoch {item.epoch}  {item.node}  {item.what}"))
+        console.print(Text.assemble(when, f"  epoch {item.epoch}  {item.node}  {item.text}"))
     if fleet.refused:
         refused = ", ".join(f"{kind}: {count}" for kind, count in fleet.refused.items())
         console.print(Text.assemble(("refused", "yellow"), f" {refused}"))

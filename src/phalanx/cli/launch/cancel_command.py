@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import demand_folder, explained, full_disk, refuse_unused
+from phalanx.command_help import Command
 
 if TYPE_CHECKING:
     from phalanx.launch.engines.engine import SubmittedRun
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _POLL_S = 1.0
 
 
-@click.command("cancel")
+@click.command("cancel", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--now", is_flag=True, help="End it at once: what is not saved is lost.")
 @click.option("--no-wait", is_flag=True, help="Do not wait until it has ended.")

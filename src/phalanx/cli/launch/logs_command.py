@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import click
 
 from phalanx.cli.errors import demand_folder, explained, refuse_unused
-from phalanx.command import Argument, AsJson, Option, command_options, written_options
+from phalanx.command import Argument, AsJson, Heading, Option, command_options, written_options
+from phalanx.command_help import Command
 from phalanx.observe.logs.assemble import clean
 from phalanx.observe.logs.line import LogLine, encode, what_happened, who
 from phalanx.observe.logs.read_lines import (
@@ -45,7 +46,7 @@ _OF_LINES = ("ranks", "nodes", "level", "since", "until", "grep", "attempt", "gr
 @dataclass(frozen=True, kw_only=True)
 class LogsOptions:
     run_dir: Annotated[Path, Argument()]
-    ranks: Annotated[tuple[str, ...], Option("--rank", metavar="N|N-M")] = ()
+    ranks: Annotated[tuple[str, ...], Option("--rank", metavar="N|N-M"), Heading("Lines to print")] = ()
     """Only these ranks; may be given again."""
     nodes: Annotated[tuple[str, ...], Option("--node")] = ()
     """Only this node; may be given again."""
@@ -59,15 +60,15 @@ class LogsOptions:
     """Only lines that contain this text, in upper or lower case."""
     attempt: Annotated[int | None, NOT_NEGATIVE] = None
     """Only of this start of the run."""
-    grouped: bool = False
+    grouped: Annotated[bool, Heading("Output")] = False
     """Equal lines of many ranks and nodes are one line with a count."""
     as_json: AsJson = False
     """Lines of JSON, for programs."""
-    follow: Annotated[bool, Option("--follow", "-f")] = False
+    follow: Annotated[bool, Option("--follow", "-f"), Heading("Output")] = False
     """Continue until the run is complete, or the job has ended."""
     last: Annotated[int, NOT_NEGATIVE] = 50
     """Begin with this many lines; 0: all."""
-    job: Annotated[bool | None, Option("--job/--lines")] = None
+    job: Annotated[bool | None, Option("--job/--lines"), Heading("Job")] = None
     """The job's printed log, or the lines of its processes. By default the job's, of a submitted run for
     which no other option is given."""
     engine: Annotated[Literal["kubernetes"] | None, Option("--on")] = None
@@ -225,7 +226,7 @@ def _group_as_json(group: LogGroup) -> str:
 # The command.
 
 
-@click.command("logs")
+@click.command("logs", cls=Command)
 @command_options(LogsOptions)
 def command(options: LogsOptions) -> None:
     """Print the log lines of the run in RUN_DIR, merged in time: ranks, agents, coordinator, and libraries in
@@ -239,6 +240,7 @@ def command(options: LogsOptions) -> None:
     it.
 
     \b
+      phalanx logs runs/quickstart-1f3a9c04
       phalanx logs runs/quickstart-1f3a9c04 --level warning --since 10m
       phalanx logs runs/big-1f3a9c04 --rank 3 --rank 8-15 --grep nccl --follow
       phalanx logs runs/big-1f3a9c04 --level error --grouped

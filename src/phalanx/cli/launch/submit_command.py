@@ -18,6 +18,7 @@ from phalanx.command import (
     ExistingFile,
     ExistingFolder,
     FilePath,
+    Heading,
     Option,
     Overrides,
     PluginName,
@@ -26,6 +27,7 @@ from phalanx.command import (
     set_fields,
     written_options,
 )
+from phalanx.command_help import Command
 from phalanx.plugins import plugin_names
 from phalanx.run.fields import NOT_NEGATIVE, POSITIVE
 
@@ -40,17 +42,21 @@ _OF_SOME_ENGINES = {"out": "manifests", "lender": "nodes that several runs share
 @dataclass(frozen=True, kw_only=True)
 class SubmitOptions:
     run_file: Annotated[Path, Argument()]
-    engine: Annotated[str | None, PluginName("phalanx.engines"), Option("--on"), Sets("launch.engine")] = None
+    engine: Annotated[
+        str | None, PluginName("phalanx.engines"), Option("--on"), Sets("launch.engine"), Heading("Engine")
+    ] = None
     """The engine; by default launch.engine."""
-    overrides: Overrides = ()
+    overrides: Annotated[Overrides, Heading("Run")] = ()
     """Override a field of the run file."""
     nodes: Annotated[int | None, POSITIVE, Sets("fleet.nodes")] = None
     """Nodes that hold ranks: fleet.nodes."""
     spares: Annotated[int | None, NOT_NEGATIVE, Sets("fleet.spares")] = None
     """Spare nodes beside them: fleet.spares."""
-    hosts: Annotated[ExistingFile | None, Sets("launch.hosts")] = None
+    hosts: Annotated[ExistingFile | None, Sets("launch.hosts"), Heading("Engine")] = None
     """For ssh, a file with one host a line: launch.hosts."""
-    partition: Annotated[str | None, Option("--partition", "--queue"), Sets("launch.partition")] = None
+    partition: Annotated[
+        str | None, Option("--partition", "--queue"), Sets("launch.partition"), Heading("Queue")
+    ] = None
     """launch.partition: of Slurm, or the queue of Kueue or Volcano."""
     namespace: Annotated[str | None, Sets("launch.namespace")] = None
     """For kubernetes: launch.namespace."""
@@ -67,21 +73,21 @@ class SubmitOptions:
     exclude: Annotated[str | None, Sets("launch.exclude")] = None
     """Nodes not to use: launch.exclude."""
     container_image: Annotated[
-        str | None, Option("--container-image", "--image"), Sets("launch.container_image")
+        str | None, Option("--container-image", "--image"), Sets("launch.container_image"), Heading("Engine")
     ] = None
     """launch.container_image."""
     cluster: Annotated[str | None, Sets("launch.cluster")] = None
     """The kind of the nodes, for the cost of their placement: launch.cluster."""
-    lender: Annotated[ExistingFolder | None, Option("--take-from")] = None
+    lender: Annotated[ExistingFolder | None, Option("--take-from"), Heading("Queue")] = None
     """A run of yours that gives back the missing nodes, and gets as many again when this one ends."""
-    dry_run: bool = False
+    dry_run: Annotated[bool, Heading("Options")] = False
     """Print exactly what would be submitted, and change nothing."""
     out: FilePath | None = None
     """For kubernetes with --dry-run: also write the manifests into this file."""
     as_json: AsJson = False
 
 
-@click.command("submit")
+@click.command("submit", cls=Command)
 @command_options(SubmitOptions)
 def command(options: SubmitOptions) -> None:
     """Start the run of RUN_FILE on a cluster, on hosts by ssh, or in the background of this machine: one job,
@@ -93,6 +99,7 @@ def command(options: SubmitOptions) -> None:
     restart an ended or failed run where it stopped.
 
     \b
+      phalanx submit run.toml --on slurm
       phalanx submit run.toml --on slurm --nodes 16 --spares 2 --partition big --time 2d
       phalanx submit run.toml --on slurm --dry-run
       phalanx submit run.toml --on kubernetes --nodes 16 --spares 2 --queue research --image REGISTRY/phalanx:0.1

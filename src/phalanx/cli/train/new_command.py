@@ -7,12 +7,13 @@ from pathlib import Path
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.command_help import Command
 from phalanx.model.facts.presets import PRESETS
 from phalanx.run.fields import RunFileError
 from phalanx.run.read import first_run_file, read_table, shipped_names
 
 
-@click.command("new")
+@click.command("new", cls=Command)
 @click.argument("name")
 @click.option(
     "--from",

@@ -16,6 +16,7 @@ import click
 from phalanx.cli.errors import explained
 from phalanx.cli.output import text_console
 from phalanx.command import Argument, AsJson, Option, Overrides, command_options
+from phalanx.command_help import Command
 from phalanx.model.facts.holdings import Holding, fullest, state_bytes
 from phalanx.model.facts.presets import PRESETS
 from phalanx.model.facts.shape import count, fleet_state_bytes, stage_layers
@@ -251,7 +252,7 @@ class ShowOptions:
     as_json: AsJson = False
 
 
-@click.command("show")
+@click.command("show", cls=Command)
 @command_options(ShowOptions)
 def command(options: ShowOptions) -> None:
     """Show parameters, FLOPs per token and state bytes of a run. Needs no GPU and builds nothing.

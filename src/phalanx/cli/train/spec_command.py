@@ -13,11 +13,12 @@ from dataclasses import is_dataclass
 import click
 import tomli_w
 
+from phalanx.command_help import Command
 from phalanx.run.fields import FieldType, field_docs, field_types, is_tables, sections
 from phalanx.run.spec import RunSpec
 
 
-@click.command("spec")
+@click.command("spec", cls=Command)
 @click.argument("section", required=False)
 @click.option(
     "--markdown", is_flag=True, help="Print Markdown tables (docs/reference/run-file.md is made so)."

@@ -26,6 +26,7 @@ from phalanx.cli.train.session import (
 from phalanx.command import (
     Argument,
     AsJson,
+    Heading,
     Option,
     Overrides,
     Sets,
@@ -33,6 +34,7 @@ from phalanx.command import (
     set_fields,
     written_options,
 )
+from phalanx.command_help import Command
 from phalanx.data.errors import DataError
 from phalanx.launch.foreign import started_as_rank
 from phalanx.model.facts.presets import PRESETS
@@ -49,12 +51,14 @@ _MOST_DIGITS = 15
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     places: Annotated[tuple[Path, ...], Argument(metavar="[RUN_FILE|RUN_DIR]")] = ()
-    ranks: Annotated[int | None, POSITIVE, Sets("parallel.ranks")] = None
+    ranks: Annotated[int | None, POSITIVE, Sets("parallel.ranks"), Heading("Ranks and nodes")] = None
     """Ranks to start on this machine, of all axes (short for --set parallel.ranks=...)."""
-    overrides: Overrides = ()
+    overrides: Annotated[Overrides, Heading("Run")] = ()
     """Override a field; may be repeated."""
     from_step: Annotated[
-        str | None, Option("--from", metavar="[STEP]", flag_value=_NEWEST, is_flag=False)
+        str | None,
+        Option("--from", metavar="[STEP]", flag_value=_NEWEST, is_flag=False),
+        Heading("Start from"),
     ] = None
     """Continue from the checkpoint of STEP of the run in RUN_DIR (without STEP: the newest) as a run of its
     own, with the values of --set from that step on."""
@@ -62,33 +66,32 @@ class TrainOptions:
     """Start from the weights of the imported model in DIR, on the text of --data."""
     data: Annotated[Path | None, Option(metavar="PATH")] = None
     """With --from-model: a prepared dataset, or text, which is prepared with the model's tokenizer."""
-    nodes: Annotated[int | None, POSITIVE, Sets("fleet.nodes")] = None
+    nodes: Annotated[int | None, POSITIVE, Sets("fleet.nodes"), Heading("Ranks and nodes")] = None
     """Train as a fleet of this many nodes on this machine."""
     spares: Annotated[int | None, NOT_NEGATIVE, Sets("fleet.spares")] = None
     """Additional warm nodes that replace lost ones (short for --set fleet.spares=...)."""
     faults: Annotated[tuple[str, ...], Option("--fault", metavar="FAULT")] = ()
     """Inject a fault: "kill node 2 at step 30", a file of such lines, or random:SEED:COUNT; may be repeated."""
-    check_layout: Annotated[str | None, Option(metavar="FIELD=VALUE,...")] = None
+    check_layout: Annotated[str | None, Option(metavar="FIELD=VALUE,..."), Heading("Compare layouts")] = None
     """Train a few steps on the run's layout and on another one, such as "tensor=2,ranks=4" (fields of
     [parallel]), in temporary directories, and show the first difference."""
     check_steps: Annotated[int, POSITIVE] = 3
     """Steps of --check-layout."""
-    run_dir: Annotated[str | None, Sets("run_dir")] = None
+    run_dir: Annotated[str | None, Sets("run_dir"), Heading("Run")] = None
     """The run directory (short for --set run_dir=...)."""
     as_json: AsJson = False
     """Print the result as one JSON object on the last line."""
 
 
-@click.command("train")
+@click.command("train", cls=Command)
 @command_options(TrainOptions)
 def command(options: TrainOptions) -> None:
     """Train the run that RUN_FILE describes, or continue the one in RUN_DIR.
 
     Run it again after Ctrl-C, a crash or kill -9: it resumes from the newest good checkpoint, on as many
     ranks as are available then; the weights at the end are the same. With --from it continues as a child run:
-    in a directory of its own, with the same optimizer state, step and place in the data, and with other
-    values of train.steps, optimizer.lr, schedule, train.batch_size and the like from that step on. With
-    --from-model no run file is needed.
+    in a directory of its own, with the same optimizer state, step and place in the data. From that step on, other
+    values of train.steps, optimizer.lr, schedule and train.batch_size apply. With --from-model no run file is needed.
 
     \b
       phalanx train configs/quickstart.toml

@@ -15,15 +15,22 @@ from phalanx.checkpoint.tiers.object_tier import ObjectTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import is_store, open_checkpoints, open_object_tier
 from phalanx.cli.weights.export_command import export_to
+from phalanx.command_help import CommandGroup
 from phalanx.observe.throughput import format_bytes
 
 if TYPE_CHECKING:
     from phalanx.run.fields import JsonObject
 
 
-@click.group("checkpoint")
+@click.group("checkpoint", cls=CommandGroup)
 def command() -> None:
-    """List, verify, copy and export checkpoints."""
+    """List, verify, copy and export checkpoints.
+
+    \b
+      phalanx checkpoint list runs/quickstart-1f3a9c04
+      phalanx checkpoint verify runs/quickstart-1f3a9c04
+      phalanx checkpoint copy runs/quickstart-1f3a9c04 s3://bucket/kept
+    """
 
 
 @command.command("list")
@@ -66,8 +73,8 @@ def verify_command(place: str, step: int | None, as_json: bool) -> None:
     """Read every byte of the checkpoints in PLACE, a run directory or a URL, and compare it with its checksum. Exit code 1 if any is bad.
 
     \b
-      phalanx checkpoint verify runs/quickstart-1f3a9c04 --step 100
-      phalanx checkpoint verify s3://bucket/quickstart
+      phalanx checkpoint verify runs/quickstart-1f3a9c04
+      phalanx checkpoint verify s3://bucket/quickstart --step 100
     """
     from phalanx.checkpoint.committed.copying import verify_tier
 

@@ -12,7 +12,8 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import DtypeName, explained
 from phalanx.cli.run_places import checkpoint_place
-from phalanx.command import Argument, Option, command_options
+from phalanx.command import Argument, Heading, Option, command_options
+from phalanx.command_help import Command
 from phalanx.plugins import load_plugin
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.fields import POSITIVE
@@ -24,7 +25,7 @@ _VERIFIED_PROMPTS = 8
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     place: Annotated[Path, Argument()]
-    kind: Annotated[Literal["hf", "dcp"], Option("--to", show_default=False)] = "hf"
+    kind: Annotated[Literal["hf", "dcp"], Option("--to", show_default=False), Heading("Format")] = "hf"
     """The format (hf)."""
     step: int | None = None
     """A step other than the newest."""
@@ -32,7 +33,7 @@ class ExportOptions:
     """Format of the weights (hf only)."""
     max_seq_len: Annotated[int | None, POSITIVE] = None
     """The context length to write (hf only; the published one, or else train.seq_len)."""
-    verify: Literal["transformers", "vllm"] | None = None
+    verify: Annotated[Literal["transformers", "vllm"] | None, Heading("Verify")] = None
     """Then let this engine load OUT, and compare its greedy tokens with the run's (hf only)."""
     prompts: Annotated[tuple[str, ...], Option("--verify-prompt")] = ()
     """A prompt for --verify; may be repeated. Without one, the beginnings of held-out text."""
@@ -43,7 +44,7 @@ class ExportOptions:
     out: Annotated[Path, Argument()]
 
 
-@click.command("export")
+@click.command("export", cls=Command)
 @command_options(ExportOptions)
 def command(options: ExportOptions) -> None:
     """Write the weights of the run in PLACE to the folder OUT.

@@ -12,11 +12,12 @@ from phalanx.checkpoint.format.errors import CheckpointError
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.cli.errors import explained
 from phalanx.cli.run_places import checkpoint_place
+from phalanx.command_help import Command
 from phalanx.run.directory.lineage import lineage_table, read_lineage
 from phalanx.run.directory.paths import RunDirectory, is_published, read_small_json
 
 
-@click.command("hash")
+@click.command("hash", cls=Command)
 @click.argument("place", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="A step other than the newest.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import click
 
 from phalanx.cli.errors import explained
+from phalanx.command_help import Command
 
 if TYPE_CHECKING:
     from phalanx.run.spec import ModelSpec
 
 
-@click.command("import")
+@click.command("import", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="The run directory to make (imported/NAME).")
 @click.option(
@@ -27,9 +28,9 @@ def command(directory: Path, out: Path | None, model: str | None, as_json: bool)
     """Read the Hugging Face model in DIRECTORY, or a checkpoint of PyTorch's distributed format, into a run
     directory.
 
-    Families: Llama, Mistral, Mixtral, Qwen2, Qwen2-MoE, Qwen3, Qwen3-MoE, MiniMax-M2, gpt-oss, Phi-3 and
-    Phi-4, Gemma 2, Gemma 3 (text), OLMo 2 and 3, OLMoE, SmolLM3, Seed-OSS, GLM-4, GLM-4.5, dots.llm1,
-    DeepSeek-V2, DeepSeek-V3 and Kimi K2, as safetensors; also in fp8 by blocks, and gpt-oss in mxfp4.
+    Dense families: Llama, Mistral, Qwen2, Qwen3, Phi-3 and Phi-4, Gemma 2, Gemma 3 (text), OLMo 2 and 3, SmolLM3, Seed-OSS, GLM-4.
+    Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, MiniMax-M2, gpt-oss, OLMoE, GLM-4.5, dots.llm1, DeepSeek-V2, DeepSeek-V3 and
+    Kimi K2. Weights are safetensors, also in fp8 by blocks; those of gpt-oss also in mxfp4.
 
     PyTorch's distributed format (torch.distributed.checkpoint) does not describe the model, so pass it with
     --model. Names may be those that `phalanx export --to dcp` writes, or those of torchtitan's Llama 3. Only
@@ -38,6 +39,7 @@ def command(directory: Path, out: Path | None, model: str | None, as_json: bool)
     Text can be generated from it, and a run can start from it: --set checkpoint.init_from=RUN_DIR.
 
     \b
+      phalanx import Llama-3.1-8B
       phalanx import Llama-3.1-8B --out imported/llama
       phalanx generate imported/llama --prompt "Once"
       phalanx import outputs/checkpoint/step-1000 --model llama3-8b

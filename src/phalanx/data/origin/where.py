@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+import msgspec
 import numpy as np
 
 from phalanx.data.errors import DatasetError
@@ -75,16 +76,15 @@ def index_of(index: DatasetIndex | MixtureIndex, name: str) -> DatasetIndex:
     return index.sources[name]
 
 
-@dataclass(frozen=True)
-class StageShares:
+class StageShares(msgspec.Struct, frozen=True):
     """Shares of the samples in one stage of a run."""
 
     first_step: int
     last_step: int | None
     """None: the stage has no end."""
-    asked: dict[str, float]
+    requested: dict[str, float] = msgspec.field(name="asked")
     achieved: dict[str, float]
-    """Differs from ``asked`` only if the sum of the smallest integer weights exceeds ``LONGEST_PATTERN``."""
+    """Differs from ``requested`` only if the sum of the smallest integer weights exceeds ``LONGEST_PATTERN``."""
 
 
 def mixture_facts(

@@ -51,7 +51,7 @@ class Member(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] = ()
     attached: bool = False
     silent_s: float = 0.0
-    why: str = ""
+    reason: str = msgspec.field(default="", name="why")
     domain: tuple[str, ...] = ()
     """Its failure domains in the network as it reports them, from the widest to the narrowest."""
     fault: IncidentKind = IncidentKind.NOTE
@@ -64,7 +64,7 @@ class FleetIncident(msgspec.Struct, frozen=True):
     unix_s: float
     epoch: int
     node: str
-    what: str
+    text: str = msgspec.field(name="what")
     kind: IncidentKind = IncidentKind.NOTE
     step: int = NO_STEP
     """The step that it concerns, if it concerns one."""
@@ -153,14 +153,14 @@ def fleet_file(
 def _member(state: FleetState, node: Node, attached: bool) -> Member:
     seated = node.seat != NO_SEAT
     ranks = tuple(state.settings.formation.ranks_of(node.seat, state.ranks)) if seated else ()
-    silent_s = max(0.0, state.now_s - max(state.heard.get(node.name, 0.0), state.rolled_s))
+    silent_s = max(0.0, state.now_s - max(state.last_seen_s.get(node.name, 0.0), state.rolled_s))
     role = _role(state, node, seated)
-    return Member(node.name, role, node.host, ranks, attached, silent_s, node.why, node.domain, node.fault)
+    return Member(node.name, role, node.host, ranks, attached, silent_s, node.reason, node.domain, node.fault)
 
 
 def _happening(incident: Incident) -> FleetIncident:
-    end_text = EpochLeft(incident.epoch, incident.what).text
-    text = end_text if incident.ended_epoch else incident.what
+    end_text = EpochLeft(incident.epoch, incident.text).text
+    text = end_text if incident.ended_epoch else incident.text
     return FleetIncident(incident.at_s, incident.epoch, incident.node, text, incident.kind, incident.step)
 
 

@@ -82,7 +82,7 @@ class Publisher:
 
     def publish_incident(self, incident: Incident) -> None:
         """Write an incident into the log and the run's event stream."""
-        text = f"{node_called(incident.node)}: {incident.what}" if incident.node else incident.what
+        text = f"{node_called(incident.node)}: {incident.text}" if incident.node else incident.text
         self._write_event(
             EpochLeft(incident.epoch, text, incident.kind)
             if incident.ended_epoch

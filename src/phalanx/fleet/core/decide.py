@@ -91,7 +91,7 @@ def _sender(
         orders.append(Order(name))
     elif incarnation == node.incarnation:
         if life:
-            state.heard[name] = state.now_s
+            state.last_seen_s[name] = state.now_s
             state.suspects.pop(name, None)
         return node
     state.stale += 1
@@ -118,7 +118,7 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
         if old.alive:
             lose(state, orders, old, "its agent was started again")
         old = state.nodes[event.node]
-    state.heard[event.node] = state.now_s
+    state.last_seen_s[event.node] = state.now_s
     state.suspects.pop(event.node, None)
     forget_copies(state, event.node)
     node = put(state, _described(old, event))
@@ -128,7 +128,7 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
         orders.append(Order(event.node, c.ReadToken(state.key)))
     # An agent from the run's previous start brings snapshots of its epochs. Trust in a snapshot depends on
     # its epoch, so this start must not reuse such a number.
-    state.seen_epoch = max(state.seen_epoch, *(snapshot.epoch for snapshot in event.held), m.NO_EPOCH)
+    state.seen_epoch = max(state.seen_epoch, *(snapshot.epoch for snapshot in event.snapshots), m.NO_EPOCH)
     _compare(state, node, event.epoch, _level(event), orders)
 
 
@@ -142,12 +142,12 @@ def _described(old: Node | None, event: m.Joined) -> Node:
         data_port=event.data_port,
         domain=event.domain,
         meeting_points=event.meeting_points,
-        held=event.held,
+        snapshots=event.snapshots,
         engaged=bool(
             old and old.engaged and old.incarnation == event.incarnation and event.epoch != m.NO_EPOCH
         ),
         eligibility=eligibility,
-        why=LEAVES if event.leaving else old.why if old and eligibility is old.eligibility else "",
+        reason=LEAVES if event.leaving else old.reason if old and eligibility is old.eligibility else "",
         fault=old.fault if old and eligibility is old.eligibility else IncidentKind.NOTE,
         seat=old.seat if old else NO_SEAT,
         started_as_spare=event.started_as_spare,
@@ -203,7 +203,7 @@ def _compare(state: FleetState, node: Node, epoch: int, phase: m.WorkerPhase, or
     # Higher than ours only if the journal was lost: the number of an epoch must never be used twice.
     state.seen_epoch = max(state.seen_epoch, epoch)
     if phase is m.WorkerPhase.COLD and node.warm:
-        node = change(state, node, meeting_points=(), why="its workers are not warm")
+        node = change(state, node, meeting_points=(), reason="its workers are not warm")
     elif phase is not m.WorkerPhase.COLD and not node.warm:
         orders.append(Order(node.name, c.TellAll()))
     if not member:
@@ -249,7 +249,7 @@ def _worker_failed(state: FleetState, event: m.WorkerExited | m.WorkerHung, orde
         reason = f"worker {event.worker} hung, silent for {event.silent_s:.1f} s"
     if isinstance(event, m.WorkerExited) and event.innocent:
         note(state, node.name, reason, kind=IncidentKind.LOST)
-        change(state, node, why=reason, fault=IncidentKind.LOST, meeting_points=())
+        change(state, node, reason=reason, fault=IncidentKind.LOST, meeting_points=())
         return
     strike(state, node, reason, meeting_points=())
 
@@ -281,7 +281,7 @@ def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
         state.stale += 1
         return
     forget_copies(state, node.name)
-    change(state, node, meeting_points=event.meeting_points, held=event.held, engaged=False)
+    change(state, node, meeting_points=event.meeting_points, snapshots=event.snapshots, engaged=False)
     if state.phase is FleetPhase.PARKING:
         state.awaiting.discard(node.name)
     elif member:

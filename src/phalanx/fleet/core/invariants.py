@@ -185,7 +185,7 @@ def resync(
     was_over = before.phase in OVER
     over = was_over or state.phase in OVER
     nodes = {
-        node.name: replace(node, seat=NO_SEAT, meeting_points=(), held=(), engaged=node.alive)
+        node.name: replace(node, seat=NO_SEAT, meeting_points=(), snapshots=(), engaged=node.alive)
         for node in state.nodes.values()
     }
     now_s, epoch = state.now_s, max(state.epoch, before.epoch)

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 PROTOCOL_VERSION = 7
 """Version of the messages; a connection whose sides have different ones is refused."""
@@ -90,7 +90,7 @@ class Joined(WireMessage, frozen=True):
     data_port: Annotated[int, Meta(ge=0, le=65535)]
     domain: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=8)] = ()
     """Failure domains from the widest to the narrowest: hall, switch, rack."""
-    held: RankSnapshots = ()
+    snapshots: RankSnapshots = field(default=(), name="held")
     epoch: EpochNumber = NO_EPOCH
     """The epoch that its workers are in."""
     bound: bool = False
@@ -186,7 +186,7 @@ class Parked(WireMessage, frozen=True):
     incarnation: Natural
     epoch: EpochNumber
     meeting_points: WorkerAddresses
-    held: RankSnapshots
+    snapshots: RankSnapshots = field(name="held")
 
 
 class Bound(WireMessage, frozen=True):
@@ -375,7 +375,7 @@ class StoodStill(WireMessage, frozen=True):
 
 
 class Rollcall(WireMessage, frozen=True):
-    """An aggregator reports for the whole fleet: every node has sent the same report ``what``, except those
+    """An aggregator reports for the whole fleet: every node has sent the same ``report``, except those
     in ``absent``.
 
     ``heartbeat``: all nodes are alive, and members have completed ``step``. ``parked``: all members of
@@ -384,7 +384,7 @@ class Rollcall(WireMessage, frozen=True):
     reports for itself.
     """
 
-    what: Literal["heartbeat", "parked", "bound"]
+    report: Literal["heartbeat", "parked", "bound"] = field(name="what")
     epoch: EpochNumber
     step: StepNumber = NO_STEP
     steps: Annotated[tuple[StepNumber, ...], Meta(max_length=16)] = ()

@@ -42,7 +42,11 @@ def drain(state: FleetState, event: m.Drain, orders: list[Order]) -> None:  # no
         return
     note(state, node.name, "drained by the operator", level="info")
     change(
-        state, node, eligibility=Eligibility.DRAINED, why="drained by the operator", fault=IncidentKind.NOTE
+        state,
+        node,
+        eligibility=Eligibility.DRAINED,
+        reason="drained by the operator",
+        fault=IncidentKind.NOTE,
     )
 
 
@@ -57,7 +61,7 @@ def admit(state: FleetState, event: m.Admit, orders: list[Order]) -> None:  # no
         state.stale += 1
         return
     note(state, node.name, "admitted by the operator", level="info")
-    change(state, node, eligibility=Eligibility.GOOD, why="", fault=IncidentKind.NOTE, strikes=())
+    change(state, node, eligibility=Eligibility.GOOD, reason="", fault=IncidentKind.NOTE, strikes=())
 
 
 def stop(state: FleetState, event: m.StopRun, orders: list[Order]) -> None:
@@ -156,7 +160,7 @@ def stood_still(state: FleetState, event: m.StoodStill, orders: list[Order]) -> 
     def put_off(at_s: float) -> float:
         return min(state.now_s, at_s + event.for_s)
 
-    state.heard = {name: put_off(at_s) for name, at_s in state.heard.items()}
+    state.last_seen_s = {name: put_off(at_s) for name, at_s in state.last_seen_s.items()}
     state.suspects = {name: put_off(at_s) for name, at_s in state.suspects.items()}
     state.rolled_s, state.since_s = put_off(state.rolled_s), put_off(state.since_s)
     state.step_s = put_off(state.step_s)
@@ -248,7 +252,7 @@ def leave(state: FleetState, node: Node, reason: str) -> None:
     if node.eligibility is Eligibility.LEAVING:
         return
     note(state, node.name, reason)
-    change(state, node, eligibility=Eligibility.LEAVING, why=reason, fault=IncidentKind.NOTE)
+    change(state, node, eligibility=Eligibility.LEAVING, reason=reason, fault=IncidentKind.NOTE)
 
 
 def enlarge(state: FleetState, event: m.Enlarge, orders: list[Order]) -> None:  # noqa: ARG001
@@ -271,7 +275,7 @@ def release(state: FleetState, orders: list[Order]) -> None:
     for node in list(_idle(state)):
         note(state, node.name, GIVEN_BACK, level="info")
         forget_copies(state, node.name)
-        change(state, state.nodes[node.name], alive=False, why=GIVEN_BACK, meeting_points=(), held=())
+        change(state, state.nodes[node.name], alive=False, reason=GIVEN_BACK, meeting_points=(), snapshots=())
         state.suspects.pop(node.name, None)
         state.silent.discard(node.name)
         orders.append(Order(node.name, Shutdown(GIVEN_BACK)))

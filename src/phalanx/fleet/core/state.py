@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from phalanx.fleet.core.commands import (
@@ -82,14 +82,14 @@ class Node(Struct, frozen=True):
     have parked.
     """
     eligibility: Eligibility = Eligibility.GOOD
-    why: str = ""
+    reason: str = field(default="", name="why")
     fault: IncidentKind = IncidentKind.NOTE
-    """The kind of the incident for which it was lost or quarantined; ``why`` is its text."""
+    """The kind of the incident for which it was lost or quarantined; ``reason`` is its text."""
     seat: int = NO_SEAT
     started_as_spare: bool = False
     """True if, in the first epoch, it gets a seat only in place of a missing node."""
     strikes: tuple[float, ...] = ()
-    held: tuple[RankSnapshot, ...] = ()
+    snapshots: tuple[RankSnapshot, ...] = field(default=(), name="held")
 
     @property
     def warm(self) -> bool:
@@ -123,9 +123,9 @@ class Incident(Struct, frozen=True):
     epoch: int
     node: str
     """Empty if it concerns no single node."""
-    what: str
+    text: str = field(name="what")
     ended_epoch: bool = False
-    """True if it ended ``epoch``; ``what`` is the reason."""
+    """True if it ended ``epoch``; ``text`` is the reason."""
     level: Literal["info", "warning", "error"] = "warning"
     kind: IncidentKind = IncidentKind.NOTE
     step: int = NO_STEP
@@ -247,7 +247,8 @@ class FleetState(Struct):
     evidence: bool = False
     """A collective broke in this epoch, so a broken connection counts as proof that its node is gone."""
 
-    heard: dict[str, float] = {}
+    last_seen_s: dict[str, float] = field(default_factory=dict, name="heard")
+    """Node -> time of its last message."""
     rolled_s: float = -1e18
     """Time of the last roll call, which is a sign of life of every node that is not in ``silent``."""
     silent: set[str] = set()
@@ -257,7 +258,7 @@ class FleetState(Struct):
     """Node -> time at which its connection broke."""
 
     copies: dict[str, dict[str, dict[str, int]]] = {}
-    """``ranks/step`` -> key -> node that holds that state by its own report -> rank of its copy (derived from ``Node.held``)."""
+    """``ranks/step`` -> key -> node that holds that state by its own report -> rank of its copy (derived from ``Node.snapshots``)."""
     census: Census | None = None
     incidents: list[Incident] = []
     stale: int = 0
@@ -305,7 +306,7 @@ def put(state: FleetState, node: Node) -> Node:
     ``copies``.
     """
     old = state.nodes.get(node.name)
-    if old is None or old.held != node.held or old.alive != node.alive:
+    if old is None or old.snapshots != node.snapshots or old.alive != node.alive:
         if old is not None:
             _unlist(state, old)
         _enlist(state, node)
@@ -345,7 +346,7 @@ def trusts(state: FleetState, epoch: int, step: int) -> bool:
 
 def _listed(state: FleetState, node: Node) -> Iterator[tuple[str, str, int]]:
     formation = state.settings.formation
-    for holding in node.held if node.alive else ():
+    for holding in node.snapshots if node.alive else ():
         legal = formation.largest(holding.ranks) == holding.ranks > holding.rank
         if legal and may_be_restored(state, holding):
             yield (
@@ -380,7 +381,7 @@ def distrust(state: FleetState, step: int) -> None:
         state.census.steps = tuple(kept for kept in state.census.steps if kept <= step)
     state.copies = {}
     for node in state.nodes.values():
-        if node.held:
+        if node.snapshots:
             _enlist(state, node)
 
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from phalanx.fleet.core import decide
@@ -60,7 +60,7 @@ class Barred(Struct, frozen=True):
 
     node: str
     eligibility: Eligibility
-    why: str = ""
+    reason: str = field(default="", name="why")
     fault: IncidentKind = IncidentKind.NOTE
 
 
@@ -155,7 +155,7 @@ def _describing(state: FleetState, claim: Claim) -> Claim:
         voters=_line(state, claim.node),
         distrust=state.distrust,
         barred=tuple(
-            Barred(name, node.eligibility, node.why, node.fault)
+            Barred(name, node.eligibility, node.reason, node.fault)
             for name, node in sorted(state.nodes.items())
             if node.eligibility in (Eligibility.QUARANTINED, Eligibility.DRAINED) or is_leaving(node)
         ),
@@ -320,7 +320,7 @@ def _by_claim_alone(claim: Claim, fencing: FencingToken, now_s: float) -> FleetS
                 alive=name in voters,
                 engaged=name in voters,
                 eligibility=unfit.eligibility,
-                why=unfit.why,
+                reason=unfit.reason,
                 fault=unfit.fault,
             ),
         )

@@ -158,7 +158,7 @@ class AgentState:
             host=me.host,
             data_port=me.data_port,
             domain=me.domain,
-            held=self.snapshots(),
+            snapshots=self.snapshots(),
             epoch=self.epoch,
             bound=bound,
             meeting_points=self._meeting_points(),

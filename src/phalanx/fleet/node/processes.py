@@ -476,5 +476,5 @@ def no_way_on(fleet_file: FleetFile, agents: int) -> str:
     settled = len(barred) + sum(member.role == "spare" for member in fleet_file.members) == agents
     if fleet_file.phase not in (FleetPhase.WAITING, FleetPhase.FORMING) or not barred or not settled:
         return ""
-    details = "; ".join(f"{member.name} is {member.role} ({member.why[:200]})" for member in barred)
+    details = "; ".join(f"{member.name} is {member.role} ({member.reason[:200]})" for member in barred)
     return f"too few nodes are left to train on: {details}"

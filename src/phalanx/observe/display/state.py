@@ -191,7 +191,7 @@ def _note(event: Event) -> Note | None:
             return Note(event.t, "info", text)
         case CheckpointFailed(step=step, path=path, reason=reason):
             return Note(event.t, "error", f"checkpoint of step {step:,} failed ({path}): {reason}")
-        case NonFinite(step=step, what=text, skipped=skipped):
+        case NonFinite(step=step, problem=text, skipped=skipped):
             outcome = "skipped" if skipped else "the run ends before it"
             return Note(event.t, "warning", f"step {step:,} is not finite, {outcome}: {text}")
         case LossSpike(

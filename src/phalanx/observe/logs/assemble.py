@@ -128,6 +128,7 @@ class Assembler:
             return
         self._close(records)
         after, self._after_trace = self._after_trace, False
+        # matched text: Python prints it
         if bare.startswith(("Traceback (most recent call last)", "  + Exception Group Traceback")):
             self._begin(_TRACE, line)
         elif after and bare in _CHAINED:

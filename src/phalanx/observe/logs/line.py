@@ -26,6 +26,7 @@ _LATEST_S = 1e10
 _SEEN = 600
 """The level shows in so many first characters."""
 _PREFIX = r"(?:\[rank\d+\]:\s?)?"
+# matched text: printed by Python, PyTorch, NCCL and the system
 _ERROR = re.compile(
     rf"^{_PREFIX}(?:Traceback \(most recent|[Ee]rror\b|[Ff]atal\b|E\d{{4}} |\[E\d*[: ]|(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)(?::|$))"
     r"|\b(?:ERROR|FATAL|CRITICAL)\b|Traceback \(most recent|\b[Ee]rror:|Segmentation fault|terminate called|core dumped"
@@ -66,6 +67,7 @@ _HINTS = (
 )
 """Words, in lower case, of every line whose level is not information; most lines hold none of them."""
 _GLOG = re.compile(rf"^{_PREFIX}\[?[EWD]\d")
+# matched text: a captured stream carries no level, and the children of our processes write into it too
 _OWN_WARNING = re.compile(
     r"^(?:warning: |unfit: |cannot |refused |no step for |leave epoch \d|first failure: |worker \d+ ended with code -?[1-9]|no coordinator)"
     r"|\bexited with code -?[1-9]|; (?:tries|trying) again|until it can$"
@@ -167,9 +169,11 @@ _INNOCENT = 2
 _ENDED = "its process "
 """The beginning of a launcher's line on the end of a process."""
 _BEGUN = re.compile(r"process \d+ begins: ")
+# matched text: printed by Python and PyTorch; "its process" is written by ended_text below
 _FAILURE = re.compile(
     r"^(?:\[rank\d+\]:\s?)?(?:Traceback |[Ee]rror: |Fatal |its process |unfit: |(?:[\w.]+\.)?\w*(?:Error|Exception|Interrupt)(?::|$))"
 )
+# matched text: errors of PyTorch, NCCL, Gloo and the system, which carry no code
 _OF_ANOTHER = re.compile(
     r"[Cc]onnection (?:closed|reset|refused|was (?:closed|reset)|lost|aborted)|[Cc]onnectionReset|[Cc]onnectionRefused|[Bb]roken ?[Pp]ipe|reset by peer"
     r"|closed by (?:the )?(?:peer|remote)|[Ss]ocket (?:[Tt]imeout|closed)|[Rr]emote (?:process|peer)|remote_?error|ncclRemoteError|NCCL communicator was aborted"
@@ -244,6 +248,7 @@ def _guilt(line: LogLine) -> int:
     """0 for an error that is a cause, or a kill; 1 for an end without a word; 2 for what comes of another failure."""
     if comes_of_another(line.text):
         return _INNOCENT
+    # matched text: written by ended_text below; a line of a log has no other field for it
     return 1 if line.text.startswith(f"{_ENDED}ended with code") else 0
 
 

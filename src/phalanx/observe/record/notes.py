@@ -151,8 +151,7 @@ OVER_S = 60.0
 _SUFFIX = ".throttled"
 
 
-@dataclass(frozen=True)
-class Throttling:
+class Throttling(msgspec.Struct, frozen=True):
     """The reasons why a node is slow."""
 
     node: str
@@ -162,7 +161,7 @@ class Throttling:
     """When it was seen last."""
     looks: int
     """Looks in which it was seen, since then."""
-    what: tuple[str, ...]
+    reasons: tuple[str, ...] = msgspec.field(name="what")
 
 
 class ThrottlingWatch:
@@ -208,7 +207,7 @@ class ThrottlingWatch:
                 _LOG.warning("this machine is slowed down: %s", "; ".join(reasons))
             self._note = Throttling(self._node, since_s, now, looks + 1, tuple(reasons))
             self._place.parent.mkdir(exist_ok=True)
-            write_atomically(self._place, msgspec.json.encode(asdict(self._note)), durable=False)
+            write_atomically(self._place, msgspec.json.encode(self._note), durable=False)
         elif note is not None and now - note.seen_s > OVER_S:
             self._note = None
             self._place.unlink(missing_ok=True)
@@ -223,6 +222,6 @@ def read_throttling(directory: RunDirectory, now: float) -> list[Throttling]:
                 note = msgspec.json.decode(read_small(path, 1 << 16), type=Throttling)
                 times = note.since_s, note.seen_s
                 possible = all(0 <= t < _LATEST_S for t in times) and now - note.seen_s <= 2 * OVER_S
-                if possible and note.what:
+                if possible and note.reasons:
                     nodes.append(note)
     return nodes

@@ -353,7 +353,9 @@ class RunResult:
     """The result of a finished run. Fields with a default may be missing from a file of an older version."""
 
     run_dir: str = ""
+    """Path of the run directory."""
     step: int
+    """The last step."""
     loss: float | None = None
     """Training loss of the last step with a finite loss, in nats per token."""
     tokens: int = 0
@@ -361,9 +363,11 @@ class RunResult:
     tokens_per_s: float | None = None
     """Tokens per second in the median step."""
     mfu: float | None = None
+    """Model FLOPs utilization of the median step, 0 to 1."""
     peak_flops_per_s: float = 0.0
     """Total rate of all ranks that counts as 100% MFU."""
     peak_source: str = ""
+    """Source of that rate: a data sheet, or a measurement."""
     held_out_loss: float | None = None
     """Nats per token in the last evaluation; ``None`` without held-out text."""
     bits_per_byte: float | None = None
@@ -373,11 +377,13 @@ class RunResult:
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
     """The figures of each task in the last evaluation, by its name."""
     ranks: int = 0
+    """Ranks of the last attempt."""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     """Measured device memory by kind, on the rank that holds most of it."""
     layout: dict[str, int] = field(default_factory=dict)
     """The degree of each parallel axis."""
     weights_sha256: str
+    """SHA-256 (hex) over all weights."""
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as a JSON object."""

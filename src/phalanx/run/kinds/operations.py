@@ -93,10 +93,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary embedding of ``width`` elements of a row, among ``whole`` elements of queries and keys, which tensor ranks divide."""
+    """Rotary embedding of ``width`` elements of a row, among ``total_width`` elements of queries and keys, which tensor ranks divide."""
 
     width: int
-    whole: int
+    total_width: int
     norms: tuple[Parameter, ...] = ()
     """RMSNorm of each head before it is rotated."""
 

@@ -174,7 +174,7 @@ def judge_spike(
         first_sample=progress.next_sample,
         samples=train.batch_size,
         typical_grad_norm=spike.typical_grad_norm,
-        what=spike.figure,
+        figure=spike.figure,
         slot=report.worst_slot,
         slot_loss=report.worst_slot_loss,
     )

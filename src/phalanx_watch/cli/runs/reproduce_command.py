@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 import msgspec
 
 from phalanx.cli.errors import TroubleError, demand_folder, trouble
+from phalanx.command_help import Command
 from phalanx.observe.record.records import usable_cores
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import RunSpec
@@ -22,7 +22,7 @@ _MOST_RANKS = 8
 """Most ranks on one machine, unless it has more cores."""
 
 
-@click.command("reproduce")
+@click.command("reproduce", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Print what differs between then and now, and run nothing.")
 @click.option("--steps", type=click.IntRange(min=1), help="Stop after so many steps and compare those.")
@@ -84,7 +84,7 @@ def command(
         if as_json:
             click.echo(
                 msgspec.json.encode(
-                    {"run": str(run_dir), "changed": [asdict(change) for change in differ]}
+                    {"run": str(run_dir), "changed": [msgspec.to_builtins(change) for change in differ]}
                 ).decode()
             )
         sys.exit(1 if harmful else 0)
@@ -130,7 +130,7 @@ def _lines(recording: RunRecording, differ: list[Changed]) -> Iterator[str]:
         return
     titles = {"bits": "changes the bits", "perhaps": "may change the bits", "no": "changes no bit"}
     for change in differ:
-        yield f"{titles[change.weight]:<20} {change.what}"
+        yield f"{titles[change.weight]:<20} {change.name}"
         yield f"  then  {_short(change.then)}"
         yield f"  now   {_short(change.now)}"
         if change.remedy:
@@ -174,7 +174,7 @@ def _again(
         table = {
             "run": str(run_dir),
             "again": str(place),
-            "changed": [asdict(change) for change in differ],
+            "changed": [msgspec.to_builtins(change) for change in differ],
             "same": same,
             "weights_sha256": finals,
             "parts_at": compared.parts_at,

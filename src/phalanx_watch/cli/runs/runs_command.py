@@ -15,6 +15,7 @@ import msgspec
 from phalanx.cli.errors import demand_folder, explained, refuse_unused
 from phalanx.cli.output import ABOVE_PEAK, age, share, size, text_console, utilization
 from phalanx.command import Argument, AsJson, Option, PluginName, command_options, written_options
+from phalanx.command_help import Command, DefaultGroup
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.fields import POSITIVE
 from phalanx_watch.cli.runs.show import compare_command, show_command
@@ -31,34 +32,6 @@ from phalanx_watch.runs.index import (
 )
 from phalanx_watch.runs.remove import Removal, removal, remove
 from phalanx_watch.runs.row import LabelError, RunLabels, RunRow, read_labels, write_labels
-
-
-class _ListsByDefault(click.Group):
-    """Command group whose command ``list`` is optional: ``phalanx runs FOLDER``."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Insert ``list`` if no command is named."""
-        if not args or not (args[0] in self.commands or args[0] in ctx.help_option_names):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group("runs", cls=_ListsByDefault)
-def command() -> None:
-    """The runs in a folder: list, show, compare, label and remove them.
-
-    Without a further word: phalanx runs list.
-
-    \b
-      phalanx runs
-      phalanx runs list /data/runs --where "loss<2" --tag good --sort -bits_per_byte
-      phalanx runs show runs/quickstart-1f3a9c04
-      phalanx runs compare runs/a runs/b runs/c
-      phalanx runs tag runs/a good baseline
-      phalanx runs note runs/a "the one for the paper"
-      phalanx runs rm runs/b
-    """
-
 
 # ``phalanx runs list``: the runs in folders, how far each is, and which goes on from which.
 
@@ -97,7 +70,7 @@ class ListOptions:
     """Print one JSON array."""
 
 
-@click.command("list", short_help="The runs in folders: state, losses, speed, weights, tags.")
+@click.command("list", short_help="The runs in folders: state, losses, speed, weights, tags.", cls=Command)
 @command_options(ListOptions)
 def list_command(options: ListOptions) -> None:
     """List the runs in FOLDERS (runs/ if none is given); a folder may be a run directory itself.
@@ -107,14 +80,14 @@ def list_command(options: ListOptions) -> None:
     with your runs, and why one waits.
 
     \b
-      phalanx runs
+      phalanx runs list
       phalanx runs list /data/runs --where "loss<2" --where "optimizer.lr=0.001" --tag good --sort -tokens_per_s
       phalanx runs --columns state,loss,layout,optimizer.lr
       phalanx runs --on slurm
       phalanx runs --on kubernetes --namespace research
 
-    A state is running, finished, stopped (by request, and saved), failed (its process is gone), silent (held by a process, but without an
-    event for 20 usual steps or two minutes; or, of another machine, no event for so long) or waiting (for nodes, or to begin).
+    A state is running, finished, stopped (by request, and saved), failed (its process is gone), silent or waiting (for nodes, or to
+    begin). A run is silent if it has no event for 20 usual steps or two minutes, while a process holds it or on another machine.
     """
     if options.engine is None:
         refuse_unused(written_options(options, "namespace"), "is for --on kubernetes")
@@ -225,7 +198,7 @@ def _list_jobs(name: str, namespace: str, *, as_json: bool) -> None:
 _MOST = 5
 
 
-@click.command("rm", short_help="Remove runs, after listing what would be lost.")
+@click.command("rm", short_help="Remove runs, after listing what would be lost.", cls=Command)
 @click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Remove without confirmation.")
 @click.option(
@@ -284,7 +257,7 @@ def _print_removal(removal_plan: Removal) -> None:
         click.echo(f"  labels: {' '.join(row.tags)} {row.note[:200]}".rstrip())
 
 
-@click.command("tag", short_help="Give a run tags, take them away, or print them.")
+@click.command("tag", short_help="Give a run tags, take them away, or print them.", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.argument("tags", nargs=-1)
 @click.option(
@@ -305,7 +278,7 @@ def tag_command(run_dir: Path, tags: tuple[str, ...], removed: tuple[str, ...]) 
     click.echo(" ".join(labels.tags))
 
 
-@click.command("note", short_help="Write a note on a run, or print it.")
+@click.command("note", short_help="Write a note on a run, or print it.", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.argument("text", required=False)
 def note_command(run_dir: Path, text: str | None) -> None:
@@ -327,6 +300,23 @@ def _labels(run_dir: Path) -> RunLabels:
     if not is_run(run_dir):
         raise RunDirectoryError(f"{run_dir} is no run directory")
     return read_labels(run_dir)
+
+
+@click.group("runs", cls=DefaultGroup, unnamed=list_command)
+def command() -> None:
+    """The runs in a folder: list, show, compare, label and remove them.
+
+    Without a further word: phalanx runs list.
+
+    \b
+      phalanx runs
+      phalanx runs list /data/runs --where "loss<2" --tag good --sort -bits_per_byte
+      phalanx runs show runs/quickstart-1f3a9c04
+      phalanx runs compare runs/a runs/b runs/c
+      phalanx runs tag runs/a good baseline
+      phalanx runs note runs/a "the one for the paper"
+      phalanx runs rm runs/b
+    """
 
 
 for _subcommand in (list_command, show_command, compare_command, tag_command, note_command, remove_command):

@@ -11,6 +11,7 @@ import msgspec
 
 from phalanx.cli.errors import demand_folder, explained
 from phalanx.cli.output import ABOVE_PEAK, age, moment, number_text, share, size, utilization
+from phalanx.command_help import Command
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx_watch.runs.recorded import ComparedRuns, RunRecording, compare, read_recorded
 
@@ -18,7 +19,7 @@ _MOST_NODES = 8
 _MOST_NAMES = 10
 
 
-@click.command("show", short_help="Everything that was recorded of one run, and what it cost.")
+@click.command("show", short_help="Everything that was recorded of one run, and what it cost.", cls=Command)
 @click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option(
     "--price",
@@ -185,7 +186,9 @@ def _table(value: object) -> Mapping[str, object]:
 _LONGEST = 64
 
 
-@click.command("compare", short_help="Settings, environment, results and bits of runs side by side.")
+@click.command(
+    "compare", short_help="Settings, environment, results and bits of runs side by side.", cls=Command
+)
 @click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def compare_command(run_dirs: tuple[Path, ...], as_json: bool) -> None:

@@ -383,9 +383,9 @@ def standing_order(state: FleetState, node: Node, crowds: Crowds) -> Command | N
     ``crowds`` is a cache kept between nodes, for one ``state``.
     """
     if not node.alive and node.eligibility is Eligibility.LEAVING:
-        return Shutdown(node.why)
+        return Shutdown(node.reason)
     if not node.alive:
-        return Fence(node.why, node.incarnation)
+        return Fence(node.reason, node.incarnation)
     if state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED):
         return Shutdown(state.reason)
     if state.phase is FleetPhase.PARKING and node.name in state.awaiting:

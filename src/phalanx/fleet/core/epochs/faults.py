@@ -111,7 +111,7 @@ MASS_PATIENCE = 4
 
 def lose(state: FleetState, orders: list[Order], node: Node, reason: str) -> None:
     """Fence a node: messages of this incarnation are ignored from now on, and its snapshots are lost."""
-    strike(state, node, reason, alive=False, meeting_points=(), held=())
+    strike(state, node, reason, alive=False, meeting_points=(), snapshots=())
     forget_copies(state, node.name)
     state.suspects.pop(node.name, None)
     state.silent.discard(node.name)
@@ -130,7 +130,9 @@ def strike(state: FleetState, node: Node, reason: str, **changes: object) -> Non
         reason = f"{reason}; {len(strikes)} failures within {settings.strike_window_s:g} s: quarantined"
         changes["eligibility"] = Eligibility.QUARANTINED
     note(state, node.name, reason, kind=IncidentKind.LOST)
-    change(state, node, why=reason, fault=IncidentKind.LOST, strikes=strikes[-settings.strikes :], **changes)
+    change(
+        state, node, reason=reason, fault=IncidentKind.LOST, strikes=strikes[-settings.strikes :], **changes
+    )
 
 
 def last_heartbeat_s(state: FleetState, name: str) -> float:
@@ -138,7 +140,7 @@ def last_heartbeat_s(state: FleetState, name: str) -> float:
 
     The last roll call counts as a heartbeat of every node that is not in ``state.silent``, and of unknown ones.
     """
-    at_s = state.heard.get(name, state.rolled_s)
+    at_s = state.last_seen_s.get(name, state.rolled_s)
     return at_s if name in state.silent else max(at_s, state.rolled_s)
 
 
@@ -177,10 +179,10 @@ def _lose_late(
 
 def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  # noqa: ARG001
     """Handle a roll call like the reports that it stands for."""
-    if event.what == "heartbeat":
+    if event.report == "heartbeat":
         for name in set(event.absent) - state.silent:
             if name in state.nodes:
-                state.heard[name] = last_heartbeat_s(state, name)
+                state.last_seen_s[name] = last_heartbeat_s(state, name)
         state.silent = {name for name in event.absent if name in state.nodes and state.nodes[name].alive}
         state.rolled_s = state.now_s
         if state.silent:
@@ -191,7 +193,7 @@ def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  
             stepped(state, event.step)
     elif event.epoch != state.epoch or state.phase not in (*IN_EPOCH, FleetPhase.PARKING):
         state.stale += 1
-    elif event.what == "bound":
+    elif event.report == "bound":
         if state.phase is FleetPhase.BINDING:
             state.awaiting.intersection_update(event.absent)
     else:
@@ -300,7 +302,7 @@ def _let_in_again(state: FleetState, doubt: NonFiniteDoubt) -> None:
     for name in doubt.nodes:
         node = state.nodes.get(name)
         if node is not None and node.eligibility is Eligibility.QUARANTINED:
-            change(state, node, eligibility=Eligibility.GOOD, why="", fault=IncidentKind.NOTE)
+            change(state, node, eligibility=Eligibility.GOOD, reason="", fault=IncidentKind.NOTE)
 
 
 def set_aside(state: FleetState, name: str, reason: str, kind: IncidentKind, step: int = m.NO_STEP) -> None:
@@ -308,4 +310,4 @@ def set_aside(state: FleetState, name: str, reason: str, kind: IncidentKind, ste
     note(state, name, reason, kind=kind, step=step)
     node = state.nodes[name]
     if node.eligibility is Eligibility.GOOD:
-        change(state, node, eligibility=Eligibility.QUARANTINED, why=reason, fault=kind)
+        change(state, node, eligibility=Eligibility.QUARANTINED, reason=reason, fault=kind)

@@ -167,7 +167,7 @@ def _fill_vacancies(state: FleetState, orders: list[Order]) -> bool:
     nodes = [state.nodes[state.seats[seat]] for seat in sorted(state.vacant)]
     planned = all(node.alive and node.warm and not node.engaged for node in nodes)
     reason = "; ".join(
-        f"{node_called(node.name)}: {node.why or 'its workers are gone'}" for node in nodes[:4]
+        f"{node_called(node.name)}: {node.reason or 'its workers are gone'}" for node in nodes[:4]
     )
     regroup(state, orders, reason, planned=planned, kind=nodes[0].fault)
     return True

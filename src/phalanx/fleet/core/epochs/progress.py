@@ -92,7 +92,7 @@ def _settle(state: FleetState, step: int) -> None:
             note(state, name, verdict, kind=IncidentKind.NOT_FINITE, step=doubt.step)
             node = state.nodes.get(name)
             if node is not None and node.eligibility is Eligibility.QUARANTINED:
-                change(state, node, why=verdict)
+                change(state, node, reason=verdict)
 
 
 def withdraw_doubt(state: FleetState) -> None:
@@ -110,7 +110,7 @@ def withdraw_doubt(state: FleetState) -> None:
         note(state, name, f"step {doubt.step} is not computed again: there is no evidence against this node")
         node = state.nodes.get(name)
         if node is not None and node.eligibility is Eligibility.QUARANTINED:
-            change(state, node, eligibility=Eligibility.GOOD, why="", fault=IncidentKind.NOTE)
+            change(state, node, eligibility=Eligibility.GOOD, reason="", fault=IncidentKind.NOTE)
 
 
 # Retention of snapshots in memory: pure rules over step numbers, shared by the workers of a run and the
@@ -191,14 +191,14 @@ def memory_may_come(state: FleetState) -> bool:
     described = sum(
         node.alive
         and not node.engaged
-        and (node.warm or bool(node.held) or state.epoch == NO_EPOCH)
-        and (bool(node.held) or not node.started_as_spare)
+        and (node.warm or bool(node.snapshots) or state.epoch == NO_EPOCH)
+        and (bool(node.snapshots) or not node.started_as_spare)
         for node in state.nodes.values()
     )
     newest = newest_in_memory(state)
     newest_step = NO_STEP if newest is None else newest.step
     newest_reported = max(
-        (snapshot.step for node in state.nodes.values() if node.alive for snapshot in node.held),
+        (snapshot.step for node in state.nodes.values() if node.alive for snapshot in node.snapshots),
         default=NO_STEP,
     )
     return described < state.settings.wanted_nodes or max(newest_step, newest_saved(state)) < newest_reported
@@ -255,5 +255,5 @@ def not_saved(state: FleetState, event: NotSaved, orders: list[Order]) -> None:
         return
     note(state, node.name, f"cannot save the snapshots that it holds: {event.text[:200]}")
     forget_copies(state, node.name)
-    change(state, node, held=())
+    change(state, node, snapshots=())
     conclude(state, orders, state.ends_as, state.reason)
