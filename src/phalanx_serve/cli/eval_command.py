@@ -12,6 +12,7 @@ import click
 
 from phalanx.cli.errors import Bytes, DeviceName, DtypeName, TrustCode, explained, require_trusted_code
 from phalanx.command import Argument, AsJson, Option, command_options
+from phalanx.command_help import Command
 from phalanx_serve.cli.score_command import opened_weights, scorer_for, shown_progress
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class EvalOptions:
     as_json: AsJson = False
 
 
-@click.command("eval")
+@click.command("eval", cls=Command)
 @command_options(EvalOptions)
 def command(options: EvalOptions) -> None:
     """Score tasks with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.

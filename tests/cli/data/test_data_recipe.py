@@ -90,7 +90,7 @@ def test_the_example_is_prepared_as_it_says(tmp_path: Path) -> None:
     example = root / "examples" / "recipe.toml"
     planned = json.loads(said("plan", str(example), "--json"))
     sources = [path for path in files_below(root / "src") if path.suffix == ".py"]
-    assert planned["files"] == len(sources) + len(list((root / "docs").glob("*.md")))
+    assert planned["files"] == len(sources) + len(list((root / "docs").rglob("*.md")))
     # The tokenizer alone takes ten seconds for all sources.
     shutil.copytree(root / "docs", part / "docs", ignore=shutil.ignore_patterns("images"))
     shutil.copytree(
