@@ -8,26 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from manual.blocks import Block, blocks, pages, phalanx_commands
+from launch.engines.slurm_cluster import missing, slurm_cluster
+from manual.blocks import ROOT, Block, blocks, pages, phalanx_commands
 from manual.working_folder import make_working_folder, run_blocks
+from phalanx_process import ENVIRONMENT
 
-QUICK = {
-    *(
-        "data",
-        "goodput",
-        "hardware",
-        "hash",
-        "logs",
-        "models",
-        "new",
-        "plan",
-        "ranks",
-        "runs",
-        "show",
-        "spec",
-    ),
-    *("status", "why"),
-}
+QUICK = "data goodput hardware hash logs models new plan ranks runs show spec status why"
 """Commands that take a second or two. Pages that call others are among the tests of servers."""
 PAGE_S = 1800.0
 """Time limit of a page, whose commands train models on a machine that may have much else to do."""
@@ -42,13 +28,15 @@ def _is_quick(page: str) -> bool:
     commands = {arguments[0] for text in texts for arguments in phalanx_commands(text) if arguments}
     has_programs = any(block.language == "python" for block in _runs(page))
     return (
-        commands <= QUICK
+        commands <= set(QUICK.split())
         and not has_programs
         and not any(re.search(r"python -m|make ", text) for text in texts)
     )
 
 
 PAGES = [page for page in pages() if _runs(page)]
+TUTORIALS = [page for page in PAGES if page.startswith("docs/tutorials/")]
+SLURM = "docs/tutorials/slurm-and-resize.md"
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +50,35 @@ def after_quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(PAGE_S)
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=() if _is_quick(page) else pytest.mark.servers) for page in PAGES],
+    [
+        pytest.param(page, marks=() if _is_quick(page) else pytest.mark.servers)
+        for page in PAGES
+        if page not in TUTORIALS
+    ],
 )
 def test_the_blocks_of_a_page_run_as_printed(page: str, after_quickstart: Path, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     shutil.copytree(after_quickstart, folder, symlinks=True)
     run_blocks(_runs(page), folder)
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(PAGE_S)
+@pytest.mark.parametrize("page", [page for page in TUTORIALS if page != SLURM])
+def test_a_tutorial_runs_from_an_empty_folder_to_its_end(page: str, tmp_path: Path) -> None:
+    run_blocks(_runs(page), tmp_path)
+
+
+@pytest.mark.servers
+@pytest.mark.timeout(PAGE_S)
+@pytest.mark.skipif(bool(missing()), reason=f"no Slurm cluster can be started: {missing()}")
+def test_the_tutorial_of_slurm_runs_on_a_real_slurm(tmp_path: Path) -> None:
+    for name in ("work", "slurm"):
+        (tmp_path / name).mkdir()
+    with slurm_cluster(tmp_path / "slurm") as cluster:
+        run_blocks(_runs(SLURM), tmp_path / "work", {**ENVIRONMENT, **cluster.environment})
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
+def test_a_tutorial_has_at_most_1500_words(page: str) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").split()) <= 1500

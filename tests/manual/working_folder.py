@@ -7,6 +7,7 @@ checkout is there as it is. So a block is executed exactly as it is printed.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,6 +21,7 @@ from manual.blocks import ROOT, Block
 from phalanx_process import ENVIRONMENT, run
 
 _CHECKOUT = ("deploy", "docs", "examples", "src", "README.md")
+_EXPECTED_CODE = re.compile(r"^(.*\S)\s+# exit code (\d+)\b.*$", re.MULTILINE)
 _SMALLER = {
     'preset = "toy-4m"': 'preset = "toy-4m"\nlayers = 2\ndim = 32',
     'corpus = ["python-stdlib"]': 'corpus = ["src/phalanx/model/facts"]',
@@ -53,13 +55,16 @@ def make_working_folder(folder: Path) -> None:
 def run_blocks(blocks: Sequence[Block], folder: Path, environment: Mapping[str, str] = ENVIRONMENT) -> None:
     """Run the blocks of a page in order, in one shell in ``folder``; the ``python`` blocks are one program, which runs last.
 
-    Raises ``AssertionError`` with the block's line and the output if a command fails.
+    Raises ``AssertionError`` with the block's line and the output if a command fails, or ends otherwise than its comment ``# exit code 1`` states.
     """
     programs = [block for block in blocks if block.language == "python"]
     script = ["set -e"]
     for block in blocks:
         if block.language == "sh":
-            script += [f"echo {shlex.quote(f'--- {block}')}", block.text]
+            script += [
+                f"echo {shlex.quote(f'--- {block}')}",
+                _EXPECTED_CODE.sub(r"\1 || [ $? = \2 ]", block.text),
+            ]
     if programs:
         (folder / "blocks.py").write_text("\n".join(block.text for block in programs), encoding="utf-8")
         script += [f"echo '--- {programs[0]} and the Python blocks behind it'", "python blocks.py"]
