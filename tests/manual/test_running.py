@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -82,3 +83,32 @@ def test_the_tutorial_of_slurm_runs_on_a_real_slurm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_has_at_most_1500_words(page: str) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").split()) <= 1500
+
+
+def _block(text: str) -> Block:
+    return Block("page.md", 7, "sh", text, "")
+
+
+def test_a_command_that_fails_is_an_error_with_the_line_of_its_block(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"--- page\.md:7\nbefore\n$"):
+        run_blocks([_block("echo before\nfalse\necho behind\n")], tmp_path)
+
+
+def test_a_command_ends_with_the_exit_code_that_its_comment_states(tmp_path: Path) -> None:
+    run_blocks([_block("test -e absent   # exit code 1: there is no such file\n")], tmp_path)
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_blocks([_block("test -d .   # exit code 1: it is no folder\ntest -e absent\n")], tmp_path)
+
+
+def test_the_blocks_of_a_page_share_one_shell_and_python_follows(tmp_path: Path) -> None:
+    program = Block("page.md", 9, "python", 'assert open("name").read() == "phalanx\\n"\n', "")
+    run_blocks([_block("NAME=phalanx\n"), program, _block("echo $NAME > name\n")], tmp_path)
+
+
+def test_what_a_block_leaves_in_the_background_ends_with_its_page(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "held")
+    reader = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
+    run_blocks([_block("sleep 1000 > held &\n")], tmp_path)
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""  # returns when no process holds the other end
+    os.close(reader)
