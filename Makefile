@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers clients lint contract reference bench gpu env env-dev clean
+.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers clients docs lint contract reference bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -45,9 +45,19 @@ $(VENV)-clients/.made: requirements/clients.txt
 	$(VENV)-clients/bin/pip install --quiet --no-deps accelerate==1.15.0  # its PyTorch is the suite's
 	@touch $@
 
+docs: $(VENV)-docs/.made  ## the manual as a site in build/site, which a browser opens without a server
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+	@echo build/site/index.html
+
+$(VENV)-docs/.made: requirements/docs.txt
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet -r requirements/docs.txt
+	@touch $@
+
 lint: env-dev
-	$(BIN)/ruff format --check src tests bench validation examples deploy lint tools requirements
-	$(BIN)/ruff check src tests bench validation examples deploy lint tools requirements
+	$(BIN)/ruff format --check src tests bench validation examples deploy docs/hooks lint tools requirements
+	$(BIN)/ruff check src tests bench validation examples deploy docs/hooks lint tools requirements
 	$(BIN)/mypy
 	$(BIN)/python -m lint.language
 
@@ -108,4 +118,4 @@ $(VENV)/.dev: $(VENV)/.base $(DEV)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest $(VENV)-torch-2.11 $(VENV)-trackers $(VENV)-nixl $(VENV)-clients .cache runs
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest $(VENV)-torch-2.11 $(VENV)-trackers $(VENV)-nixl $(VENV)-clients $(VENV)-docs build/site .cache runs

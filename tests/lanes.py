@@ -31,6 +31,7 @@ WAITING = (
     "tests/fleet/control",
     "tests/fleet/node",
     "tests/launch",
+    "tests/manual/test_running.py",
     "tests/serve/stages",
     "tests/serve/workers",
 )

@@ -159,7 +159,7 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.kept.parent.mkdir(parents=True, exist_ok=True)
     rows = measure_all(arguments.model or list(MODELS), arguments.ranks, arguments.kept)
-    text = f"{summary(rows)}\n\n<details><summary>Every layout</summary>\n\n{details(rows)}\n\n</details>"
+    text = f'{summary(rows)}\n\n<details markdown="1"><summary>Every layout</summary>\n\n{details(rows)}\n\n</details>'
     print(summary(rows))
     if arguments.write:
         document = arguments.write.read_text()
