@@ -163,6 +163,19 @@ SpanRun = tuple[int, int, int, int]
 """Consecutive spans of one size in a share of a gradient: the first one's first element, its number, how many there are, elements of each."""
 
 
+AddToBins = Callable[[Tensor, Tensor, Tensor, Sequence[SpanRun], int], None]
+"""Addition of a gradient to words and tops. See ``BinKernel.add``."""
+
+
+def bin_kernel(device: torch.device) -> AddToBins:
+    """Return the one-pass addition for ``device``. Raises if there is none."""
+    if on_gpu(device):
+        from phalanx.hardware.kernels.gpu_bins import add_to_bins
+
+        return add_to_bins
+    return BinKernel().add
+
+
 class BinKernel:
     """Additions to words of 32 or 64 bits. Raises ``NoHostKernelsError`` if they cannot be compiled or loaded."""
 
