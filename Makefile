@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The processes that tests start would each compile what they import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl servers clients docs lint contract reference bench gpu env env-dev clean
+.PHONY: quickstart test test-core test-plan test-serve test-watch test-servers test-processors test-all test-newest test-oldest test-resolved test-torch-2.11 test-trackers test-nixl null-gpu servers clients docs lint contract reference bench gpu env env-dev clean
 
 quickstart: env  ## a model trained on real text, in about three minutes on two cores
 	$(BIN)/phalanx train configs/quickstart.toml
@@ -84,6 +84,12 @@ test-nixl:  ## pages between workers over NIXL, in an environment of their own
 	$(VENV)-nixl/bin/pip install --quiet --no-deps -r requirements/nixl.txt
 	OMP_NUM_THREADS=1 $(VENV)-nixl/bin/python -m pytest tests/serve/workers/over_nixl
 
+null-gpu:  ## whole steps under PyTorch's CUDA build on a GPU that computes nothing, in an environment of their own (5 GB)
+	$(MAKE) VENV=$(VENV)-null-gpu BASE=requirements/base-torch-2.11.txt DEV=requirements/null-gpu.txt env-dev || { echo "make null-gpu needs PyTorch's CUDA wheel and NVIDIA's packages from PyPI, and they could not be installed"; exit 1; }
+	tests/null_gpu/build.sh $(VENV)-null-gpu
+	tests/null_gpu/with.sh $(VENV)-null-gpu -m pytest tests/null_gpu
+	tests/null_gpu/with.sh $(VENV)-null-gpu -m pytest -p null_gpu.conftest tests/train/test_cuda.py
+
 test-newest:  ## the suite with the newest releases of all dependencies; TORCH=torch==2.14.1 chooses one of PyTorch
 	$(MAKE) VENV=$(VENV)-newest RESOLVED=newest test-resolved
 
@@ -118,4 +124,4 @@ $(VENV)/.dev: $(VENV)/.base $(DEV)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest $(VENV)-torch-2.11 $(VENV)-trackers $(VENV)-nixl $(VENV)-clients $(VENV)-docs build/site .cache runs
+	rm -rf $(VENV) $(VENV)-newest $(VENV)-oldest $(VENV)-torch-2.11 $(VENV)-trackers $(VENV)-nixl $(VENV)-null-gpu $(VENV)-clients $(VENV)-docs build/site .cache runs

@@ -243,11 +243,14 @@ INTERPRETED = """
 import torch
 from phalanx.hardware.kernels.choose import differences
 from phalanx.hardware.kernels.gpu import GpuKernels
+from phalanx.hardware.kernels.gpu_bins import add_to_bins
 from phalanx.hardware.kernels.reference import TorchKernels
+from phalanx.parallel.reduction.bins import matches_operations
 # A GPU's roots are rounded correctly, and so are these: fp64 has more than twice the bits.
 exact = TorchKernels(lambda tensors: [tensor.double().sqrt().float() for tensor in tensors])
 device = torch.device("cpu")
 print(differences(GpuKernels(), device, exact), GpuKernels().peak([], device).item())
+print(matches_operations(add_to_bins, device))
 """
 
 
@@ -259,7 +262,7 @@ def test_the_programs_for_a_gpu_have_the_bits_of_the_reference_in_triton_s_inter
         capture_output=True,
         text=True,
     )
-    assert ended.stdout == "[] 0.0\n", ended.stderr
+    assert ended.stdout == "[] 0.0\nTrue\n", ended.stderr
 
 
 FOR_HOPPER = """
@@ -267,19 +270,24 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from phalanx.hardware.kernels import gpu
+from phalanx.hardware.kernels import gpu, gpu_bins
 
 floats = "scale keep_mean new_mean keep_square new_square root eps rate decay".split()
-update = dict.fromkeys(["weights", "grads", "means", "squares"], "*fp32") | {"count": "i32"}
-update |= dict.fromkeys(floats, "fp32")
-peak = {"values": "*fp32", "count": "i32", "peaks": "*i32"}
-sums = {"values": "*fp32", "count": "i32", "constants": "*fp64", "sums": "*fp64"}
-block, tiles = {"BLOCK": gpu._BLOCK}, {"BLOCK": gpu._BLOCK, "TILES": gpu._TILES}
-for program, signature, fixed in ((gpu._adamw, update, block), (gpu._peak, peak, tiles), (gpu._extract, sums, tiles)):
-    source = ASTSource(program, signature | dict.fromkeys(fixed, "constexpr"), constexprs=fixed)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-    found = re.findall(r"\\b([a-z]+(?:[.][a-z]+)*)[.]f(?:32|64)\\b", made.asm["ptx"])
-    print(len(made.asm["cubin"]) > 0, *sorted({one for one in found if not one.startswith(("ld", "st", "mov"))}))
+common = {"table": "*i64", "rows": "i32"}
+update = common | dict.fromkeys(floats, "fp32")
+peak, sums = common | {"peaks": "*i32"}, common | {"constants": "*fp64", "sums": "*fp64"}
+lengths = "gradient_stride elements all_spans first_element first_span spans width".split()
+bins = {"gradient": "*fp32", "words": "*i32", "tops": "*i8"} | dict.fromkeys(lengths, "i32")
+for program, signature in ((gpu._adamw, update), (gpu._peak, peak), (gpu._extract, sums), (gpu_bins._add, bins)):
+    for unit in gpu._UNITS:
+        fixed = {"BLOCK": gpu._BLOCK, "TILES": gpu._TILES, "UNIT": unit}
+        if program is gpu_bins._add:
+            fixed = {"SIZE": 8 * unit, "SPANS": 128 // unit}
+        source = ASTSource(program, signature | dict.fromkeys(fixed, "constexpr"), constexprs=fixed)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+        found = re.findall(r"\\b([a-z]+(?:[.][a-z]+)*)[.]f(?:32|64)\\b", made.asm["ptx"])
+        operations = sorted({one for one in found if not one.startswith(("ld", "st", "mov"))})
+        print(len(made.asm["cubin"]) > 0, "ld.global.v4" in made.asm["ptx"], *operations)
 """
 """Compiles for a GPU that need not be there, down to its instructions."""
 
@@ -287,8 +295,10 @@ for program, signature, fixed in ((gpu._adamw, update, block), (gpu._peak, peak,
 def test_the_programs_for_a_gpu_compile_for_hopper_to_operations_that_each_round_once() -> None:
     pytest.importorskip("triton")
     ended = subprocess.run([sys.executable, "-c", FOR_HOPPER], capture_output=True, text=True)
-    # No fma, nothing approximate, and no flushing of small numbers to zero (ftz).
-    expected = ["True add.rn div.rn mul.rn sqrt.rn sub.rn", "True", "True add.rn cvt mul.rn sub.rn"]
+    # No fma, nothing approximate, and no flushing of small numbers to zero (ftz). Aligned tensors are loaded four elements at a time.
+    operations = ["add.rn div.rn mul.rn sqrt.rn sub.rn", "", "add.rn cvt mul.rn sub.rn"]
+    expected = [f"True {aligned} {names}".rstrip() for names in operations for aligned in (True, False)]
+    expected += 2 * ["True False abs add.rn cvt.rn mul.rn selp setp.lt sub.rn"]
     assert ended.stdout.splitlines() == expected, ended.stderr
 
 

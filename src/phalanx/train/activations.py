@@ -390,9 +390,7 @@ ATTENTION = frozenset(
     }
 )
 """Attention in one kernel: quadratic time, a result as wide as its queries."""
-PRODUCTS = frozenset(
-    {"mm", "bmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"}
-)
+PRODUCTS = frozenset({"mm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"})
 """Matrix products whose first argument is the left operand ``(..., m, k)`` and whose second is the right, ``(..., k, n)``."""
 FUNCTIONAL_COLLECTIVES = "_c10d_functional"
 

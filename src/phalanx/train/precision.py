@@ -26,7 +26,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import ScalingType, SwizzleType
 
 from phalanx.hardware.local.device import on_gpu
 from phalanx.model.autograd import FunctionContext, apply_function
@@ -164,22 +163,14 @@ def multiply_narrow(
 
     ``k`` is a multiple of 32, ``n`` of 16.
     """
-    recipe = {
-        "tensor": ScalingType.TensorWise,
-        "row": ScalingType.RowWise,
-        "block": ScalingType.BlockWise1x32,
-    }
-    swizzle = SwizzleType.SWIZZLE_32_4_4 if scaling == "block" else None
-    product: Tensor = F.scaled_mm(
+    scales = _kernel_scale(a.scale, scaling), _kernel_scale(b.scale, scaling)
+    # The kernel finds the format by the scales. Of torch's two names for it, this is the one that every supported version can compile.
+    product: Tensor = torch._scaled_mm(
         a.values.contiguous(),
         b.values.contiguous().t(),
-        _kernel_scale(a.scale, scaling),
-        recipe[scaling],
-        _kernel_scale(b.scale, scaling).t() if scaling == "row" else _kernel_scale(b.scale, scaling),
-        recipe[scaling],
-        swizzle_a=swizzle,
-        swizzle_b=swizzle,
-        output_dtype=dtype,
+        scales[0],
+        scales[1].t() if scaling == "row" else scales[1],
+        out_dtype=dtype,
         use_fast_accum=fast,
     )
     return product
@@ -245,15 +236,13 @@ def multiply_narrow_groups(
     a: Quantized, b: Quantized, ends: Tensor, dtype: torch.dtype, *, fast: bool
 ) -> Tensor:
     """As ``_grouped_product``, by the hardware's own kernel, of operands with a scale for each row."""
-    product: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+    product: Tensor = torch._scaled_grouped_mm(
         a.values.contiguous(),
         b.values.contiguous().transpose(1, 2),
         a.scale.flatten(),
-        ScalingType.RowWise,
         b.scale.squeeze(-1).contiguous(),
-        ScalingType.RowWise,
         offs=ends,
-        output_dtype=dtype,
+        out_dtype=dtype,
         use_fast_accum=fast,
     )
     return product

@@ -88,9 +88,21 @@ def test_nobody_is_accused_by_what_a_gpu_holds_after_its_epoch_was_broken_off() 
             assert isinstance(outcome_of(error, 7, over=False, device=device), Doubted)
         assert isinstance(outcome_of(error, 7, over=True, device=CPU), Doubted)
         assert outcome_of(error, 7, over=True, device=GPU) is None
-    broken = RuntimeError("NCCL communicator was aborted")
-    assert isinstance(outcome_of(broken, 7, over=False, device=GPU), EpochBroken)
-    assert outcome_of(broken, 7, over=True, device=GPU) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.distributed.DistBackendError("NCCL communicator was aborted"),
+        ValueError("Default process group has not been initialized"),
+        RuntimeError("Could not resolve the process group registered under the name 3"),
+    ],
+)
+def test_each_error_that_an_aborted_collective_may_raise_on_a_gpu_breaks_the_epoch_or_nothing(
+    error: Exception,
+) -> None:
+    assert isinstance(outcome_of(error, 7, over=False, device=GPU), EpochBroken)
+    assert outcome_of(error, 7, over=True, device=GPU) is None
 
 
 def test_a_snapshot_without_memory_breaks_its_epoch_and_the_remedy_is_in_what_a_fleet_keeps_of_it() -> None:

@@ -76,3 +76,14 @@ def test_what_the_user_has_set_stays(name: str, meant: str) -> None:
     detect.set_for_rank(environ, survives=True)
     assert environ[name] == "the user's"
     assert environ.get(meant, "the user's") == "the user's"
+
+
+@pytest.mark.parametrize(("name", "expected"), [("cpu", False), ("meta", False), ("cuda:1", True)])
+def test_only_a_gpu_has_a_queue(name: str, expected: bool) -> None:
+    assert device.on_gpu(torch.device(name)) == expected
+
+
+@pytest.mark.parametrize("name", ["xpu", "mps", "hpu"])
+def test_an_accelerator_of_another_kind_is_refused_and_not_taken_for_a_cpu(name: str) -> None:
+    with pytest.raises(ValueError, match=f'GPUs that PyTorch calls "cuda", not on {name}'):
+        device.wait_for_device(torch.device(name))

@@ -163,6 +163,19 @@ SpanRun = tuple[int, int, int, int]
 """Consecutive spans of one size in a share of a gradient: the first one's first element, its number, how many there are, elements of each."""
 
 
+AddToBins = Callable[[Tensor, Tensor, Tensor, Sequence[SpanRun], int], None]
+"""Addition of a gradient to words and tops. See ``BinKernel.add``."""
+
+
+def bin_kernel(device: torch.device) -> AddToBins:
+    """Return the one-pass addition for ``device``. Raises if there is none."""
+    if on_gpu(device):
+        from phalanx.hardware.kernels.gpu_bins import add_to_bins
+
+        return add_to_bins
+    return BinKernel().add
+
+
 class BinKernel:
     """Additions to words of 32 or 64 bits. Raises ``NoHostKernelsError`` if they cannot be compiled or loaded."""
 
@@ -221,8 +234,8 @@ def _cut(run: SpanRun, threads: int) -> Iterator[SpanRun]:
 
 
 _log = logging.getLogger(__name__)
-_SIZE = 4099
-"""Elements of the check: more than a GPU's block, with a tail in whatever vectors a processor has."""
+_SIZES = (16400, 4096, 4099, 1)
+"""Elements of the tensors of the check: more than a GPU's program takes, and a tail in whatever vectors a processor has."""
 
 
 def kernels_for(device: torch.device, tensors: Iterable[Tensor]) -> Kernels:
@@ -269,21 +282,23 @@ def differences(kernels: Kernels, device: torch.device, reference: Kernels = REF
     """The results in which ``kernels`` differ from ``reference`` on numbers of all sizes, down to those below the normal ones."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(low: float, high: float) -> Tensor:
-        sizes = torch.empty(_SIZE, dtype=torch.float64).uniform_(low, high, generator=generator).exp2()
-        signs = torch.randint(0, 2, (_SIZE,), generator=generator) * 2 - 1
-        return (sizes * signs).float().to(device)
+    def draw(low: float, high: float) -> list[Tensor]:
+        total = sum(_SIZES)
+        sizes = torch.empty(total, dtype=torch.float64).uniform_(low, high, generator=generator).exp2()
+        signs = torch.randint(0, 2, (total,), generator=generator) * 2 - 1
+        return list(torch.split((sizes * signs).float().to(device), list(_SIZES)))
 
-    weights, grads, means, squares = draw(-60, 10), draw(-100, 10), draw(-140, 10), draw(-148, 20).abs()
+    weights, grads, means = draw(-60, 10), draw(-100, 10), draw(-140, 10)
+    squares = [tensor.abs() for tensor in draw(-148, 20)]
     factors = UpdateFactors(0.37, 0.9, 1 - 0.9, 0.95, 1 - 0.95, math.sqrt(1 - 0.95**3), 1e-8, 1e-3, 0.9999)
     updated, summed = [], []
     for tried in (reference, kernels):
-        copies = [tensor.clone() for tensor in (weights, grads, means, squares)]
-        tried.adamw([copies[0]], [copies[1]], [copies[2]], [copies[3]], factors)
-        updated.append(torch.cat(copies))
-        constants = (1.5 * 2.0**34, 1.5 * 2.0**-4)  # squares up to 2^20, fewer than 2^13 of them
-        sums = tried.extracted_sums([grads], constants, device)
-        summed.append(torch.cat((tried.peak([grads], device).view(1), sums)))
+        columns = [[tensor.clone() for tensor in column] for column in (weights, grads, means, squares)]
+        tried.adamw(columns[0], columns[1], columns[2], columns[3], factors)
+        updated.append(torch.cat([tensor for column in columns for tensor in column]))
+        constants = (1.5 * 2.0**36, 1.5 * 2.0**-1)  # squares up to 2^20, fewer than 2^15 of them
+        sums = tried.extracted_sums(grads, constants, device)
+        summed.append(torch.cat((tried.peak(grads, device).view(1), sums)))
     return [
         name
         for name, (expected, computed) in (("updates", updated), ("sums", summed))

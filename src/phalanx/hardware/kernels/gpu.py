@@ -1,13 +1,16 @@
 """The same kernels on a GPU, in Triton, which comes with PyTorch's CUDA builds.
 
 ``enable_fp_fusion=False`` keeps the compiler from making one rounding of a product and a sum; roots and quotients are computed in
-their IEEE forms, since Triton's ``/`` on fp32 is an approximation. A program takes one block of a tensor. Sums are exact, so how blocks add
-theirs up does not matter.
+their IEEE forms, since Triton's ``/`` on fp32 is an approximation. Sums are exact, so how programs add theirs up does not matter.
+
+One launch takes all tensors: a launch costs the host some 20 to 40 us, and a model has hundreds of tensors. Each row of a table on the GPU
+has a tensor's addresses, and each program finds its row by bisection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,17 +22,41 @@ from phalanx.hardware.local.device import brought
 
 _BLOCK = 1024
 _TILES = 16
-"""Blocks that one program of a sum goes through."""
+"""Blocks that one program goes through."""
 _PIECE = 1 << 26
-"""Elements of one launch, so that 32-bit offsets suffice."""
+"""Elements of one row of a table, so that 32-bit offsets suffice."""
+_UNITS = (16, 1)
+"""Rows whose addresses and lengths are multiples of 16 are loaded four elements at a time, in a launch of their own."""
+
+
+def _find_row(table: tl.tensor, rows: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Returns the last row whose first program is not after this one."""
+    low, high = rows * 0, rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_below = tl.load(table + middle * WIDTH) <= tl.program_id(0)
+        low, high = tl.where(is_below, middle, low), tl.where(is_below, high, middle)
+    return low
+
+
+def _column(row: tl.tensor, column: tl.constexpr) -> tl.tensor:
+    """Returns a pointer to a tensor's first element."""
+    return tl.load(row + column).to(tl.pointer_type(tl.float32))
+
+
+def _elements_at(first: tl.tensor, at: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
+    """Returns pointers to elements, with what divides the address of the first, which the compiler cannot know."""
+    return tl.multiple_of(first + at, UNIT)
+
+
+_row_of = triton.jit(_find_row)
+_tensor = triton.jit(_column)
+_elements = triton.jit(_elements_at)
 
 
 def _adamw_program(
-    weights: tl.tensor,
-    grads: tl.tensor,
-    means: tl.tensor,
-    squares: tl.tensor,
-    count: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
     scale: tl.tensor,
     keep_mean: tl.tensor,
     new_mean: tl.tensor,
@@ -40,44 +67,68 @@ def _adamw_program(
     rate: tl.tensor,
     decay: tl.tensor,
     BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    UNIT: tl.constexpr,
 ) -> None:
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    grad = tl.load(grads + at, inside) * scale
-    mean = tl.load(means + at, inside) * keep_mean + grad * new_mean
-    square = tl.load(squares + at, inside) * keep_square + grad * grad * new_square
-    tl.store(means + at, mean, inside)
-    tl.store(squares + at, square, inside)
-    change = tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root) + eps) * rate
-    tl.store(weights + at, tl.load(weights + at, inside) * decay - change, inside)
+    """Updates the tensors of a table ``(rows, 6)``: first program, elements, and addresses of weights, gradients and moments."""
+    row = table + _row_of(table, rows, 6) * 6
+    count = tl.load(row + 1).to(tl.int32) * UNIT
+    weights, grads, means, squares = _tensor(row, 2), _tensor(row, 3), _tensor(row, 4), _tensor(row, 5)
+    first = (tl.program_id(0) - tl.load(row).to(tl.int32)) * TILES
+    for tile in range(TILES):
+        at = (first + tile) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        means_at, squares_at = _elements(means, at, UNIT), _elements(squares, at, UNIT)
+        weights_at = _elements(weights, at, UNIT)
+        grad = tl.load(_elements(grads, at, UNIT), inside) * scale
+        mean = tl.load(means_at, inside) * keep_mean + grad * new_mean
+        square = tl.load(squares_at, inside) * keep_square + grad * grad * new_square
+        tl.store(means_at, mean, inside)
+        tl.store(squares_at, square, inside)
+        change = tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root) + eps) * rate
+        tl.store(weights_at, tl.load(weights_at, inside) * decay - change, inside)
 
 
 def _peak_program(
-    values: tl.tensor, count: tl.tensor, peaks: tl.tensor, BLOCK: tl.constexpr, TILES: tl.constexpr
+    table: tl.tensor,
+    rows: tl.tensor,
+    peaks: tl.tensor,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+    UNIT: tl.constexpr,
 ) -> None:
     """Writes the largest magnitude of each program's tiles, as the bits of an fp32 number; not-a-number is the largest."""
+    row = table + _row_of(table, rows, 3) * 3
+    count = tl.load(row + 1).to(tl.int32) * UNIT
+    values = _tensor(row, 2)
+    first = (tl.program_id(0) - tl.load(row).to(tl.int32)) * TILES
     most = tl.zeros((BLOCK,), tl.int32)
     for tile in range(TILES):
-        at = (tl.program_id(0) * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
-        bits = tl.load(values + at, at < count, other=0.0).to(tl.int32, bitcast=True)
+        at = (first + tile) * BLOCK + tl.arange(0, BLOCK)
+        bits = tl.load(_elements(values, at, UNIT), at < count, other=0.0).to(tl.int32, bitcast=True)
         most = tl.maximum(most, bits & 0x7FFFFFFF)
     tl.store(peaks + tl.program_id(0), tl.max(most, 0))
 
 
 def _extract_program(
-    values: tl.tensor,
-    count: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
     constants: tl.tensor,
     sums: tl.tensor,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
+    UNIT: tl.constexpr,
 ) -> None:
     """Writes the sums of both pieces of the squares of each program's tiles to a row of ``sums`` ``(programs, 2)``."""
+    row = table + _row_of(table, rows, 3) * 3
+    count = tl.load(row + 1).to(tl.int32) * UNIT
+    values = _tensor(row, 2)
+    begin = (tl.program_id(0) - tl.load(row).to(tl.int32)) * TILES
     first, second = tl.load(constants), tl.load(constants + 1)
     firsts, seconds = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for tile in range(TILES):
-        at = (tl.program_id(0) * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
-        wide = tl.load(values + at, at < count, other=0.0).to(tl.float64)
+        at = (begin + tile) * BLOCK + tl.arange(0, BLOCK)
+        wide = tl.load(_elements(values, at, UNIT), at < count, other=0.0).to(tl.float64)
         square = wide * wide
         piece = (square + first) - first
         firsts += piece
@@ -86,16 +137,17 @@ def _extract_program(
     tl.store(sums + tl.program_id(0) * 2 + 1, tl.sum(seconds, 0))
 
 
-_adamw = triton.jit(_adamw_program)
-_peak = triton.jit(_peak_program)
-_extract = triton.jit(_extract_program)
+# No program of its own for a table of one row, or of sixteen.
+_adamw = triton.jit(_adamw_program, do_not_specialize=["rows"])
+_peak = triton.jit(_peak_program, do_not_specialize=["rows"])
+_extract = triton.jit(_extract_program, do_not_specialize=["rows"])
 
 
 class GpuKernels(Kernels):
     """One pass over fp32 tensors, each contiguous, on a GPU."""
 
     def chunk_elements(self, device: torch.device) -> int:  # noqa: ARG002
-        return _PIECE
+        return 1 << 62  # any number, in one launch
 
     def adamw(
         self,
@@ -105,41 +157,68 @@ class GpuKernels(Kernels):
         squares: list[Tensor],
         factors: UpdateFactors,
     ) -> None:
-        for tensors in zip(*map(_pieces, (weights, grads, means, squares)), strict=True):
-            count = tensors[0].numel()
-            _adamw[(triton.cdiv(count, _BLOCK),)](
-                *tensors, count, *factors, BLOCK=_BLOCK, enable_fp_fusion=False
+        device = weights[0].device if weights else torch.device("cpu")
+        for launch in _launches((weights, grads, means, squares), device):
+            _adamw[(launch.programs,)](
+                *(launch.table, launch.rows, *factors),
+                *(_BLOCK, _TILES, launch.unit),
+                enable_fp_fusion=False,
             )
 
     def peak(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        pieces, rows = _rows(tensors)
-        peaks = torch.empty(sum(rows), dtype=torch.int32, device=device)
-        for piece, own in zip(pieces, torch.split(peaks, rows), strict=True):
-            _peak[(len(own),)](piece, piece.numel(), own, BLOCK=_BLOCK, TILES=_TILES)
-        if not rows:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return peaks.max().view(torch.float32).double()
+        peaks = [torch.zeros(1, dtype=torch.int32, device=device)]
+        for launch in _launches((tensors,), device):
+            peaks.append(torch.empty(launch.programs, dtype=torch.int32, device=device))
+            _peak[(launch.programs,)](launch.table, launch.rows, peaks[-1], _BLOCK, _TILES, launch.unit)
+        return torch.cat(peaks).max().view(torch.float32).double()
 
     def extracted_sums(
         self, tensors: Sequence[Tensor], constants: tuple[float, float], device: torch.device
     ) -> Tensor:
-        pieces, rows = _rows(tensors)
-        sums = torch.empty((sum(rows), 2), dtype=torch.float64, device=device)
+        sums = [torch.zeros((1, 2), dtype=torch.float64, device=device)]
         # fp64: an argument would be fp32
         numbers = brought(torch.tensor(constants, dtype=torch.float64), device)
-        for piece, own in zip(pieces, torch.split(sums, rows), strict=True):
-            _extract[(len(own),)](
-                piece, piece.numel(), numbers, own, BLOCK=_BLOCK, TILES=_TILES, enable_fp_fusion=False
+        for launch in _launches((tensors,), device):
+            sums.append(torch.empty((launch.programs, 2), dtype=torch.float64, device=device))
+            _extract[(launch.programs,)](
+                *(launch.table, launch.rows, numbers, sums[-1]),
+                *(_BLOCK, _TILES, launch.unit),
+                enable_fp_fusion=False,
             )
-        return sums.sum(0)  # exact in any order
+        return torch.cat(sums).sum(0)  # exact in any order
 
 
-def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of all elements, each short enough for one launch."""
-    return [piece for tensor in tensors for piece in torch.split(tensor.view(-1), _PIECE) if piece.numel()]
+@dataclass(frozen=True)
+class _Launch:
+    """A launch over rows of tensors."""
+
+    table: Tensor
+    """``(rows, 2 + columns)``, int64, on the GPU: first program of the row, its elements over ``unit``, and the addresses of its tensors."""
+    rows: int
+    programs: int
+    unit: int
 
 
-def _rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """The pieces, and the number of programs that go through each."""
-    pieces = _pieces(tensors)
-    return pieces, [triton.cdiv(piece.numel(), _BLOCK * _TILES) for piece in pieces]
+def _launches(columns: Sequence[Sequence[Tensor]], device: torch.device) -> Iterator[_Launch]:
+    """Yield a launch over all aligned rows, and one over the others. The n-th tensors of all columns belong together.
+
+    Raises ``ValueError`` for a tensor elsewhere: an address of the host's memory would end every later call to the GPU.
+    """
+    rows: dict[int, list[tuple[int, ...]]] = {unit: [] for unit in _UNITS}
+    programs = dict.fromkeys(_UNITS, 0)
+    for tensors in zip(*columns, strict=True):
+        if any(tensor.device != device for tensor in tensors):
+            raise ValueError(
+                f"tensors on {', '.join(str(tensor.device) for tensor in tensors)}, not on {device}"
+            )
+        addresses, count = [tensor.data_ptr() for tensor in tensors], tensors[0].numel()
+        for first in range(0, count, _PIECE):
+            length = min(_PIECE, count - first)
+            numbers = (length, *(address + 4 * first for address in addresses))
+            unit = next(unit for unit in _UNITS if not any(number % unit for number in numbers))
+            rows[unit].append((programs[unit], length // unit, *numbers[1:]))
+            programs[unit] += triton.cdiv(length, _BLOCK * _TILES)
+    for unit, entries in rows.items():
+        if entries:
+            table = brought(torch.tensor(entries, dtype=torch.int64), device)
+            yield _Launch(table, len(entries), programs[unit], unit)

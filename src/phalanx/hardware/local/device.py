@@ -26,7 +26,14 @@ _GPU = "cuda"
 
 
 def on_gpu(device: torch.device) -> bool:
-    """True if work on ``device`` is queued there and runs on while the host goes on."""
+    """Return True if work on ``device`` is queued there and runs on while the host goes on.
+
+    Raises ``ValueError`` for an accelerator of another kind. All that a CPU needs not do, such as waiting, would be left out there.
+    """
+    if device.type not in (_GPU, "cpu", "meta"):
+        raise ValueError(
+            f'Phalanx computes on CPUs and on GPUs that PyTorch calls "{_GPU}", not on {device.type}: use one of these devices'
+        )
     return device.type == _GPU
 
 

@@ -30,7 +30,7 @@ wire, and bounds the error by the element's own magnitude. ``bench.train.integer
 format and the fp32 tree.
 
 All operations except the maximum and the sums are exact in floating point (scaling by powers of two, rounding to an integer,
-subtracting the rounded part). So a fused kernel gives the same bits; on a CPU there is one (``phalanx.hardware.kernels.choose``). An
+subtracting the rounded part). So a fused kernel gives the same bits (``phalanx.hardware.kernels``). An
 element that is not finite in any slot makes its sum NaN. The words of its span then count, for each element, the slots in which it
 was not finite.
 """
@@ -46,15 +46,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.choose import BinKernel, SpanRun
-from phalanx.hardware.kernels.compiler import NoHostKernelsError
+from phalanx.hardware.kernels.choose import AddToBins, SpanRun, bin_kernel
 from phalanx.parallel.reduction.buckets import SpanLayout, share_layout, word_bytes
 
 _log = logging.getLogger(__name__)
 _EMPTY, _NOT_FINITE = -128, 127
 """Tops of a span with only zeros so far, and of one with a number that is not finite."""
-# Elements processed at once: their temporaries fit into the cache of a core, or of a GPU.
-_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 21
+# Elements processed at once by PyTorch's operations. Temporaries fit into the cache of a core; on a GPU each takes 64 MiB, and launches are few.
+_CPU_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class Bins:
     tops: Tensor
     """``(shares, spans)``, int8: one more than the number of the upper bin, or one of the two special values."""
     use_kernel: bool = True
-    """False: use PyTorch operations to add gradients, even if the host has a kernel."""
+    """False: use PyTorch operations to add gradients, even if the device has a kernel."""
     chunk_elements: int | None = None
     """Elements that one PyTorch operation processes at once; by default, as many as fit into the device's cache."""
 
@@ -127,9 +126,9 @@ class Bins:
     @torch.no_grad()
     def add_gradient(self, gradient: Tensor) -> None:
         """Add a gradient, fp32 ``(shares, elements)``."""
-        kernel = _host_kernel() if self.use_kernel and self.words.device.type == "cpu" else None
+        kernel = _kernel(self.words.device) if self.use_kernel else None
         if kernel is not None and gradient.dtype == torch.float32 and gradient.stride(-1) == 1:
-            kernel.add(gradient, self.words, self.tops, self._runs, self.format.width)
+            kernel(gradient, self.words, self.tops, self._runs, self.format.width)
         else:
             self._add_by_operations(gradient)
 
@@ -259,29 +258,29 @@ def _power(exponent: Tensor) -> Tensor:
 
 
 @functools.cache
-def _host_kernel() -> BinKernel | None:
+def _kernel(device: torch.device) -> AddToBins | None:
     """Return the one-pass kernel, verified once per process; ``None``, with a warning, if there is none."""
     try:
-        kernel = BinKernel()
-    except NoHostKernelsError as error:
-        reason = str(error)
-    else:
-        if _matches_operations(kernel):
-            return kernel
+        add = bin_kernel(device)
+        if matches_operations(add, device):
+            return add
         reason = "its bits differed from those of PyTorch's operations"
+    except Exception as error:  # a compiler that fails in any way is as good as none
+        reason = f"{type(error).__name__}: {error}"
     _log.warning("sums in integers go over memory nine times instead of once, with the same bits: %s", reason)
     return None
 
 
-def _matches_operations(kernel: BinKernel) -> bool:
+def matches_operations(add: AddToBins, device: torch.device) -> bool:
     """Return True if kernel and operations give the same words and tops for two additions of numbers of all magnitudes."""
     generator = torch.Generator().manual_seed(0)
     layout = share_layout([(40, 24), (7,)], 1)
-    sums = [Bins.empty(1, layout, BinFormat(8), torch.device("cpu")) for _ in range(2)]
+    sums = [Bins.empty(1, layout, BinFormat(8), device) for _ in range(2)]
     for low, high in ((-149.0, -100.0), (-60.0, 100.0)):
         sizes = torch.empty(1, layout.elements, dtype=torch.float64)
-        gradient = sizes.uniform_(low, high, generator=generator).exp2().float()
-        gradient *= torch.randint(-1, 2, gradient.shape, generator=generator)
+        numbers = sizes.uniform_(low, high, generator=generator).exp2().float()
+        numbers *= torch.randint(-1, 2, numbers.shape, generator=generator)
+        gradient = numbers.to(device)
         sums[0]._add_by_operations(gradient)
-        kernel.add(gradient, sums[1].words, sums[1].tops, sums[1]._runs, sums[1].format.width)
+        add(gradient, sums[1].words, sums[1].tops, sums[1]._runs, sums[1].format.width)
     return torch.equal(sums[0].words, sums[1].words) and torch.equal(sums[0].tops, sums[1].tops)

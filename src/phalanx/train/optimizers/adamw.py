@@ -27,6 +27,7 @@ from phalanx.run.kinds.operations import Parameter
 from phalanx.run.kinds.whole_model import INT8_BLOCK
 from phalanx.run.spec import OptimizerSpec
 from phalanx.train.optimizers.optimizer import (
+    VISITING_ELEMENTS,
     MomentStore,
     Optimizer,
     StatePart,
@@ -86,14 +87,12 @@ class AdamW(Optimizer):
         launch: list[tuple[Tensor, ...]] = []
         for name in names:
             parameter = self.parameters[name]
-            tensors = (
-                parameter.detach(),
-                gradient_of(name, parameter),
-                self.exp_avg[name],
-                self.exp_avg_sq[name],
-            )
+            # Without autograd, the local part of a DTensor is at hand; ``detach`` would be dispatched.
+            tensors = (parameter, gradient_of(name, parameter), self.exp_avg[name], self.exp_avg_sq[name])
             flat = [local(tensor).reshape(-1) for tensor in tensors]
             size = kernels_for(flat[0].device, flat).chunk_elements(flat[0].device)
+            if self.store is not None:
+                size = min(size, VISITING_ELEMENTS)
             for piece in zip(*(torch.split(tensor, size) for tensor in flat), strict=True):
                 launch.append(piece)
                 if sum(weights.numel() for weights, *_ in launch) >= size:

@@ -100,6 +100,8 @@ def gradient_of(name: str, parameter: nn.Parameter) -> Tensor:
 # memory and updated in place; the operating system writes it out and reads it in.
 
 
+VISITING_ELEMENTS = 1 << 26
+"""Elements of a tensor that visit the accelerator at once: enough to hide copies, and few beside a model."""
 UpdatePiece = tuple[list[Tensor], ...]
 """The tensors of one launch of an optimizer: weights, gradients, moments, each a list of flat tensors."""
 

@@ -52,10 +52,10 @@ def test_without_a_compiler_sums_are_those_of_pytorchs_operations_and_a_warning_
         if not compiler:
             monkeypatch.setattr(shutil, "which", lambda _: None)
             monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
-        binning._host_kernel.cache_clear()
+        binning._kernel.cache_clear()
         sums.append(Bins.empty(1, LAYOUT, BinFormat(8), torch.device("cpu")))
         sums[-1].add_gradient(gradient)
-    binning._host_kernel.cache_clear()
+    binning._kernel.cache_clear()
     assert torch.equal(sums[0].words, sums[1].words)
     (record,) = caplog.records
     assert "no C compiler" in record.message

@@ -1,0 +1,64 @@
+"""Numbers for what the host reads of kernels that have not run. Call ``pretend`` once, before the first step of a process.
+
+A step reads its loss, token count, norm and expert counts, and stops if they are zero or not finite. So they are read as ones. What compares
+results of kernels with each other succeeds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.hardware.kernels import choose
+from phalanx.parallel.reduction import bins
+from phalanx.train.measure import numerics
+from phalanx.train.step.step import StepFlags, Stepper, StepReport
+
+NO_FLAGS = StepFlags()
+integers = 1
+"""What a zero is read as where integers are read. A mixture reads the rows of each expert."""
+
+
+def pretend(*, fused: bool = True) -> None:
+    """Let the host read ones from the device. ``fused`` = False leaves the Triton programs out, which PyTorch's dispatcher does not see."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    for name in ("item", "tolist"):
+        setattr(Tensor, name, _answering(getattr(Tensor, name)))
+    choose.differences = lambda *_, **__: [] if fused else ["updates"]
+    bins.matches_operations = lambda *_: fused
+    numerics.require_equal = lambda *_: None
+    run = Stepper.run
+
+    @functools.wraps(run)
+    def run_with_own_flags(
+        stepper: Stepper, number: int, flags: StepFlags = NO_FLAGS, **options: Any
+    ) -> StepReport:
+        return dataclasses.replace(run(stepper, number, flags, **options), flags=flags)
+
+    Stepper.run = run_with_own_flags  # type: ignore[method-assign,assignment]
+
+
+def _answering(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    @functools.wraps(read)
+    def answer(tensor: Tensor) -> Any:
+        value = read(tensor)
+        return _ones(value) if tensor.device.type == "cuda" else value
+
+    return answer
+
+
+def _ones(value: Any) -> Any:
+    match value:
+        case list():
+            return [_ones(element) for element in value]
+        case bool():
+            return value
+        case float():
+            return value if 1e-30 < abs(value) < 1e30 else 1.0
+        case _:
+            return value if 0 < abs(value) < 1 << 40 else integers
