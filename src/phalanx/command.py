@@ -28,14 +28,26 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
 from phalanx.plugins import PluginError, load_plugin, plugin_names
 from phalanx.run.fields import ValueRange, field_docs
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _Options = TypeVar("_Options")
 
