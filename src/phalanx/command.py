@@ -28,14 +28,26 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem
 
-from phalanx.plugins import plugin_names
+from phalanx.plugins import PluginError, load_plugin, plugin_names
 from phalanx.run.fields import ValueRange, field_docs
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _Options = TypeVar("_Options")
 
@@ -88,12 +100,21 @@ class Sets:
 
 
 class PluginName(click.ParamType[str]):
-    """A name in a group of plug-ins (``phalanx.plugins``); the group is read only when the option is used or its help is shown."""
+    """A name in a group of plug-ins (``phalanx.plugins``); the group is read only when the option is used or its help is shown.
+
+    With ``declaration``, only those plug-ins are offered whose attribute of that name is not false.
+    """
 
     name = "choice"
 
-    def __init__(self, group: str) -> None:
+    def __init__(self, group: str, declaration: str = "") -> None:
         self.group = group
+        self.declaration = declaration
+
+    @property
+    def choices(self) -> list[str]:
+        """The names."""
+        return [name for name in plugin_names(self.group) if not self.declaration or self._declares(name)]
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
         """Return the names, as of a choice."""
@@ -110,7 +131,13 @@ class PluginName(click.ParamType[str]):
         return self._names().shell_complete(ctx, param, incomplete)
 
     def _names(self) -> click.Choice[str]:
-        return click.Choice(plugin_names(self.group))
+        return click.Choice(self.choices)
+
+    def _declares(self, name: str) -> bool:
+        try:
+            return bool(getattr(load_plugin(self.group, name), self.declaration, True))
+        except PluginError:
+            return True  # its use names the broken package
 
 
 AsJson = Annotated[bool, Option("--json", text="Print one JSON object."), Heading("Options")]

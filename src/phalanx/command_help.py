@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
-from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _UNWRAPPED = "\b\n"
 """Begins a paragraph whose lines click keeps as they are."""
@@ -21,8 +22,7 @@ _FIRST_SENTENCE = re.compile(r"(.*?\.)(?=\s+[A-Z(]|\s*$)\s*(.*)", re.DOTALL)
 _OPTIONS = "Options"
 
 
-@dataclass(frozen=True)
-class HelpText:
+class HelpText(NamedTuple):
     """Parts of a command's docstring."""
 
     summary: str

@@ -24,6 +24,7 @@ PLACE = ["place", "tiny.toml", "--topology"]
         (["logs", ".", "--job", "--grep", "nccl"], "--grep: chooses lines"),
         (["runs", "--namespace", "research"], "--namespace: is for --on kubernetes"),
         (["runs", "list", "here", "--on", "kubernetes"], "FOLDERS: is about runs in folders"),
+        (["runs", "--on", "ssh"], "'ssh' is not one of 'kubernetes', 'slurm'"),
         (["runs", "--on", "slurm", "--where", "loss<2", "--last", "3"], "--where, --last: "),
         ([*PLACE, "fabric.toml", "--partition", "big"], "--partition: is for --topology slurm"),
         ([*PLACE, "kubernetes", "--free"], "--free: is for --topology slurm"),

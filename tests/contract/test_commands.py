@@ -9,9 +9,7 @@ import click
 
 from contract.conftest import Contract
 from phalanx.cli.main import phalanx_command
-from phalanx.command import PluginName
 from phalanx.command_help import DefaultGroup
-from phalanx.plugins import plugin_names
 
 
 def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
@@ -30,7 +28,7 @@ def described(param: click.Parameter) -> str:
     kind = param.type
     is_flag = isinstance(param, click.Option) and param.is_flag
     range_ = f" {kind._describe_range()}" if isinstance(kind, click.types._NumberRangeBase) else ""
-    names = plugin_names(kind.group) if isinstance(kind, PluginName) else getattr(kind, "choices", ())
+    names = getattr(kind, "choices", ())
     value = f"one of {', '.join(names)}" if names else f"{kind.name}{range_}"
     has_default = isinstance(param.default, str | int | float | Path) and param.default is not False
     facts = ["flag" if is_flag else value]

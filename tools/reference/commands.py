@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import click
 
 from phalanx.cli.main import TASKS, phalanx_command
-from phalanx.command import PluginName
 from phalanx.command_help import options_by_heading, read_help
-from phalanx.plugins import plugin_names
 from tools.reference.markdown import prose, table
 
 _INTRODUCTION = """\
@@ -63,11 +61,7 @@ def _paragraph(text: str) -> str:
 def _row(option: click.Option, context: click.Context) -> tuple[str, str, str, str]:
     extra = option.get_help_extra(context)
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-    choices = (
-        plugin_names(option.type.group)
-        if isinstance(option.type, PluginName)
-        else getattr(option.type, "choices", ())
-    )
+    choices = getattr(option.type, "choices", ())
     value = (
         " or ".join(f"`{choice}`" for choice in choices)
         or option.metavar

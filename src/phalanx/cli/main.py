@@ -6,7 +6,6 @@ of its own name, which is imported when the command is used.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import os
@@ -133,9 +132,11 @@ class _Lazy(CommandGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
-        if near and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            raise click.UsageError(f"no such command {args[0]!r}; did you mean {near[0]}?", ctx)
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            import difflib  # Its import takes longer than that of any module here.
+
+            if near := difflib.get_close_matches(args[0], _COMMANDS, n=1):
+                raise click.UsageError(f"no such command {args[0]!r}; did you mean {near[0]}?", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002

@@ -106,6 +106,11 @@ class LaunchEngine(Protocol):
         ...
 
     @property
+    def has_queue(self) -> bool:
+        """True if ``jobs`` can list the runs that are queued or running; ``phalanx runs --on`` offers only these engines."""
+        ...
+
+    @property
     def options(self) -> frozenset[str]:
         """The options of commands (``out``, ``lender``) and fields of ``[launch]`` that this engine uses, of those that not every engine does."""
         ...

@@ -45,6 +45,7 @@ class HostsEngine:
     needs_nodes: bool
     has_hosts: bool
     options: frozenset[str] = frozenset()
+    has_queue: bool = False
 
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:
         """Return the run with its directory."""

@@ -55,6 +55,7 @@ class SlurmEngine:
 
     name: str = "slurm"
     needs_nodes: bool = True
+    has_queue: bool = True
     options: frozenset[str] = frozenset({"lender"})
 
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:

@@ -26,6 +26,7 @@ class KubernetesEngine:
 
     name: str = "kubernetes"
     needs_nodes: bool = True
+    has_queue: bool = True
     options: frozenset[str] = frozenset({"out", *FIELDS_OF_PODS})
 
     def prepare(self, spec: RunSpec, working_dir: Path) -> tuple[RunSpec, list[str]]:  # noqa: ARG002

@@ -62,7 +62,7 @@ class ListOptions:
     """Show these columns instead."""
     last: Annotated[int | None, POSITIVE] = None
     """Show only the last N."""
-    engine: Annotated[str | None, PluginName("phalanx.engines"), Option("--on")] = None
+    engine: Annotated[str | None, PluginName("phalanx.engines", "has_queue"), Option("--on")] = None
     """List the runs that are queued or running in this engine instead."""
     namespace: str = ""
     """With --on kubernetes: a namespace other than that of kubectl's context."""
