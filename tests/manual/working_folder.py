@@ -24,7 +24,7 @@ _CHECKOUT = ("deploy", "docs", "examples", "src", "README.md")
 _EXPECTED_CODE = re.compile(r"^(.*\S)\s+# exit code (\d+)\b.*$", re.MULTILINE)
 _SMALLER = {
     'preset = "toy-4m"': 'preset = "toy-4m"\nlayers = 2\ndim = 32',
-    'corpus = ["python-stdlib"]': 'corpus = ["src/phalanx/model/facts"]',
+    'corpus = ["python-stdlib"]': 'corpus = ["src/phalanx/model/facts/*.py"]',
     "vocab_size = 4096": "vocab_size = 512",
     "steps = 340": "steps = 40",
     "seq_len = 256": "seq_len = 64",
