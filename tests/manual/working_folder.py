@@ -20,7 +20,7 @@ from pathlib import Path
 from manual.blocks import ROOT, Block
 from phalanx_process import ENVIRONMENT, run
 
-_CHECKOUT = ("deploy", "docs", "examples", "src", "README.md")
+_CHECKOUT = ("bench", "deploy", "docs", "examples", "src", "validation", "README.md")
 _EXPECTED_CODE = re.compile(r"^(.*\S)\s+# exit code (\d+)\b.*$", re.MULTILINE)
 _SMALLER = {
     'preset = "toy-4m"': 'preset = "toy-4m"\nlayers = 2\ndim = 32',
