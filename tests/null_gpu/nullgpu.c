@@ -139,7 +139,7 @@ static void copy(void *d, const void *s, size_t n) {
   if (to == 2 && from == 2) { COUNT(MEMCPY_DD); copied[2] += n; }
   else if (to == 2) { COUNT(from == 1 ? MEMCPY_HD_PINNED : MEMCPY_HD_PAGEABLE); copied[0] += n; }
   else if (from == 2) { COUNT(to == 1 ? MEMCPY_DH_PINNED : MEMCPY_DH_PAGEABLE); copied[1] += n; }
-  if (n == 1 && from == 2 && to != 2) *(char *)d = 0; /* a truth value that no kernel has computed */
+  if (n == 1 && from == 2 && to == 1) *(char *)d = 0; /* item() of a truth value that no kernel has computed */
   else if (n <= SMALL) memmove(d, s, n); }
 EXPORT cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k) { copy(d, s, n); COUNT(STREAM_SYNC); return 0; }
 EXPORT cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t st) { copy(d, s, n); return 0; }
