@@ -159,18 +159,13 @@ class Scorer:
             ScoredSequence(tuple(text), len(text) - 1, number, 0) for number, text in enumerate(texts)
         ]
         scores = self.score_sequences(sequences, progress)
-        for number, values in enumerate(scores, 1):
-            if not all(map(math.isfinite, values.log_probabilities)):
-                raise ScoreError(
-                    f"text {number}: its log-probabilities are not finite (NaN or infinite): the weights are, or too large for the "
-                    "format computed in; take an earlier step or --dtype float32"
-                )
         return [torch.tensor(score.log_probabilities, dtype=torch.float32) for score in scores]
 
     def score_sequences(
         self, sequences: Sequence[ScoredSequence], progress: Callable[[int], None] | None = None
     ) -> list[SequenceScore]:
-        """The scores of sequences of at most ``length + 1`` tokens, as an evaluation of the run computes them. ``progress`` is as for ``score``."""
+        """The scores of sequences of at most ``length + 1`` tokens, as an evaluation of the run computes them. ``progress`` is as
+        for ``score``. Raises ScoreError for logits that are not finite."""
         rows = micro_batch_rows(self.spec)
         together = rows if self.is_exact else 1
         results: list[SequenceScore] = []
@@ -182,6 +177,12 @@ class Scorer:
                 results += scores_of_sequences(own, scores[:, targets != IGNORE])
                 if progress is not None:
                     progress(len(results))
+        for number, values in enumerate(results, 1):
+            if not all(map(math.isfinite, values.log_probabilities)):
+                raise ScoreError(
+                    f"text {number}: its log-probabilities are not finite (NaN or infinite): the weights are, or too large for the "
+                    "format computed in; take an earlier step or --dtype float32"
+                )
         return results
 
     def _token_scores(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -120,6 +120,10 @@ def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
         raise click.UsageError(
             "the run has no tasks: add [[evaluation.tasks]] to its run file, or give one by --file"
         )
+    if options.file is not None and options.file.stem in chosen:
+        raise click.UsageError(
+            f"--file and --task are both called {options.file.stem!r}: rename the file, or score one at a time"
+        )
     for name in chosen:
         task = own[name]
         copy = directory.task(name)

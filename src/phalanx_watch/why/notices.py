@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections import deque
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -37,27 +38,39 @@ class NoticeCommand:
 
     def __init__(self, command: str, run: str, warn: Callable[[str], None]) -> None:
         self._command, self._run, self._warn = command, run, warn
-        self._reasons: dict[Key, Reason] = {}
-        self._pending: deque[tuple[ReasonChange, int]] = deque()
-        """Notices that are not delivered yet, each with the number of its failed attempts."""
+        self._delivered: dict[Key, Reason] = {}
+        """Reasons of which the command knows, or for which it was given up."""
+        self._failures: Counter[Key] = Counter()
+        """Failed calls in a row, by reason."""
 
     def update(self, reasons: Sequence[Reason], t: float) -> None:
-        """Take the present reasons, and call the command for what has changed since the last call. Failed calls are made again by
-        the next updates, three times each.
+        """Take the present reasons, and call the command for each that it does not know of yet, and for the end of each that it does.
+
+        A call that fails is made again by the next updates, three times in all. A reason that ends before it could be delivered is left out.
         """
         current = {(reason.code, reason.where): reason for reason in reasons}
-        new = [ReasonChange("begins", current[key], t) for key in current if key not in self._reasons]
-        ended = [ReasonChange("ends", self._reasons[key], t) for key in self._reasons if key not in current]
-        self._pending += [(notice, 0) for notice in (*new, *ended)]
-        self._reasons = current
-        for _ in range(len(self._pending)):
-            notice, failed = self._pending.popleft()
-            problem = self._call(notice)
-            if problem and failed + 1 < _ATTEMPTS:
-                self._pending.append((notice, failed + 1))
-            if problem:
-                after = "it is called again" if failed + 1 < _ATTEMPTS else "this notice is given up"
-                self._warn(f"--exec for {notice.reason.code}, which {notice.state}: {problem}; {after}")
+        new = [ReasonChange("begins", current[key], t) for key in current if key not in self._delivered]
+        ended = [
+            ReasonChange("ends", self._delivered[key], t) for key in self._delivered if key not in current
+        ]
+        for change in (*new, *ended):
+            self._deliver(change)
+
+    def _deliver(self, change: ReasonChange) -> None:
+        key = change.reason.code, change.reason.where
+        problem = self._call(change)
+        self._failures[key] += bool(problem)
+        is_given_up = self._failures[key] >= _ATTEMPTS
+        if problem:
+            after = "this notice is given up" if is_given_up else "it is called again"
+            self._warn(f"--exec for {change.reason.code}, which {change.state}: {problem}; {after}")
+        if problem and not is_given_up:
+            return
+        del self._failures[key]
+        if change.state == "begins":
+            self._delivered[key] = change.reason
+        else:
+            del self._delivered[key]
 
     def _call(self, notice: ReasonChange) -> str:
         """Call the command. Return what is wrong with it, or an empty string."""
@@ -74,10 +87,13 @@ class NoticeCommand:
                 ["/bin/sh", "-c", self._command],
                 input=json.dumps(body),
                 text=True,
-                env=os.environ | facts,
+                env=os.environ | {name: text.replace("\0", "") for name, text in facts.items()},
+                stdout=sys.stderr,  # standard output may be read as JSON
                 timeout=_TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             return f"it has not ended within {_TIMEOUT_S:g} s"
+        except OSError as error:
+            return f"it cannot be started: {error.strerror}"
         return f"it ended with code {done.returncode}" if done.returncode else ""

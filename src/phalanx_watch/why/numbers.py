@@ -103,7 +103,7 @@ def diverged(observed: Observed) -> Iterator[Reason]:
         code="diverged",
         severity="critical",
         title=f"The loss has diverged: {now:.4g}",
-        where=f"step {first.step:,} and after",
+        where=_since_step(below, first),
         since=since,
         evidence=(
             f"the median loss of the newest {RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}",
@@ -166,7 +166,7 @@ def growing_norm(observed: Observed) -> Iterator[Reason]:
         code="growing-norm",
         severity="warning",
         title=f"The gradient norm has grown {now / least:.0f} times: {now:.4g}",
-        where=f"step {first.step:,} and after",
+        where=_since_step(below, first),
         since=since,
         evidence=(
             f"the median norm of the newest {RECENT_STEPS} logged steps, up to {reached:,}, is {now:.4g}, before clipping",
@@ -175,6 +175,13 @@ def growing_norm(observed: Observed) -> Iterator[Reason]:
         doing=observed.doing("training continues, with clipped gradients if optimizer.clip_norm is set"),
         next=f"it often comes before a divergence: lower optimizer.lr from before it: {back} --set optimizer.lr=...",
     )
+
+
+def _since_step(below: int, first: Step) -> str:
+    """Return where a change is that has lasted since ``first``. ``below`` is the last step before it; 0 if that is older than the events
+    that were read, whose first step is another one each time.
+    """
+    return f"step {first.step:,} and after" if below else "all of the newest steps"
 
 
 def _least_norm(observed: Observed) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.observe.event_log import EventLog, read_events
-from phalanx.observe.events import Evaluated, TaskEvaluated
+from phalanx.observe.events import Evaluated, Message, TaskEvaluated
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.rules import task_problems
 from phalanx.run.spec import EvalSpec, RunSpec
@@ -35,7 +35,7 @@ def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher() -
 
 def test_of_equal_values_the_earlier_step_stays_and_nan_is_never_best() -> None:
     assert best_of("loss", 2.0, 2.0) == BestStep(1, 2.0)
-    assert best_of("loss", math.nan, None, 4.0, math.nan) == BestStep(3, 4.0)
+    assert best_of("loss", math.nan, None, 4.0, math.nan, -math.inf) == BestStep(3, 4.0)
 
 
 def test_the_best_step_of_earlier_starts_is_read_from_the_events(tmp_path: Path) -> None:
@@ -47,9 +47,9 @@ def test_the_best_step_of_earlier_starts_is_read_from_the_events(tmp_path: Path)
                     step=step, task="arc", scored_as="choice", items=1, figures={"accuracy": 1 / loss}
                 )
             )
-    assert BestRule("loss").best_so_far(tmp_path / "events.jsonl", 29) == BestStep(20, 2.0)
-    assert BestRule("arc.accuracy").best_so_far(tmp_path / "events.jsonl", 10) == BestStep(10, 1 / 3)
-    assert BestRule("loss").best_so_far(tmp_path / "gone.jsonl", 29) is None
+    assert BestRule("loss").best_so_far(tmp_path / "events.jsonl", range(30)) == BestStep(20, 2.0)
+    assert BestRule("arc.accuracy").best_so_far(tmp_path / "events.jsonl", [10]) == BestStep(10, 1 / 3)
+    assert BestRule("loss").best_so_far(tmp_path / "gone.jsonl", range(30)) is None
 
 
 @pytest.fixture
@@ -91,6 +91,26 @@ def test_a_run_that_is_started_again_keeps_the_best_of_its_earlier_starts(ranks:
     ranks.run(2, train_on_this_rank, run)
     values = bits(Path(run.run_dir))
     assert RunDirectory(Path(run.run_dir)).committed_steps() == [min(values, key=values.__getitem__), 8]
+
+
+def test_an_evaluation_on_another_file_of_the_task_is_not_the_best(tmp_path: Path) -> None:
+    figures = {"bits_per_byte": 1.0}
+    with EventLog(tmp_path / "events.jsonl", 0) as log:
+        log.append(
+            TaskEvaluated(step=2, task="arc", scored_as="text", items=1, figures=figures, sha256="old")
+        )
+    rule = BestRule("arc.bits_per_byte")
+    assert rule.best_so_far(tmp_path / "events.jsonl", [2], "new") is None
+    assert rule.best_so_far(tmp_path / "events.jsonl", [2], "old") == BestStep(2, 1.0)
+
+
+def test_a_file_that_changes_between_two_starts_is_named(ranks: Ranks, run: RunSpec, tmp_path: Path) -> None:
+    ranks.run(1, train_on_this_rank, run, 5)
+    (tmp_path / "tasks" / "text.jsonl").write_text('{"text": "another text"}')
+    ranks.run(1, train_on_this_rank, run)
+    bodies = [event.body for event in read_events(Path(run.run_dir) / "events.jsonl")]
+    (warning,) = [body.text for body in bodies if isinstance(body, Message) and "another one" in body.text]
+    assert warning.startswith("task of-text: its file is another one than in the evaluation of step 4")
 
 
 def test_a_figure_that_no_evaluation_has_is_refused_with_the_nearest(run: RunSpec) -> None:

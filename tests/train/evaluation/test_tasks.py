@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.read import to_table
 from phalanx.run.rules import task_problems
-from phalanx.run.spec import EvalSpec, TaskSpec
+from phalanx.run.spec import EvalSpec, RunSpec, TaskSpec
 from phalanx.train.evaluation.tasks import (
     ContinuationScore,
     Item,
@@ -173,13 +176,33 @@ def test_the_windows_of_a_text_are_added_up() -> None:
     assert figures(task, scores_by_item(task, sequences, scores)) == {"bits_per_byte": pytest.approx(1.0)}
 
 
-def test_a_file_that_is_gone_is_replaced_by_the_copy_in_the_run_directory(tmp_path: Path) -> None:
+def test_a_file_that_an_earlier_start_found_is_replaced_by_its_copy_in_the_run_directory(
+    tmp_path: Path,
+) -> None:
     directory = RunDirectory(tmp_path / "run")
     spec = TaskSpec("sums", str(tmp_path / "sums.jsonl"))
-    assert task_file(spec, directory) == tmp_path / "sums.jsonl"
     directory.tasks.mkdir(parents=True)
     directory.task("sums").write_text("{}")
+    directory.run_file.write_text(tomli_w.dumps(to_table(RunSpec(evaluation=EvalSpec(tasks=(spec,))))))
     assert task_file(spec, directory) == directory.task("sums")
+    mistyped = TaskSpec("sums", str(tmp_path / "sum.jsonl"))
+    assert task_file(mistyped, directory) == tmp_path / "sum.jsonl"
+    (tmp_path / "sums.jsonl").write_text("{}")
+    assert task_file(spec, directory) == tmp_path / "sums.jsonl"
+
+
+def test_a_pipe_in_the_place_of_a_file_is_an_error(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "task.jsonl")
+    with pytest.raises(TaskError, match="cannot read"):
+        read_task(tmp_path / "task.jsonl", "task", "text")
+
+
+def test_figures_of_scores_that_are_not_finite_are_not_numbers() -> None:
+    task = task_of("choice", Item("", ("a", "b")), Item("", ("a", "b"), 1))
+    finite = [ContinuationScore(-1.0, False), ContinuationScore(-2.0, False)]
+    results = figures(task, [finite, [ContinuationScore(math.nan, False)] * 2])
+    assert results.keys() == figures(task, [finite, finite]).keys()
+    assert all(math.isnan(value) for value in results.values())
 
 
 def test_each_task_has_a_name_of_its_own_and_a_file() -> None:

@@ -126,6 +126,17 @@ def test_a_gradient_norm_that_has_grown_for_a_window_is_named_with_the_step_and_
     assert "--from 20 --set optimizer.lr=" in found.next
 
 
+def test_a_norm_that_grew_before_the_newest_events_has_one_place_however_long_the_run_goes_on(
+    run: Watched,
+) -> None:
+    run.write(steps(31, 400))
+    run.write(steps(401, 20_000, lambda _: {"grad_norm": 400.0}))
+    (first,) = [reason.where for reason in run.reasons() if reason.code == "growing-norm"]
+    run.write(steps(20_001, 20_040, lambda _: {"grad_norm": 400.0}))
+    (later,) = [reason.where for reason in run.reasons() if reason.code == "growing-norm"]
+    assert first == later
+
+
 def test_a_norm_that_rises_slowly_or_was_large_at_first_has_not_grown(tmp_path: Path) -> None:
     run = Watched(tmp_path / "run", VOCABULARY)
     run.write(

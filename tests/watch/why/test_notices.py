@@ -58,10 +58,25 @@ def test_a_command_that_fails_is_called_again_and_given_up_after_three_times(tmp
     notices = NoticeCommand(f"echo called >> {tmp_path}/calls; exit 7", "run", warnings.append)
     for _ in range(5):
         notices.update([SLOW], 10.0)
+    # The command is taken to know of a reason that it was given three times.
     assert (tmp_path / "calls").read_text().splitlines() == ["called"] * 3
     assert len(warnings) == 3
     assert all("code 7" in warning for warning in warnings)
     assert "given up" in warnings[-1]
+
+
+def test_a_reason_that_ends_before_it_is_delivered_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "notices"
+    notices = NoticeCommand(
+        f"test -e {tmp_path}/ready && cat >> {file} && echo >> {file}", "run", lambda _: None
+    )
+    notices.update([SLOW], 10.0)
+    notices.update([], 10.0)
+    (tmp_path / "ready").touch()
+    notices.update([], 10.0)
+    assert delivered(file) == []
+    notices.update([dataclasses.replace(SLOW, title="with \0 in it")], 10.0)
+    assert delivered(file) == [("begins", "slow-data")]
 
 
 def test_exec_without_watch_is_a_mistake(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ The best step of earlier starts is read from the event file, since a step's chec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,27 +43,30 @@ class BestRule:
 
     def better(self, step: int, value: float | None, best: BestStep | None) -> BestStep | None:
         """Return the best step, now that ``step`` has ``value``. Of equal values, and of those that are not finite, the earlier step stays."""
-        if value is None or math.isnan(value):
+        if value is None or not math.isfinite(value):
             return best
         rises = self.figure.rpartition(".")[2].startswith("accuracy")
         if best is None or (value > best.value if rises else value < best.value):
             return BestStep(step, value)
         return best
 
-    def best_so_far(self, events: Path, last_step: int) -> BestStep | None:
-        """Return the best step up to ``last_step`` that an event file has; ``None`` if it has none or cannot be read."""
+    def best_so_far(self, events: Path, steps: Collection[int], sha256: str = "") -> BestStep | None:
+        """Return the best of ``steps`` that an event file has; ``None`` if it has none or cannot be read.
+
+        Evaluations of a task count if its file had the hash ``sha256``.
+        """
         values: dict[int, float | None] = {}  # of a step that was evaluated again, the newest
         with suppress(EventLogError):
             for event in read_events(events):
                 match event.body:
                     case Evaluated(step=step, loss=loss) if self.figure == HELD_OUT_LOSS:
                         values[step] = loss
-                    case TaskEvaluated(step=step, task=task, figures=figures):
+                    case TaskEvaluated(step=step, task=task, figures=figures) if event.body.sha256 == sha256:
                         value = self.value(None, {task: figures})
                         values[step] = value if value is not None else values.get(step)
                     case _:
                         pass
         best = None
         for step in sorted(values):
-            best = self.better(step, values[step], best) if step <= last_step else best
+            best = self.better(step, values[step], best) if step in steps else best
         return best

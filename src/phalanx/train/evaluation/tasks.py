@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,10 +26,13 @@ from typing import Literal
 import msgspec
 
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.directory.files import open_regular
+from phalanx.run.directory.paths import RunDirectory, RunDirectoryError, read_resolved
 from phalanx.run.spec import TaskSpec
 
 Kind = Literal["choice", "completion", "text"]
+_MOST_BYTES = 256 << 20
+"""Size of a task file that each rank reads and encodes."""
 
 
 class TaskError(ValueError):
@@ -112,9 +116,12 @@ _FORM: Mapping[Kind, str] = {
 def read_task(path: Path, name: str, kind: Kind, most_items: int = 0) -> Task:
     """Read the first ``most_items`` items of a task file, or all if it is 0. Raises ``TaskError``."""
     try:
-        content = path.read_bytes()
+        with open_regular(path, follow=True) as file:
+            content = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise TaskError(f"cannot read the task file {path}: {error.strerror}") from error
+    if len(content) > _MOST_BYTES:
+        raise TaskError(f"{path} is longer than {_MOST_BYTES >> 20} MiB; score a sample of its items")
     lines = ((number, line) for number, line in enumerate(content.splitlines(), 1) if line.strip())
     items = []
     for number, line in islice(lines, most_items or None):
@@ -130,10 +137,16 @@ def read_task(path: Path, name: str, kind: Kind, most_items: int = 0) -> Task:
 
 
 def task_file(spec: TaskSpec, directory: RunDirectory | None) -> Path:
-    """Return the file of a run's task: at the path in the run file, or if that is gone, its copy in the run directory."""
+    """Return the file of a run's task: at the path in the run file, or if an earlier start found it there and it is gone, its copy in the
+    run directory.
+    """
     path = Path(spec.path)
-    if directory is not None and not path.exists() and directory.task(spec.name).exists():
-        return directory.task(spec.name)
+    if directory is None or path.exists() or not directory.task(spec.name).exists():
+        return path
+    with suppress(RunDirectoryError):
+        recorded = read_resolved(directory).evaluation.tasks
+        if any(task.name == spec.name and task.path == spec.path for task in recorded):
+            return directory.task(spec.name)
     return path
 
 
@@ -237,13 +250,19 @@ def figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[s
 
     ``choice``: ``accuracy``; ``accuracy_per_character``, which divides each log-probability by the characters of its choice; and
     ``bits_per_byte`` of the right choices. ``completion``: ``accuracy`` and ``bits_per_byte``. ``text``: ``bits_per_byte``. Each
-    accuracy comes with its standard error, ``accuracy_error``.
+    accuracy comes with its standard error, ``accuracy_error``. All are NaN if a log-probability is not finite.
     """
     pairs = list(zip(task.items, scores, strict=True))
+    is_finite = all(math.isfinite(score.log_probability) for of_item in scores for score in of_item)
     right = [(item.continuations[item.answer], of_item[item.answer]) for item, of_item in pairs]
     nats = -math.fsum(score.log_probability for _, score in right)
     text_bytes = sum(len(text.encode()) for text, _ in right)
     results = {"bits_per_byte": nats / math.log(2) / text_bytes}
+    if not is_finite:
+        names = figures(
+            task, [[ContinuationScore(0.0, False)] * len(item.continuations) for item in task.items]
+        )
+        return dict.fromkeys(names, math.nan)
     if task.kind == "text":
         return results
     if task.kind == "completion":

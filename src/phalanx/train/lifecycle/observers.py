@@ -6,9 +6,11 @@ Profiles are recorded by another observer, ``phalanx.train.profile.recording``.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from phalanx.hardware.local.device import most_memory_bytes
@@ -218,7 +220,25 @@ class Evaluator(Observer):
                 for spec in inputs.spec.evaluation.tasks
                 for task in [read_task(inputs.directory.task(spec.name), spec.name, spec.kind, spec.items)]
             ]
+            for task, _ in self._tasks:
+                self._compare_file(task)
         return self._tasks
+
+    def _compare_file(self, task: Task) -> None:
+        """Warn if the file of a task is another one than in the run's newest evaluation."""
+        reporter = self._training.reporter
+        if not reporter.speaks:
+            return
+        before = newest_event(
+            self._training.inputs.directory.events,
+            lambda event: isinstance(event.body, TaskEvaluated) and event.body.task == task.name,
+        )
+        body = None if before is None else before.body
+        if isinstance(body, TaskEvaluated) and body.sha256 != task.sha256:
+            reporter.warn(
+                f"task {task.name}: its file is another one than in the evaluation of step {body.step:,}; figures from here on cannot be "
+                "compared with those before"
+            )
 
     def _task(self, step: int, task: Task, sequences: list[ScoredSequence]) -> dict[str, float]:
         training, inputs, built = self._training, self._training.inputs, self._training.built
@@ -270,12 +290,21 @@ class KeepBest(Observer):
     ) -> None:
         self._training, self._saving, self._progress, self._evaluator = training, saving, progress, evaluator
         self._rule = BestRule(training.inputs.spec.evaluation.keep_best)
-        events, is_first = training.inputs.directory.events, training.mesh.rank == 0
         # The other ranks learn it from rank 0: all must save the same steps.
-        recorded = self._rule.best_so_far(events, progress.step) if is_first else None
+        recorded = self._recorded() if training.mesh.rank == 0 else None
         self._best = broadcast_typed([recorded] if recorded else [], list[BestStep])
         if self._best:
-            saving.keep_best(self._best[0].step, progress)
+            saving.keep_best(self._best[0].step, is_durable=True)
+
+    def _recorded(self) -> BestStep | None:
+        """Return the best evaluation of earlier starts whose checkpoint is still there."""
+        directory = self._training.inputs.directory
+        with suppress(OSError):
+            saved = [step for step in directory.committed_steps() if step <= self._progress.step]
+            task, _, _ = self._rule.figure.rpartition(".")
+            sha256 = hashlib.sha256(directory.task(task).read_bytes()).hexdigest() if task else ""
+            return self._rule.best_so_far(directory.events, saved, sha256)
+        return None
 
     def after_save(self, end: StepEnd) -> None:
         newest = self._evaluator.newest
@@ -289,7 +318,7 @@ class KeepBest(Observer):
             return
         self._best = [best]
         self._saving.save(self._progress)
-        self._saving.keep_best(best.step, self._progress)
+        self._saving.keep_best(best.step)
         self._training.reporter.emit(
             Message(
                 "info",

@@ -59,7 +59,9 @@ class Saving:
         self._last_step: int | None = None
         self._last_is_durable = True
         """True if the newest save that has ended is durable; known to rank 0 only."""
-        self._best_step: int | None = None
+        self._best_steps: list[int] = []
+        """The step of the best evaluation; before it the one of before, until the checkpoint of the newer one is durable."""
+        self._spikes: list[int] = []
 
     def wanted(self) -> bool:
         """Return True if this rank's choice of interval has a save due now."""
@@ -87,13 +89,16 @@ class Saving:
 
     def keep_special(self, progress: TrainProgress) -> None:
         """Keep the checkpoints before the newest spikes, so that one can go back to them, and that of the best evaluation."""
-        best = [] if self._best_step is None else [self._best_step + 1]
-        self._training.saver.keep_before([*(first for first, _ in progress.spikes), *best])
+        self._spikes = [first for first, _ in progress.spikes]
+        self._keep()
 
-    def keep_best(self, step: int, progress: TrainProgress) -> None:
-        """Keep the checkpoint of ``step`` from now on, in place of the best one before it."""
-        self._best_step = step
-        self.keep_special(progress)
+    def keep_best(self, step: int, *, is_durable: bool = False) -> None:
+        """Keep the checkpoint of ``step`` from now on; once it is durable, in place of the best one before it."""
+        self._best_steps = [*([] if is_durable else self._best_steps), step]
+        self._keep()
+
+    def _keep(self) -> None:
+        self._training.saver.keep_before([*self._spikes, *(step + 1 for step in self._best_steps)])
 
     def fence(self) -> None:
         """Wait until no save or snapshot copies the weights any more: they are about to change."""
@@ -110,6 +115,8 @@ class Saving:
                 self._note_in_interval(self._interval, outcome)
             if outcome.status == "committed":
                 training.inputs.guardian.saved(outcome.step)
+            if outcome.status != "failed" and outcome.step in self._best_steps[1:]:
+                self.keep_best(outcome.step, is_durable=True)
             if training.copies and outcome.status != "failed" and _is_copied(self._spec, outcome.step):
                 training.copies.expect(outcome.step)
         if training.copies:

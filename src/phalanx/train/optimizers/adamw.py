@@ -85,6 +85,7 @@ class AdamW(Optimizer):
     def _pieces(self, names: list[str]) -> Iterator[tuple[list[Tensor], ...]]:
         """Weights, gradients and both moments, in pieces of a size that suits the device."""
         launch: list[tuple[Tensor, ...]] = []
+        elements = 0
         for name in names:
             parameter = self.parameters[name]
             # Without autograd, the local part of a DTensor is at hand; ``detach`` would be dispatched.
@@ -95,9 +96,10 @@ class AdamW(Optimizer):
                 size = min(size, VISITING_ELEMENTS)
             for piece in zip(*(torch.split(tensor, size) for tensor in flat), strict=True):
                 launch.append(piece)
-                if sum(weights.numel() for weights, *_ in launch) >= size:
+                elements += piece[0].numel()
+                if elements >= size:
                     yield _columns(launch)
-                    launch = []
+                    launch, elements = [], 0
         if launch:
             yield _columns(launch)
 
