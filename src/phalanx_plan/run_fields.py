@@ -384,6 +384,10 @@ _WHOLE_RUN = {
                     lambda spec, _: evaluation_share(spec) > _NOTABLE_EVALUATION,
                 ),
             ),
+            "keep_best": _irrelevant("which checkpoint is kept"),
+            **_all(
+                "tasks.name tasks.path tasks.kind tasks.items", _irrelevant("the time of tasks is in no plan")
+            ),
             "final_sequences": _noted(
                 "the time of the evaluation after the last step is not planned; it is over a hundredth of the training time, or "
                 "of all held-out text, whose length a plan does not know",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.hardware.kernels.compiler import NoHostKernelsError, compiled
-from phalanx.hardware.kernels.reference import REFERENCE, Kernels, UpdateFactors
+from phalanx.hardware.kernels.reference import REFERENCE, Kernels, SpanRun, UpdateFactors
 from phalanx.hardware.local.device import on_gpu
 
 # The kernels of ``host.c`` and ``bins.c`` on a CPU, called through ctypes; compiled once for each user and machine.
@@ -157,10 +157,6 @@ def _on_threads(work: Callable[[Share], T], tensors: Sequence[Tensor]) -> list[T
 _SOURCE = Path(__file__).with_name("bins.c")
 _BINS_LEAST_SHARE = 1 << 18
 """Elements for which it pays to start a thread: about a tenth of a millisecond."""
-
-
-SpanRun = tuple[int, int, int, int]
-"""Consecutive spans of one size in a share of a gradient: the first one's first element, its number, how many there are, elements of each."""
 
 
 AddToBins = Callable[[Tensor, Tensor, Tensor, Sequence[SpanRun], int], None]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.hardware.kernels.choose import SpanRun
+from phalanx.hardware.kernels.reference import SpanRun
 
 _TILE = 1024
 """Elements of one program."""

@@ -18,6 +18,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+SpanRun = tuple[int, int, int, int]
+"""Consecutive spans of one size in a share of a gradient: the first one's first element, its number, how many there are, elements of each."""
+
 # Elements worked on at once. On a CPU, per thread: six fp32 arrays of them, or two in fp64, fit into a core's second-level cache.
 # On a GPU: for an update, enough to fill it, few enough that temporaries (three arrays) stay small beside the model; for a sum,
 # so that two fp64 arrays (32 MiB) stay in the cache.

@@ -46,7 +46,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.hardware.kernels.choose import AddToBins, SpanRun, bin_kernel
+from phalanx.hardware.kernels.choose import AddToBins, bin_kernel
+from phalanx.hardware.kernels.reference import SpanRun
 from phalanx.parallel.reduction.buckets import SpanLayout, share_layout, word_bytes
 
 _log = logging.getLogger(__name__)
