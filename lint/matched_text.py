@@ -92,34 +92,22 @@ def _is_offense(matcher: Matcher, corpus: str) -> bool:
 def _matchers(path: str, tree: ast.Module) -> Iterator[Matcher]:
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Attribute(value=subject, attr=method), args=[first, *_]) if (
+            case ast.Call(func=ast.Attribute(value=subject, attr=method), args=[searched, *_]) if (
                 method in _TEXT_METHODS
             ):
-                for literal in _literals(first):
-                    yield Matcher(
-                        path,
-                        node.lineno,
-                        literal,
-                        False,
-                        _carries_message(subject),
-                        node.end_lineno or node.lineno,
-                    )
-            case ast.Call(func=ast.Attribute(value=ast.Name("re"), attr=function), args=[first, *_]) if (
+                is_pattern, of_message = False, _carries_message(subject)
+            case ast.Call(func=ast.Attribute(value=ast.Name("re"), attr=function), args=[searched, *_]) if (
                 function in _PATTERN_FUNCTIONS
             ):
-                for literal in _literals(first):
-                    yield Matcher(path, node.lineno, literal, True, False, node.end_lineno or node.lineno)
-            case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[subject]):
-                if not isinstance(subject, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.Constant):
-                    for literal in _literals(left):
-                        yield Matcher(
-                            path,
-                            node.lineno,
-                            literal,
-                            False,
-                            _carries_message(subject),
-                            node.end_lineno or node.lineno,
-                        )
+                is_pattern, of_message = True, False
+            case ast.Compare(left=searched, ops=[ast.In() | ast.NotIn()], comparators=[subject]) if (
+                not isinstance(subject, ast.Tuple | ast.List | ast.Set | ast.Dict | ast.Constant)
+            ):
+                is_pattern, of_message = False, _carries_message(subject)
+            case _:
+                continue
+        for literal in _literals(searched):
+            yield Matcher(path, node.lineno, literal, is_pattern, of_message, node.end_lineno or node.lineno)
 
 
 def _carries_message(subject: ast.expr) -> bool:
