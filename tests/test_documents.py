@@ -100,6 +100,24 @@ def test_every_link_of_the_documents_leads_to_a_file_and_a_heading() -> None:
     assert wrong == []
 
 
+GUIDES = [
+    page
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if page.relative_to(ROOT / "docs").parts[0] not in ("reference", "design", "evidence")
+]
+
+
+def test_a_guide_has_at_most_1500_words() -> None:
+    words = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in GUIDES}
+    assert {page: count for page, count in words.items() if count > 1500} == {}
+
+
+def test_the_index_of_the_manual_links_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", index.read_text())}
+    assert set((ROOT / "docs").rglob("*.md")) - {index} - linked == set()
+
+
 def test_the_changelog_begins_with_what_is_unreleased_and_names_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)

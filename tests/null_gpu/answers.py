@@ -21,7 +21,7 @@ from phalanx.train.step.step import StepFlags, Stepper, StepReport
 
 NO_FLAGS = StepFlags()
 integers = 1
-"""What a zero is read as where integers are read. A mixture reads the rows of each expert."""
+"""The number that the host reads in place of a zero integer, such as the rows of an expert."""
 
 
 def pretend(*, fused: bool = True) -> None:

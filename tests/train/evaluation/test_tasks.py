@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.read import to_table
-from phalanx.run.rules import task_problems
+from phalanx.run.rules import TASK_FIGURES, task_problems
 from phalanx.run.spec import EvalSpec, RunSpec, TaskSpec
 from phalanx.train.evaluation.tasks import (
     ContinuationScore,
@@ -203,6 +203,13 @@ def test_figures_of_scores_that_are_not_finite_are_not_numbers() -> None:
     results = figures(task, [finite, [ContinuationScore(math.nan, False)] * 2])
     assert results.keys() == figures(task, [finite, finite]).keys()
     assert all(math.isnan(value) for value in results.values())
+
+
+@pytest.mark.parametrize("kind", TASK_FIGURES)
+def test_the_figures_by_which_evaluations_are_compared_are_those_of_each_kind(kind: Kind) -> None:
+    task = task_of(kind, Item("a", ("b", "c")))
+    results = figures(task, [[ContinuationScore(-1.0, False), ContinuationScore(-2.0, False)]])
+    assert results.keys() - {"accuracy_error"} == {*TASK_FIGURES[kind]}
 
 
 def test_each_task_has_a_name_of_its_own_and_a_file() -> None:

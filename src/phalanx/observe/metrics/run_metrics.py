@@ -35,6 +35,7 @@ from phalanx.observe.goodput import Goodput, goodput
 from phalanx.observe.ledger import PHASES, Bucket
 from phalanx.observe.metrics.samples import Derived, Found, Kind, Metric
 from phalanx.observe.throughput import typical
+from phalanx.run.rules import MOST_TASKS
 
 # What a run's event stream says so far, kept small while the stream grows: a fold of its lines, one at a time.
 #
@@ -190,7 +191,8 @@ class RunFacts:
             case Evaluated():
                 self.evaluation, self.evaluation_seconds = body, self.evaluation_seconds + body.seconds
             case TaskEvaluated():
-                self.tasks[body.task] = body
+                if body.task in self.tasks or len(self.tasks) < MOST_TASKS:
+                    self.tasks[body.task] = body
                 self.evaluation_seconds += body.seconds
             case CheckpointSaved():
                 self.saved, self.saved_t = body, event.t

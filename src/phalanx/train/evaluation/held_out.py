@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.data.reading.dataset import RunData
-from phalanx.parallel.reduction.data_parallel import DataParallel, reshard
+from phalanx.parallel.reduction.data_parallel import DataParallel
 from phalanx.run.spec import RunSpec
-from phalanx.train.evaluation.scoring import EvaluationStoppedError, any_rank, micro_batch_rows
+from phalanx.train.evaluation.scoring import micro_batch_rows, rounds
 from phalanx.train.step.loss import IGNORE
 from phalanx.train.step.slot import SlotRunner
 
@@ -87,19 +87,15 @@ def evaluate(
     batches = len(dealt)
     context = mesh.layout.context
     losses = torch.zeros(batches * context, dtype=torch.float64, device=mesh.device)
-    for turn in range(-(-batches // mesh.layout.data_ranks)):
-        batch = turn * mesh.layout.data_ranks + mesh.data_rank
-        # A rank without a batch repeats the first, since under FSDP every forward pass is a collective.
-        samples, targets = _batch(data, dealt[batch if batch < batches else 0][1], size)
+
+    def report(computed: int) -> None:
+        on_progress(min(computed * size, sequences), sequences)
+
+    for batch, (_, chosen) in rounds(model, dealt, report, stops):
+        samples, targets = _batch(data, chosen, size)
         loss = runner.evaluate(runner.losses.cut(samples, targets))
-        if batch < batches and runner.reports:
+        if batch is not None and runner.reports:
             losses[batch * context + mesh.context_rank] = loss.double()
-        on_progress(min((turn + 1) * mesh.layout.data_ranks * size, sequences), sequences)
-        if any_rank(stops(), mesh):
-            reshard(model.parts)
-            raise EvaluationStoppedError
-    # Leaves shards behind and not gathered weights, for the next forward pass and for everything that reads parameters.
-    reshard(model.parts)
     dist.all_reduce(losses)
     nats = math.fsum(losses.tolist())
     text_bytes = int(data.held_out_bytes(numbers).sum())

@@ -7,8 +7,9 @@ over ranks has one term that is not zero, so a score has the bits of the forward
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,41 @@ from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore
 from phalanx.train.step.loss import IGNORE
 from phalanx.train.step.slot import SlotRunner
 
+Batch = TypeVar("Batch")
+
 
 class EvaluationStoppedError(Exception):
-    """A sequence to stop came to some rank; raised on every rank alike, between two rounds of batches."""
+    """A request to stop came to some rank; raised on every rank alike, between two rounds of batches."""
 
 
 def micro_batch_rows(spec: RunSpec) -> int:
     """Return the number of sequences in a micro-batch."""
     return spec.train.micro_batch_size or spec.train.batch_size // spec.train.slots
+
+
+def rounds(
+    model: DataParallel,
+    batches: Sequence[Batch],
+    on_progress: Callable[[int], None],
+    stops: Callable[[], bool],
+) -> Iterator[tuple[int | None, Batch]]:
+    """Deal batches to the data-parallel ranks in turn. Yield this rank's batch of each round, with its number.
+
+    A rank without a batch gets the first again, without a number: under FSDP every forward pass is a collective. ``on_progress`` is called
+    after each round with the number of batches that all ranks have computed. If ``stops()`` is true on some rank then,
+    ``EvaluationStoppedError`` is raised.
+    """
+    mesh = model.mesh
+    for first in range(0, len(batches), mesh.layout.data_ranks):
+        number = first + mesh.data_rank
+        is_own = number < len(batches)
+        yield (number, batches[number]) if is_own else (None, batches[0])
+        on_progress(min(first + mesh.layout.data_ranks, len(batches)))
+        if any_rank(stops(), mesh):
+            reshard(model.parts)
+            raise EvaluationStoppedError
+    # Leaves shards behind and not gathered weights, for the next forward pass and for everything that reads parameters.
+    reshard(model.parts)
 
 
 def micro_batch(sequences: Sequence[ScoredSequence], rows: int, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -74,23 +102,18 @@ def score_sequences(
     # Each sequence is one document, whatever tokens it has.
     one_document = replace(spec.train, targets_within_documents=False, document_mask=False)
     losses = replace(runner.losses, spec=replace(runner.losses.spec, train=one_document))
-    for turn in range(-(-len(batches) // mesh.layout.data_ranks)):
-        number = turn * mesh.layout.data_ranks + mesh.data_rank
-        # A rank without a batch repeats the first, since under FSDP every forward pass is a collective.
-        own = batches[number if number < len(batches) else 0]
+
+    def report(computed: int) -> None:
+        on_progress(min(computed * rows, len(sequences)), len(sequences))
+
+    for number, own in rounds(model, batches, report, stops):
         samples, targets = micro_batch(own, rows, seq_len)
         batch = losses.cut(samples, targets)
         scores = runner.score(batch)  # (2, rows, this rank's part of the sequence)
-        if number < len(batches) and runner.reports:
+        if number is not None and runner.reports:
             first = begins[number * rows]
             places = _places(targets, first)[:, batch.positions.cpu()].to(mesh.device)
             results[:, places[places >= 0]] = scores[:, places >= 0]
-        on_progress(min((turn + 1) * mesh.layout.data_ranks * rows, len(sequences)), len(sequences))
-        if any_rank(stops(), mesh):
-            reshard(model.parts)
-            raise EvaluationStoppedError
-    # Leaves shards behind and not gathered weights, for the next forward pass and for everything that reads parameters.
-    reshard(model.parts)
     dist.all_reduce(results)
     return scores_of_sequences(sequences, results)
 

@@ -252,17 +252,17 @@ def figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[s
     ``bits_per_byte`` of the right choices. ``completion``: ``accuracy`` and ``bits_per_byte``. ``text``: ``bits_per_byte``. Each
     accuracy comes with its standard error, ``accuracy_error``. All are NaN if a log-probability is not finite.
     """
-    pairs = list(zip(task.items, scores, strict=True))
+    results = _figures(task, scores)
     is_finite = all(math.isfinite(score.log_probability) for of_item in scores for score in of_item)
+    return results if is_finite else dict.fromkeys(results, math.nan)
+
+
+def _figures(task: Task, scores: Sequence[Sequence[ContinuationScore]]) -> dict[str, float]:
+    pairs = list(zip(task.items, scores, strict=True))
     right = [(item.continuations[item.answer], of_item[item.answer]) for item, of_item in pairs]
     nats = -math.fsum(score.log_probability for _, score in right)
     text_bytes = sum(len(text.encode()) for text, _ in right)
     results = {"bits_per_byte": nats / math.log(2) / text_bytes}
-    if not is_finite:
-        names = figures(
-            task, [[ContinuationScore(0.0, False)] * len(item.continuations) for item in task.items]
-        )
-        return dict.fromkeys(names, math.nan)
     if task.kind == "text":
         return results
     if task.kind == "completion":

@@ -134,7 +134,7 @@ class Trainer:
         self._stepper = Stepper(training.built, batches, self._ledger, progress.updates, withholds)
         windows = spec.observe.ranks_every_steps, guardian.window_steps()
         ranks = RankTimes(self._stepper, training.inputs.attempt, windows)
-        self._saving.keep_special(progress)
+        self._saving.keep_before_spikes(progress)
         self._audit = guardian.audit(self._stepper, supply.samples)
         guardian.begins(progress.step, training.shards, self._saving.extra(progress))
         own = training.restored is not None and not training.restored.taken_over
@@ -212,7 +212,7 @@ class Trainer:
                 raise bad.error(saved=self._saving.settle())
         progress.advance(report, self._stepper.updates, train, spike)
         if spike is not None:
-            self._saving.keep_special(progress)
+            self._saving.keep_before_spikes(progress)
 
     def _conclude(self, report: StepReport) -> bool:
         """Do what is due after a step: observers, snapshot, checkpoint, observers. Return True if the run is to stop."""

@@ -87,8 +87,8 @@ class Saving:
             "data_fingerprint": self._training.data.fingerprint,
         }
 
-    def keep_special(self, progress: TrainProgress) -> None:
-        """Keep the checkpoints before the newest spikes, so that one can go back to them, and that of the best evaluation."""
+    def keep_before_spikes(self, progress: TrainProgress) -> None:
+        """Keep the checkpoints before the newest spikes, so that one can go back to them."""
         self._spikes = [first for first, _ in progress.spikes]
         self._keep()
 

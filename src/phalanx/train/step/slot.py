@@ -135,7 +135,7 @@ class Losses:
         return result
 
     def score(self, stage: nn.Module, x: Tensor, batch: MicroBatch) -> Tensor:
-        """Runs a stage as ``call`` does; the last stage returns the scores of each token, ``(2, batch, seq)`` (``token_scores``)."""
+        """Run a stage as ``call`` does. The last stage returns the scores of each token, ``(2, batch, seq)`` (``token_scores``)."""
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             chunk, cap = self.spec.train.loss_chunk, self.spec.model.logit_cap
@@ -191,7 +191,7 @@ class SlotRunner(Protocol):
 
     @abstractmethod
     def score(self, batch: MicroBatch) -> Tensor:
-        """Computes the scores of each token of one micro-batch, ``(2, batch, seq)``, fp32, forward only (``token_scores``)."""
+        """Return the scores of each token of one micro-batch, ``(2, batch, seq)``, fp32, without gradients (``token_scores``)."""
 
 
 @dataclass
