@@ -63,7 +63,8 @@ class Viewer:
         heartbeat.
         """
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._woken.wait(), patience_s)
+            async with asyncio.timeout(patience_s):
+                await self._woken.wait()
         self._woken.clear()
         due, missed = self._due, self._missed
         self._due, self._missed = {}, 0
@@ -156,6 +157,7 @@ class LiveUpdates:
             self._signs.setdefault(place_id, sign)  # the next poll detects changes since then
         self._viewers.add(viewer)
         leaving = asyncio.create_task(_until_left(receive))
+        lines: asyncio.Task[bytes] | None = None
         try:
             headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -164,10 +166,10 @@ class LiveUpdates:
                 lines = asyncio.create_task(viewer.next_lines(HEARTBEAT_S))
                 await asyncio.wait((lines, leaving), return_when=asyncio.FIRST_COMPLETED)
                 if leaving.done():
-                    lines.cancel()
                     break
                 body = {"type": "http.response.body", "body": lines.result(), "more_body": True}
-                await asyncio.wait_for(send(body), self._stalled_s)
+                async with asyncio.timeout(self._stalled_s):
+                    await send(body)
             with suppress(OSError):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
@@ -175,6 +177,8 @@ class LiveUpdates:
         finally:
             self._viewers.discard(viewer)
             leaving.cancel()
+            if lines is not None:
+                lines.cancel()
 
 
 async def _until_left(receive: Receive) -> None:

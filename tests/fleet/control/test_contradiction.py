@@ -82,7 +82,8 @@ async def fleet_of_two(run_dir: Path, damage: Callable[[FleetState], None]) -> l
     await until(lambda: coordinator._state.phase is FleetPhase.RUNNING and coordinator._state.epoch == 1)
     await coordinator.on_operation(m.StopRun())
     await coordinator.on_operation(m.StopRun())
-    assert await asyncio.wait_for(coordinating, PATIENCE_S) == 0
+    async with asyncio.timeout(PATIENCE_S):
+        assert await coordinating == 0
     for task in attached:
         task.cancel()
     await asyncio.gather(*attached, return_exceptions=True)

@@ -295,11 +295,12 @@ def test_weights_that_the_engine_refuses_leave_those_of_before_to_the_requests(r
         raise ServeError("the weights are of another model")
 
     async def last() -> EngineOutput:
-        return [one async for one in worker.submit(Request("r", (1, 2), 3))][-1]
+        async with asyncio.timeout(30):
+            return [one async for one in worker.submit(Request("r", (1, 2), 3))][-1]
 
     worker.swap(Swap(7, "other", refused))
     try:
-        assert asyncio.run(asyncio.wait_for(last(), 30)) == Ended("r", "length")
+        assert asyncio.run(last()) == Ended("r", "length")
         assert worker.trouble() == ""
         assert (worker.load().weights_step, worker.load().swaps) == (3, 0)
         assert worker.identity == opened.identity

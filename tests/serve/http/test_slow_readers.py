@@ -74,7 +74,8 @@ async def read_nothing(reader_s: float) -> tuple[Gateway, bool]:
         "server": ("127.0.0.1", 80),
         "client": ("127.0.0.1", 9),
     }
-    await asyncio.wait_for(application(gateway)(scope, receive, send), 60)
+    async with asyncio.timeout(60):
+        await application(gateway)(scope, receive, send)
     return gateway, port.given_up.is_set()
 
 

@@ -86,6 +86,27 @@ def test_a_change_of_a_run_reaches_its_viewers(tmp_path: Path) -> None:
     assert news["step"] >= 41
 
 
+def test_a_viewer_that_is_canceled_as_a_message_was_sent_ends(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async def send(message: Any) -> None:
+            if message.get("body", b"").startswith(b"data"):
+                # Comes after this call has returned, before its caller goes on.
+                asyncio.get_running_loop().call_soon(serving.cancel)
+
+        runs = PageRuns([crashed(tmp_path / "run")])
+        live = LiveUpdates(runs.news, look_s=0.02)
+        watching = asyncio.create_task(live.watch())
+        serving = asyncio.create_task(live.serve(runs.places(), _never, send))
+        for number in range(41, 1000):
+            write_events(tmp_path / "run", [Event(1.9e9, 1, step(number, 1000))])
+            if (await asyncio.wait((serving,), timeout=0.05))[0]:
+                break
+        watching.cancel()
+        assert serving.cancelled()
+
+    asyncio.run(scene())
+
+
 def test_a_viewer_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
     async def send(message: Any) -> None:
         if message.get("body", b"").startswith(b"data"):

@@ -264,7 +264,8 @@ class HealthWatch:
     async def _complaints(self) -> str:
         checks = asyncio.get_running_loop().run_in_executor(self._doctor, of_node)
         try:
-            return complaints(await asyncio.wait_for(checks, _EXAMINE_S))
+            async with asyncio.timeout(_EXAMINE_S):
+                return complaints(await checks)
         except TimeoutError:
             return f"its checks did not end within {_EXAMINE_S:g} s"
 

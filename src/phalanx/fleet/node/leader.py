@@ -171,7 +171,8 @@ class Successor:
             return
         if not at_once:
             try:
-                await asyncio.wait_for(child.wait_in_loop(), _GOODBYE_S)
+                async with asyncio.timeout(_GOODBYE_S):
+                    await child.wait_in_loop()
             except TimeoutError:
                 self.log("the coordinator on this node does not end: killed")
         await asyncio.to_thread(child.end, _FINE)
