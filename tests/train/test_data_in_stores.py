@@ -73,6 +73,20 @@ def test_through_faults_a_crash_and_other_ranks_the_bits_are_those_of_the_folder
     assert result["weights_sha256"] == weights
 
 
+@pytest.mark.servers
+def test_a_cache_that_is_smaller_than_what_is_read_ahead_is_told_and_changes_no_bit(
+    ranks: Ranks, tmp_path: Path, url: str, s3_server: Server, undisturbed: tuple[RunSpec, str]
+) -> None:
+    spec, weights = undisturbed
+    spec = in_store(spec, url, tmp_path / "cache", cache_gib=2**-13, read_ahead_mib=64.0)
+    spec = dataclasses.replace(spec, run_dir=str(tmp_path / "run"))
+    (result,) = ranks.run(1, train_with_environment, spec, dict(s3_server.environment))
+    assert result["weights_sha256"] == weights
+    events = (event.body for event in read_events(tmp_path / "run" / "events.jsonl"))
+    (told,) = [body.text for body in events if isinstance(body, Message) and "data.cache_gib" in body.text]
+    assert "instead of data.read_ahead_mib = 64" in told
+
+
 @pytest.mark.slow
 def test_a_run_on_a_dataset_in_googles_store_ends_with_the_bits_of_the_folders(
     ranks: Ranks,

@@ -189,7 +189,7 @@ class DataSpec:
     cache_gib: Annotated[float, FLEET, ValueRange(above=0)] = 64.0
     """Largest size of this folder in GiB; the oldest data are deleted first, and fetched again if they are needed."""
     read_ahead_mib: Annotated[float, FLEET, NOT_NEGATIVE] = 64.0
-    """MiB of future samples that each rank fetches ahead from object stores, so that training does not wait for slow responses."""
+    """MiB of blocks with future samples that each rank fetches ahead from object stores, so that training does not wait for slow responses; at most a quarter of the cache."""
     timeout_s: Annotated[float, FLEET, ValueRange(above=0)] = 1800.0
     """Seconds for which training waits for an object store that does not answer."""
 

@@ -92,6 +92,19 @@ class Room:
             used_bytes -= nbytes
 
 
+def fetched_bytes(nbytes: int) -> int:
+    """Return how many bytes a read of ``nbytes`` fetches in the mean: whole blocks, of which its ends touch one more."""
+    return nbytes + BLOCK_BYTES
+
+
+def most_ahead_bytes(read_ahead_bytes: int, limit_bytes: int) -> int:
+    """Return how far one process reads ahead: at most a quarter of the cache.
+
+    Reading ahead writes the newest blocks. If they filled the cache, blocks would be dropped before they are used, and fetched again.
+    """
+    return min(read_ahead_bytes, limit_bytes // 4)
+
+
 # Requests: a few threads that fetch the blocks a caller waits for first, then those to read ahead, in order.
 #
 # The threads are daemons and hold no resources, so that a process ends without waiting for a store that does not respond.

@@ -339,6 +339,11 @@ def report_start(training: Training) -> None:
                 f"this machine computes {', '.join(changed)} with other bits than that of the start before: from here on, the bits of "
                 "the weights are those of this history of machines"
             )
+    if training.data.cached and inputs.spec.data.read_ahead_mib / 1024 > inputs.spec.data.cache_gib / 4:
+        reporter.warn(
+            f"ranks read ahead only {inputs.spec.data.cache_gib * 256:.3g} MiB, a quarter of data.cache_gib, instead of "
+            f"data.read_ahead_mib = {inputs.spec.data.read_ahead_mib:g}: more would be dropped before it is used"
+        )
     for note in disk_notes(inputs.spec, inputs.directory) if reporter.speaks else ():
         reporter.warn(note)
     if restored is None or restored.taken_over:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.data.reading.cached_shard import fetched_bytes, most_ahead_bytes
 from phalanx.data.reading.dataset import RunData
 from phalanx.data.reading.prefetch import Prefetch
 from phalanx.observe.events import IncidentKind, LossSpike, NonFinite
@@ -249,8 +250,11 @@ class SampleSupply:
         if not cached:
             return 0
         token_bytes = max(dataset.index.item_bytes for dataset in cached)
-        round_bytes = spec.train.batch_size // spec.train.slots * (spec.train.seq_len + 1) * token_bytes
-        return int(spec.data.read_ahead_mib * (1 << 20) / round_bytes)
+        sample_bytes = fetched_bytes((spec.train.seq_len + 1) * token_bytes)
+        ahead_bytes = most_ahead_bytes(
+            int(spec.data.read_ahead_mib * (1 << 20)), int(spec.data.cache_gib * (1 << 30))
+        )
+        return ahead_bytes // (spec.train.batch_size // spec.train.slots * sample_bytes)
 
     def _numbers(self, step: int, slot: int) -> tuple[int, int]:
         """The first sample of slot ``slot`` in step ``step`` (from 1), and the number of samples.

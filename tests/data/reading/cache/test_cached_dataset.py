@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from data.making import write_dataset
 from phalanx.data.errors import DatasetError
 from phalanx.data.reading.cached_dataset import CachedDataset, CachedShards, cached_in
+from phalanx.data.reading.cached_shard import fetched_bytes, most_ahead_bytes
 from phalanx.data.stored.index import HELD_OUT, TRAIN
 from phalanx.data.stored.shard_writer import BLOCK_BYTES
 from phalanx.data.stored.shards import TokenShards
@@ -420,3 +421,27 @@ def test_whoever_waits_for_a_store_that_does_not_answer_can_be_told_to_give_up(
     assert cache.requests.waiting_s() == 0
     store.before = lambda _operation, _key: None
     assert samples(CachedShards(cache, TRAIN), [0], 10) == expected([0], 10)
+
+
+@given(start=st.integers(0, 1 << 40), nbytes=st.integers(1, 1 << 20))
+def test_a_sample_fetches_at_most_one_block_more_than_the_mean_that_read_ahead_counts_with(
+    start: int, nbytes: int
+) -> None:
+    blocks = (start + nbytes - 1) // BLOCK_BYTES - start // BLOCK_BYTES + 1
+    assert abs(blocks * BLOCK_BYTES - fetched_bytes(nbytes)) < BLOCK_BYTES
+
+
+def test_what_is_read_ahead_in_bounds_is_still_there_when_it_is_needed(dataset: Path, tmp_path: Path) -> None:
+    """A cache for two thirds of the data, read twice in random order, with as much read ahead as one process may."""
+    limit_bytes = 6 * BLOCK_BYTES
+    store = stored(dataset)
+    shards = CachedShards(opened(store, tmp_path, limit_bytes), TRAIN)
+    rng = np.random.default_rng(3)
+    starts = [int(start) for start in rng.permutation(len(STREAM) - 200)[:200]]
+    ahead = most_ahead_bytes(MUCH, limit_bytes) // fetched_bytes(400)
+    store.read_bytes = 0
+    for number, start in enumerate(starts):
+        shards.read_ahead(np.array(starts[number : number + ahead]), 200)
+        assert samples(shards, [start], 200) == expected([start], 200)
+    asked_bytes = len(starts) * fetched_bytes(400)
+    assert store.read_bytes < asked_bytes
