@@ -7,6 +7,7 @@ the shortest first. ``Heading`` (``phalanx.command``) begins a group of options.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -105,9 +106,18 @@ class DefaultGroup(CommandGroup):
     ) -> click.Context:
         """Return a context of the group or of ``unnamed``; while a shell completes the first word, of the group."""
         own_words = {*self.commands, *(parent.help_option_names if parent else ("--help",))}
-        if own_words.isdisjoint(args[:1]) and (args or not extra.get("resilient_parsing")):
+        is_own = not own_words.isdisjoint(args[:1]) or any(map(self._is_mistyped, args[:1]))
+        if not is_own and (args or not extra.get("resilient_parsing")):
             return self.unnamed.make_context(info_name, args, parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
+
+    def _is_mistyped(self, word: str) -> bool:
+        """Return True for a word, not of a file or an option, that is nearly a command's name."""
+        if not word.isalpha() or os.path.exists(word):
+            return False
+        import difflib  # Its import takes longer than that of this module.
+
+        return bool(difflib.get_close_matches(word, self.commands, n=1))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Call the command of the context."""

@@ -98,3 +98,19 @@ def test_a_docstring_is_taken_apart_at_its_first_sentence_and_its_first_block() 
         ("phalanx copy a b", "phalanx copy a b --fast   # without checks"),
         ("Nothing is lost.", "\b\n  kept\n    as it is", "Exit codes: 0 copied."),
     )
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("plan layuot", "layout"), ("runs lst", "list")])
+def test_a_mistyped_command_of_a_group_that_also_takes_files_is_named(typed: str, meant: str) -> None:
+    ended = CliRunner().invoke(phalanx_command, typed.split())
+    assert ended.exit_code == 2
+    assert f"Did you mean '{meant}'?" in ended.output
+
+
+def test_a_file_with_nearly_the_name_of_a_command_is_taken_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("layuot").write_text("[train]\nsteps = -1\n")
+    ended = CliRunner().invoke(phalanx_command, ["plan", "layuot"])
+    assert "train.steps" in ended.output

@@ -245,6 +245,12 @@ def test_a_directory_is_not_a_run_file(tmp_path: Path) -> None:
         read_run(tmp_path, PRESETS)
 
 
+def test_of_a_run_directory_the_run_file_in_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    with pytest.raises(RunFileError, match=f"its run file is {tmp_path}/run.toml"):
+        read_run(tmp_path, PRESETS)
+
+
 def test_a_path_through_a_file_is_explained(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("")
     with pytest.raises(RunFileError, match="cannot be read: Not a directory"):

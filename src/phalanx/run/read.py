@@ -50,9 +50,9 @@ def read_run(path: Path, presets: Mapping[str, ModelSpec], overrides: Sequence[s
             path, [Problem("", f"there is no file {path}", f"give the path of a run file{_near(path)}")]
         ) from None
     except IsADirectoryError:
-        raise RunFileError(
-            path, [Problem("", f"{path} is a directory", "give the path of a run file")]
-        ) from None
+        own = path / RUN_FILE
+        remedy = f"its run file is {own}" if own.is_file() else "give the path of a run file"
+        raise RunFileError(path, [Problem("", f"{path} is a directory", remedy)]) from None
     except OSError as error:
         problem = f"cannot be read: {error.strerror}"
         raise RunFileError(

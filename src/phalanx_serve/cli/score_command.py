@@ -55,13 +55,14 @@ class ScoreOptions:
 def command(options: ScoreOptions) -> None:
     """Score the texts in FILE with the weights in PLACE: a run directory, a checkpoint, a pack (`phalanx pack`), or a folder of Hugging Face.
 
-    FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. All tokens of a
+    FILE is one plain text, or has a JSON object on each line, {"text": ...} or {"tokens": [...]}; - reads standard input. A text may be as long
+    as the sequences that the run was trained on. All tokens of a
     text but the first are scored, in nats, on a CPU with the bits of exact serving. These are the trainer's bits, if the run was trained with
     portable numerics.
 
     \b
-      phalanx score runs/quickstart-1f3a9c04 README.md
-      phalanx score runs/quickstart-1f3a9c04 texts.jsonl --json
+      phalanx score runs/quickstart-1f3a9c04 texts.jsonl
+      echo 'def __init__(self):' | phalanx score runs/quickstart-1f3a9c04 - --json
       echo '{"tokens": [12, 7, 99]}' | phalanx score runs/quickstart-1f3a9c04 - --step 200
       phalanx score model.pack texts.jsonl --stream --memory 4GiB
     """

@@ -136,7 +136,7 @@ def _lines_of_tokens(index: DatasetIndex, *, by_recipe: bool) -> Iterator[str]:
     if index.packed_seq_len:
         share, few = train.padding / max(1, train.tokens), ""
         if share > _MUCH_PADDING:
-            few = "; documents are too few to fill them better"
+            few = "; documents are few, or their lengths do not fit together"
             if by_recipe:
                 few = "; a portion has too few documents to fill them better: a larger output.portion_bytes, with another --out, helps"
         yield f"packed whole into records of {index.packed_seq_len:,} tokens, {share:.3%} of them padding{few}"

@@ -103,6 +103,8 @@ def tokenizer_folder(places: Mapping[str, DatasetPlace]) -> Path:
 class DataIndex(Protocol):
     """Facts of the data that a run needs at its start."""
 
+    def samples(self, split: str, seq_len: int) -> int: ...
+
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -126,6 +128,10 @@ class MixtureIndex:
     """The indices of a run's sources, by name."""
 
     sources: Mapping[str, DatasetIndex]
+
+    def samples(self, split: str, seq_len: int) -> int:
+        """Return the number of samples of ``seq_len`` inputs in a split of all sources, each without an incomplete one at its end."""
+        return sum(index.samples(split, seq_len) for index in self.sources.values())
 
     @property
     def vocab_size(self) -> int:

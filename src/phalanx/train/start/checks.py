@@ -25,6 +25,7 @@ from phalanx.data.reading.sources import (
     mixture_of,
     tokenizer_folder,
 )
+from phalanx.data.stored.index import HELD_OUT
 from phalanx.data.tokenizers.published.files import TOKENIZER_FILE
 from phalanx.data.tokenizers.tokenizer import load_tokenizer, same_tokens
 from phalanx.model.facts.optimizer_state import state_bytes_by_name
@@ -129,10 +130,10 @@ def start_notes(spec: RunSpec, index: DataIndex) -> Iterator[str]:
             else "train.document_mask = true keeps them apart"
         )
         yield f"documents are packed whole, and attention crosses their ends: {reason}"
-    if index.held_out_tokens <= spec.train.seq_len:
+    if not index.samples(HELD_OUT, spec.train.seq_len):
         yield (
-            f"there will be no held-out loss: {index.held_out_tokens:,} tokens are held out, less than one sequence and its last "
-            f"target ({spec.train.seq_len + 1:,})"
+            f"there will be no held-out loss: {index.held_out_tokens:,} tokens are held out, less than a sequence of "
+            f"train.seq_len = {spec.train.seq_len:,} with its last target"
         )
 
 
