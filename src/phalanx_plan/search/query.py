@@ -221,7 +221,7 @@ def _own_stack(spec: RunSpec, cluster: Cluster) -> Stack:
     if _is_cpu(cluster):
         # gloo's collectives block the caller: nothing is hidden. The host computes, so a kernel launch is part of its work.
         kernels = replace(stack.kernels, launch_s=0.0)
-        states = replace(stack.states, keeps_spent_sums=True)
+        states = replace(stack.states, frees_gradients=False)
         stack = replace(stack, states=states, overlap=Overlap(context=0.0, data=0.0), kernels=kernels)
     return stack
 

@@ -19,17 +19,15 @@ from phalanx.run.kinds.mixture import is_mixture
 from phalanx_plan.step_cost.layer_costs import LayerCosts, layer_costs
 from phalanx_plan.step_cost.memory import (
     OVERHEADS,
-    PlaceCounts,
-    PlaceTable,
     lasting_bytes,
     memory_at,
     passing_bytes,
     pipelines_of,
-    place_table,
     state_columns,
     total,
 )
 from phalanx_plan.step_cost.pipeline import Pipelines, StageTimes, flush_s, legal
+from phalanx_plan.step_cost.rank_places import PlaceCounts, PlaceTable, place_table
 from phalanx_plan.step_cost.step_time import (
     PassTimes,
     Slowest,

@@ -8,74 +8,26 @@ The worst rank decides, and it is not always the first: the last has the logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import numpy as np
 
 from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
-from phalanx.run.layout import SPLIT_BACKWARD
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost.layer_costs import LayerCosts
 from phalanx_plan.step_cost.pipeline import Pipelines, in_flight
-from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints, distinct
-from phalanx_plan.workload.holdings import Holdings, PipelinePlaces, most_stages, owned_matrices, places
+from phalanx_plan.step_cost.rank_places import PlaceCounts, PlaceTable
+from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
+from phalanx_plan.workload.holdings import Holdings, owned_matrices
 from phalanx_plan.workload.stacks import ParameterState, TrainingJob
 
 _OFFLOADED_LAYERS = 2
 """Layers whose offloaded activations are on the accelerator at once: one being copied out and one in use."""
+_GRADIENTS_OVER_KEPT = 1.7
+"""Gradients in the backward pass of a gated layer over what it keeps: of its input, its product and both factors, over both factors."""
 OVERHEADS = ("context", "communicators", "fragmentation")
 """Kinds of memory that an allocator does not count as allocated."""
-
-
-@dataclass(frozen=True)
-class PlaceCounts:
-    """One kind of rank of each candidate: how much of each of ``KINDS`` it has, in the candidates' axes."""
-
-    counts: tuple[Floats, Floats, Floats, Floats]
-    rank: Ints
-    """Rank in the pipeline."""
-
-
-@dataclass(frozen=True)
-class PlaceTable:
-    """The places of every candidate."""
-
-    table: PipelinePlaces
-    row: Ints
-    """Row of each candidate in ``table``."""
-
-    def __len__(self) -> int:
-        return self.table.kinds
-
-    def __getitem__(self, kind: int | Ints) -> PlaceCounts:
-        """Return the ``kind``-th place of each candidate; an array gives each candidate its own, and broadcasts."""
-        table, row = self.table, self.row
-        if not 0 <= np.max(kind) < table.kinds:
-            raise IndexError(f"there are {table.kinds} places")
-        place = row * table.kinds + kind
-        dense, mixture, embedding, head = (column.take(place) for column in table.counts)
-        return PlaceCounts((dense, mixture, embedding, head), table.rank.take(place))
-
-    def each(self) -> tuple[Ints, Ints]:
-        """Every place of every candidate of the last axis, as (candidate, kind); by kind."""
-        number = self.table.number[self.row.ravel()]
-        kind, candidate = np.nonzero(np.arange(len(self))[:, None] < number)
-        return candidate, kind
-
-
-def place_table(job: TrainingJob, candidates: Candidates) -> PlaceTable:
-    """The kinds of ranks of all ``candidates``."""
-    folded = np.logical_or.reduce([candidates.schedule == SCHEDULES.index(name) for name in SPLIT_BACKWARD])
-    # Candidates with more stages than layers are not legal; they are looked up with one stage on a rank.
-    enough = candidates.pipeline * candidates.stages_per_rank <= most_stages(job.workload, job.stack)
-    per_rank = np.where(enough, candidates.stages_per_rank, 1)
-    columns, row = distinct([candidates.pipeline, per_rank, folded.astype(np.int64)])
-    pipelines = [
-        (ranks, each, bool(turns)) for ranks, each, turns in zip(*(c.tolist() for c in columns), strict=True)
-    ]
-    wide = np.broadcast_to(row, (*row.shape[:-1], candidates.shape[-1]))
-    return PlaceTable(places(job.workload, job.stack, pipelines), wide)
 
 
 def pipelines_of(job: TrainingJob, candidates: Candidates) -> Pipelines:
@@ -110,18 +62,24 @@ def state_bytes(
     if stack.states.optimizer is not None:
         kinds["moments"] = _moments(stack.states.optimizer, job, candidates, holdings, place)
     kinds["compute copy"] = stack.states.copy_bytes * _gathered(job, candidates, holdings, place)
+    if stack.states.frees_gradients:
+        # Before the last backward pass; ``_moments_of_a_pass`` has what it makes.
+        sums = _whole_sums(job, candidates)
+        kinds["gradients"] = kinds["gradients"] * np.minimum(sums, 1.0)
+        if stack.states.slot_tree:
+            kinds["open sums"] = np.maximum(sums - 1.0, 0.0) * kinds["gradients"]
+    elif stack.states.slot_tree:
+        kinds["open sums"] = (np.maximum(_whole_sums(job, candidates), 1.0) - 1) * kinds["gradients"]
     if stack.states.slot_gradient_bytes:
         adds_up = micro_batches_per_slot(job, candidates) > 1
         if stack.data.reduces_once and not stack.states.slot_bin_bytes:
             adds_up = adds_up | ((candidates.zero < 3) & (_rounds(job, candidates) > 1))
         kinds["slot gradients"] = stack.states.slot_gradient_bytes * full * adds_up
-    if stack.states.slot_tree:
-        kinds["open sums"] = (_open_sums(job, candidates) - 1) * kinds["gradients"]
     if stack.states.slot_bin_bytes:
         elements: Floats = np.where(candidates.zero < 3, full, share)
         kept = (candidates.zero < 1) | (_rounds(job, candidates) > 1)
         kinds["integer sums"] = stack.states.slot_bin_bytes * elements * kept
-    if stack.states.unit_gradient_bytes:
+    if stack.states.unit_gradient_bytes and not stack.states.frees_gradients:
         kinds["gradient buffers"] = _unit_gradients(job, candidates, holdings, place)
     if stack.states.embedding_gradient_bytes:
         ends = np.maximum(place.counts[2], place.counts[3])
@@ -165,9 +123,16 @@ def times(counts: tuple[Floats, ...], values: tuple[Floats, ...]) -> Floats:
     return reduce(np.add, terms) if terms else np.zeros(1)
 
 
-def _open_sums(job: TrainingJob, candidates: Candidates) -> Floats:
-    """Sums that a binary tree holds at once while a rank's last slot is computed, at least one: a branch for each level."""
-    return np.maximum(np.floor(np.log2(_rounds(job, candidates))), 1.0)
+def _whole_sums(job: TrainingJob, candidates: Candidates) -> Floats:
+    """Sums of a rank's share of all gradients that are held while its last slot is computed.
+
+    A binary tree holds a branch for each level, and without a tree there is one sum, both none in the first round.
+    """
+    levels = np.floor(np.log2(_rounds(job, candidates)))
+    if job.stack.states.slot_tree:
+        return levels
+    sums: Floats = np.minimum(levels, 1.0) * ((candidates.zero >= 3) & (job.stack.states.slot_bin_bytes == 0))
+    return sums
 
 
 def _rounds(job: TrainingJob, candidates: Candidates) -> Ints:
@@ -223,12 +188,16 @@ def activation_bytes(
         for kind in layers:
             window = np.maximum(window, _OFFLOADED_LAYERS * per_layer[kind] * (place.counts[kind] > 0))
         kept = np.where(candidates.offload_activations > 0, np.minimum(kept, window), kept)
-    recomputed_layer, widest = np.zeros(1), np.zeros(1)
+    recomputed_layer, widest, whole_layer = np.zeros(1), np.zeros(1), np.zeros(1)
     for kind in layers:
         present = place.counts[kind] > 0
         full = costs.of(costs.kept_bytes, kind, 0)
         recomputed_layer = np.maximum(recomputed_layer, (full - per_layer[kind]) * present)
         widest = np.maximum(widest, costs.of(costs.widest_bytes, kind) * present)
+        whole_layer = np.maximum(whole_layer, full * present)
+    if job.stack.states.frees_gradients:
+        layer = LayerBytes(recomputed_layer, whole_layer, widest)
+        return _moments_of_a_pass(job, candidates, holdings, place, kept, layer)
     # The loss's arrays are freed before the layers' backward pass, so the larger of the two counts.
     later = recomputed_layer + widest
     if job.stack.states.unit_gradient_bytes:
@@ -243,21 +212,107 @@ def activation_bytes(
     if job.stack.states.slot_tree and (candidates.dense_shard == 1).any():
         # The activations are freed after the last backward pass, so the larger of the two counts.
         kinds["exchange between replicas"] = np.maximum(
-            _replica_exchange(job, candidates, holdings, place) - total(kinds), 0.0
+            _replica_exchange(candidates, holdings, place) - total(kinds), 0.0
         )
     return kinds
 
 
-def _replica_exchange(
-    job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts
-) -> Floats:
-    """Bytes in addition to full gradient sums while replicas exchange them: one bucket being sent and one being received.
+class LayerBytes(NamedTuple):
+    """Activations of one micro-batch in the layer that has most of them, in bytes."""
 
-    If the memory of spent sums is kept, the totals of all previous buckets are added (``phalanx.parallel.reduction.summation``).
+    recomputed: Floats
+    """What a recomputation makes again."""
+    whole: Floats
+    """What is kept without recomputation."""
+    widest: Floats
+    """What the part of it keeps that keeps most."""
+
+
+def _moments_of_a_pass(
+    job: TrainingJob,
+    candidates: Candidates,
+    holdings: Holdings,
+    place: PlaceCounts,
+    kept: Floats,
+    layer: LayerBytes,
+) -> dict[str, Floats]:
+    """Bytes beside state of this project's trainer on GPUs, by kind: the most of five moments of a forward and backward pass.
+
+    1. The loss of the last chunk, with the projection's gradient in fp32.
+    2. The exchange of the projection's gradient.
+    3. The backward pass of the last layer, and the exchange of its gradient.
+    4. The backward pass of the first layer, with all later gradients and without the activations and weights of later layers.
+    5. The exchange of the embedding's gradient, with all gradients.
+    """
+    tied, copy_bytes = job.workload.model.tie_embeddings, job.stack.states.copy_bytes
+    embedding = place.counts[2] * holdings.dense[2]
+    projection = place.counts[3] * (holdings.dense[2] if tied else holdings.dense[3])
+    exchanged = _exchange_bytes(job, candidates)
+    unit = exchanged * _largest_block(holdings, place)
+    # Of tied embeddings, the projection's gradient waits for the embedding's.
+    waiting = copy_bytes * projection * tied
+    own = projection * (not tied)
+    first = (_rounds(job, candidates) == 1) & (micro_batches_per_slot(job, candidates) == 1)
+    share = times(place.counts, holdings.dense_share) + times(place.counts, holdings.experts_share)
+    copy = copy_bytes * _gathered(job, candidates, holdings, place)
+    loss = place.counts[3] * _logits(job, candidates) + 4.0 * projection
+    head = (copy_bytes + exchanged) * own
+    # What was sent last is freed when the next exchange begins; the sum of a first pass stays.
+    buffers = np.maximum(unit, 4.0 * own) + waiting
+    gradients = _GRADIENTS_OVER_KEPT * layer.widest
+    last_layer = layer.recomputed + gradients + buffers + first * 4.0 * own / candidates.dense_shard
+    # Weights of layers whose backward pass is over are freed in the step's last pass.
+    passed = first * (4.0 * share - np.maximum(copy - copy_bytes * embedding, 0.0))
+    first_layer = passed - first * 4.0 * embedding / candidates.dense_shard + layer.whole + gradients + unit
+    ends = (
+        passed
+        - first * copy_bytes * embedding
+        + np.where(embedding > 0, exchanged * embedding + waiting, unit)
+    )
+    early = np.maximum(np.maximum(loss, head), last_layer)
+    late = np.maximum(first_layer, ends)
+    return {
+        "activations": kept,
+        "recomputed layer": layer.recomputed,
+        "gradients of activations": gradients,
+        "gradient buffers": buffers,
+        "logits": np.maximum(early - layer.recomputed - gradients - buffers, 0.0),
+        "gradients after backward": np.maximum(late - kept - early, 0.0),
+    }
+
+
+def _exchange_bytes(job: TrainingJob, candidates: Candidates) -> Floats:
+    """Bytes per element to exchange a unit's gradient, beside the gradient itself.
+
+    A flat copy in fp32 is sent to the ranks that share the weights, in the tree's wire format: what is received is widened to fp32.
+    Replicas send and receive the shares of sums.
+    """
+    alone = np.asarray(candidates.dense_shard == 1, dtype=np.float64)
+    several = (micro_batches_per_slot(job, candidates) > 1) | (job.stack.states.copy_bytes > 2)
+    received = np.where(several, 4.0, 2.0 + 4.0)
+    if not job.stack.states.slot_tree:
+        received = np.asarray(job.stack.states.slot_bin_bytes)
+    between_replicas = 2 * 4.0 * (candidates.data > candidates.dense_shard) / candidates.dense_shard
+    return 4.0 + (1.0 - alone) * received + between_replicas
+
+
+def _largest_block(holdings: Holdings, place: PlaceCounts) -> Floats:
+    blocks = [
+        (count, block)
+        for count, block in zip(place.counts[:2], holdings.block[:2], strict=True)
+        if block.any()
+    ]
+    return reduce(np.maximum, [(count > 0) * block for count, block in blocks])
+
+
+def _replica_exchange(candidates: Candidates, holdings: Holdings, place: PlaceCounts) -> Floats:
+    """Bytes on CPUs in addition to full gradient sums while replicas exchange them: one bucket being sent, one being received.
+
+    The totals of all previous buckets are added, as the memory of spent sums is kept (``phalanx.parallel.reduction.summation``).
     """
     gradients = 4.0 * (times(place.counts, holdings.dense) + times(place.counts, holdings.experts))
     bucket = np.minimum(gradients, 4.0 * BUCKET_ELEMENTS)
-    totals = np.floor(gradients / np.maximum(bucket, 1.0)) * bucket * job.stack.states.keeps_spent_sums
+    totals = np.floor(gradients / np.maximum(bucket, 1.0)) * bucket
     divided = (candidates.dense_shard == 1) & (candidates.data > 1)
     exchange_bytes: Floats = (2 * bucket + totals) * divided
     return exchange_bytes

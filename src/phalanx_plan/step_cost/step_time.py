@@ -20,8 +20,9 @@ from phalanx.model.facts.optimizer_state import UPDATE_BYTES
 from phalanx.run.spec import OptimizerSpec
 from phalanx_plan.step_cost import collectives, kernels
 from phalanx_plan.step_cost.layer_costs import CATEGORIES, PHASES, LayerCosts
-from phalanx_plan.step_cost.memory import PlaceTable, micro_batches_per_slot, times, total
+from phalanx_plan.step_cost.memory import micro_batches_per_slot, times, total
 from phalanx_plan.step_cost.pipeline import Pipelines, exposed_hops, idle_s, in_flight
+from phalanx_plan.step_cost.rank_places import PlaceTable
 from phalanx_plan.workload.architecture import KINDS
 from phalanx_plan.workload.candidates import PRECISIONS, SCHEDULES, Candidates, Floats, Ints
 from phalanx_plan.workload.holdings import Holdings, owned_matrices

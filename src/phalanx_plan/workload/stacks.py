@@ -61,8 +61,9 @@ class States:
     memory that layers have freed."""
     slot_tree: bool = False
     """True if gradients of slots are summed as a binary tree, whose open branches are held."""
-    keeps_spent_sums: bool = False
-    """True if the memory of sums that replicas have exchanged is kept for the next step, beside the totals: the trainer on CPUs."""
+    frees_gradients: bool = False
+    """True if gradients are freed after the update, and allocated as backward passes need them: this project's trainer on GPUs. On CPUs
+    it keeps the memory of gradients, and of sums that replicas have exchanged, for the next step."""
     slot_bin_bytes: float = 0.0
     """Integer sums of slots' gradients, held from the first slot of a step to the last: whole below ZeRO-3, from it on shares."""
     optimizer: OptimizerSpec | None = None
@@ -276,6 +277,7 @@ PHALANX = Stack(
         slot_gradient_bytes=4,
         unit_gradient_bytes=4,
         slot_tree=True,
+        frees_gradients=True,
         shards="rows",
     ),
     zero_stages=(2, 3),
@@ -359,7 +361,8 @@ def stack_of(spec: RunSpec) -> Stack:
             fused_pointwise=spec.runtime.compile,
         ),
         attention=AttentionPath(exchange="gather" if spec.parallel.context_mode == "allgather" else "ring"),
-        loss=Loss(chunk=spec.train.loss_chunk),
+        # A chunk's logits, their copy in fp32 and the log-probabilities; without a copy if they are fp32 already.
+        loss=Loss(logit_bytes=10.0 if narrow else 4.0, chunk=spec.train.loss_chunk),
     )
 
 

@@ -67,7 +67,8 @@ def test_no_kind_of_memory_is_negative(name: str) -> None:
     ],
 )
 def test_a_parameter_costs_what_its_zero_stage_says(stack: str, zero: int, per_parameter: float) -> None:
-    mine = job("llama3-8b", "h100:64", stack=stack)
+    mine = job("llama3-8b", "h100:64", batch=128, stack=stack)
+    mine = dataclasses.replace(mine, workload=dataclasses.replace(mine.workload, slots=128))
     found = estimate(mine, planned(Layout(shard=64), zero=zero, recompute="full")).memory
     kinds = ("gradients", "master weights", "moments") + (() if stack == "fsdp" else ("compute copy",))
     state = sum(found[kind] for kind in kinds)

@@ -1,4 +1,4 @@
-"""Memory of replicas that exchange whole gradients, beside what the last backward pass needed."""
+"""Memory of replicas on CPUs that exchange whole gradients, beside what the last backward pass needed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from phalanx.parallel.reduction.buckets import BUCKET_ELEMENTS
 from phalanx.run.layout import Layout
 from phalanx.run.spec import ModelSpec
 from phalanx_plan.step_cost.estimate import estimate
-from phalanx_plan.workload.stacks import PHALANX, Stack, TrainingJob
+from phalanx_plan.workload.stacks import PHALANX, TrainingJob
 from plan.jobs import job, planned
 
 WIDE = ModelSpec(layers=2, dim=512, heads=8, ffn_dim=1536, vocab_size=8192)
-ON_CPUS = replace(PHALANX, states=replace(PHALANX.states, keeps_spent_sums=True))
+ON_CPUS = replace(PHALANX, states=replace(PHALANX.states, frees_gradients=False))
 
 
-def bytes_after_backward(replicas: int, stack: Stack) -> float:
+def bytes_after_backward(replicas: int) -> float:
     """What stands beside weights, one set of gradients and moments when activations are gone."""
-    mine: TrainingJob = job(WIDE, f"a100:{replicas}", batch=4, seq_len=64, stack=stack)
+    mine: TrainingJob = job(WIDE, f"a100:{replicas}", batch=4, seq_len=64, stack=ON_CPUS)
     memory = estimate(mine, planned(Layout(replicate=replicas), zero=2)).memory
     gone = ("activations", "recomputed layer", "gradients of activations", "logits")
     return sum(memory[kind] for kind in (*gone, "exchange between replicas"))
@@ -32,11 +32,7 @@ def test_one_rank_exchanges_nothing() -> None:
     assert memory["exchange between replicas"] == 0
 
 
-@pytest.mark.parametrize("stack", [PHALANX, ON_CPUS], ids=["given back", "kept"])
-def test_replicas_hold_a_bucket_that_is_sent_and_one_received_and_where_kept_all_totals_so_far(
-    stack: Stack,
-) -> None:
+def test_replicas_hold_a_bucket_that_is_sent_and_one_received_and_all_totals_so_far() -> None:
     elements = 2 * 8192 * 512 + 2 * (4 * 512**2 + 3 * 512 * 1536) + 5 * 512
     assert BUCKET_ELEMENTS < elements < 2 * BUCKET_ELEMENTS
-    buckets = 3 if stack.states.keeps_spent_sums else 2
-    assert bytes_after_backward(2, stack) == pytest.approx(4 * buckets * BUCKET_ELEMENTS)
+    assert bytes_after_backward(2) == pytest.approx(4 * 3 * BUCKET_ELEMENTS)

@@ -25,6 +25,7 @@ from phalanx.run.spec import MlaSpec, ModelSpec, MoeSpec, OptimizerSpec, Paralle
 from phalanx.train.compose import make_optimizer
 from phalanx.train.optimizers.matrix_optimizer import matrices_of, owners_of
 from phalanx_plan.step_cost import memory
+from phalanx_plan.step_cost.rank_places import place_table
 from phalanx_plan.workload import stacks
 from phalanx_plan.workload.holdings import holdings
 from plan.jobs import job, one
@@ -89,7 +90,7 @@ def planned_moments(spec: RunSpec, layout: Layout) -> list[float]:
     mine = job(spec.model, batch=8, seq_len=16, stack=stacks.stack_of(spec))
     candidates = one(layout, zero=2)
     held = holdings(spec.model, candidates, optimizer=spec.optimizer)
-    table = memory.place_table(mine, candidates)
+    table = place_table(mine, candidates)
     return [memory.state_bytes(mine, candidates, held, table[n])["moments"].item() for n in range(len(table))]
 
 

@@ -87,6 +87,7 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         received = torch.empty_like(sent)
         with self.clock.measure():
             dist.all_to_all_single(received, sent, group=group)
+        del sent  # before the received ones are widened
         return received.to(gradient.dtype)
 
     def _push_by_machine(self, gradient: Tensor, levels: TwoLevels) -> None:

@@ -170,11 +170,10 @@ class TreeReducer:
         """Take in the gradient of a group that only this rank has; after the last round replace it by the sum."""
         if not self.intake.admit(self.name, gradient):
             return
-        # After the last round FSDP2 makes parameters' gradients from this buffer, so the tree needs a copy. Gradients of earlier
-        # rounds are dropped.
-        last = self.intake.round.last
-        self.push((gradient.clone() if last else gradient).unsqueeze(0))
-        if last:
+        # The gradients that FSDP2 makes of this buffer are dropped, until the last round: then they are made of the sum. The buffer may
+        # itself be a node of the tree: ``finish`` has read or sent all nodes before it writes.
+        self.push(gradient.unsqueeze(0))
+        if self.intake.round.last:
             self.finish(gradient)
 
 

@@ -107,15 +107,17 @@ def _in_chunks(
     parts, in_lanes = _parts(len(weight), rows), rows is not None and bool(rows.lanes)
     matrices = _matrices(weight, parts)
     sums = None if grad_weight is None else _matrices(grad_weight, parts)
-    for begin in range(0, len(states), chunk):
+
+    def add_chunk(begin: int) -> None:
+        # In a function, so that its arrays are freed before those of the next chunk are allocated.
         now = states[begin : begin + chunk]  # (chunk, dim)
         # 1. Logits, at once turned into log-probabilities, and the losses.
         target_columns, bends, scores, losses = _of_chunk(
             now, matrices, targets[begin : begin + chunk], parts, rows, cap
         )
-        loss += losses.sum()
+        loss.add_(losses.sum())
         if grad_states is None or sums is None:
-            continue
+            return
         # 2. The gradient with respect to the logits, in the same memory, and from it both gradients.
         shares = []
         for matrix, total, log_probs, bend, target in zip(
@@ -129,6 +131,9 @@ def _in_chunks(
             _accumulate(total, slope, now, first=begin == 0)
         if in_lanes:
             grad_states[begin : begin + chunk] = add_in_tree(shares, Tensor.add_)
+
+    for begin in range(0, len(states), chunk):
+        add_chunk(begin)
     if sums is not None and grad_weight is not None:
         _put_together(grad_weight, parts, sums)
     return loss, None if grad_states is None else grad_states.view_as(hidden), grad_weight

@@ -1,0 +1,201 @@
+"""Launches, products, bytes and host time of a step, counted on the null GPU; and the time that a GPU would take for them.
+
+The time is a roofline (Williams et al., 2009, "Roofline: an insightful visual performance model", doi 10.1145/1498765.1498785), one
+operation after another: products and attention at a rate of FLOP/s, all other operations at a rate of bytes/s. ``RATES`` are
+assumptions, the same for every row. Collectives are not counted. Only eager steps are counted, since a compiler's kernels do not pass
+the dispatcher.
+
+``python -m null_gpu.roofline`` prints the table, ``python -m null_gpu.roofline NAME`` the counts of one row in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from bench.gpu.setting import run_of
+from bench.gpu.speed import bare
+from null_gpu import answers, counters
+from null_gpu.kinds import changed
+from null_gpu.programs import printed
+from null_gpu.steps import CUDA, stepper_of
+from phalanx.model.facts.presets import PRESETS
+from phalanx.model.facts.shape import count
+from phalanx.run.kinds.whole_model import resolve
+from phalanx.run.spec import RunSpec, TrainSpec
+
+UPDATE_BYTES = 28
+"""Bytes per parameter of the fused update: weight, gradient and two moments in fp32 are read, all but the gradient written."""
+NORM_BYTES = 8
+"""Bytes per parameter of the exact norm: each gradient is read for the peak, and for the squares."""
+LAYERS = 4
+"""Layers that are counted; the rest of a model is extrapolated from two counts."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Assumed rates of one accelerator; nothing here was measured by this project."""
+
+    product_flops: float
+    attention_flops: float
+    """FlashAttention 2, forward and backward together."""
+    bytes_per_s: float
+    peak_flops: float
+    """Dense bf16 FLOP/s of the data sheet, to which MFU refers."""
+
+
+RATES = {
+    "H100": Rates(6.5e14, 3.5e14, 2.8e12, 9.89e14),
+    "H200": Rates(6.5e14, 3.5e14, 4.0e12, 9.89e14),
+    "B200": Rates(1.5e15, 3.5e14, 6.4e12, 2.25e15),
+}
+"""Two thirds of the peak for products, five sixths of the memory's bandwidth, frozen before anything was measured."""
+
+
+@dataclass
+class Counts:
+    """A step's work on one rank."""
+
+    launches: float = 0.0
+    host_s: float = 0.0
+    product_flops: float = 0.0
+    attention_flops: float = 0.0
+    other_bytes: float = 0.0
+
+    def seconds(self, rates: Rates) -> float:
+        """Time on the device, without waits for the host."""
+        return (
+            self.product_flops / rates.product_flops
+            + self.attention_flops / rates.attention_flops
+            + self.other_bytes / rates.bytes_per_s
+        )
+
+
+class Counting(TorchDispatchMode):
+    """Adds up operations as the dispatcher sees them, backward passes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counts()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name, packet = func._schema.name, func._overloadpacket
+        if "attention" in name:
+            # Half of the scores are computed: two products of them forward, five backward (arXiv 2205.14135). The count of
+            # PyTorch 2.11 does not know grouped heads.
+            query = args[1 if "backward" in name else 0]
+            batch, heads, length, width = query.shape
+            products = 5 if "backward" in name else 2
+            self.counts.attention_flops += products * batch * heads * length**2 * width
+        elif packet in flop_registry:
+            self.counts.product_flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+        elif not (func.is_view or "empty" in name or name.startswith(("c10d::", "_c10d"))):
+            self.counts.other_bytes += _device_bytes((args, kwargs)) + _device_bytes(result)
+        return result
+
+
+def _device_bytes(values: Any) -> int:
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda
+    )
+
+
+def _run(preset: str, ranks: int, slots: int, at_once: int, *, each: int) -> tuple[RunSpec, int]:
+    """``slots`` on each rank with ``each`` sequences of 4,096 tokens, ``at_once`` in a micro-batch."""
+    train = TrainSpec(
+        steps=100,
+        batch_size=slots * each * ranks,
+        slots=slots * ranks,
+        micro_batch_size=at_once,
+        seq_len=4096,
+    )
+    return run_of(resolve(PRESETS[preset]), train, CUDA), ranks
+
+
+ROWS = {
+    "llama-1b, 1 slot": _run("llama-1b", 1, 1, 4, each=16),
+    "llama-1b, 8 slots": _run("llama-1b", 1, 8, 2, each=2),
+    "llama-3b, 1 slot": _run("llama-3b", 1, 1, 4, each=16),
+    "llama-3b, 8 slots": _run("llama-3b", 1, 8, 2, each=2),
+    "llama3-8b on 8 ranks, 1 slot": _run("llama3-8b", 8, 1, 1, each=8),
+    "llama3-8b on 8 ranks, 8 slots": _run("llama3-8b", 8, 8, 1, each=1),
+}
+"""By name: a run, and its ranks."""
+
+
+def counted(name: str, who: str) -> Counts:
+    """Count the second step of a row in processes of their own, for ``who``: "ours" or "bare"."""
+    few, more = (
+        Counts(**json.loads(printed("roofline", name, who, str(n))[-1])) for n in (LAYERS, 2 * LAYERS)
+    )
+    layers = ROWS[name][0].model.layers
+    per_layer = (layers - LAYERS) / LAYERS
+    return Counts(
+        **{field: value + (getattr(more, field) - value) * per_layer for field, value in asdict(few).items()}
+    )
+
+
+def _count(name: str, who: str, layers: int) -> Counts:
+    spec, ranks = ROWS[name]
+    spec = changed(spec, "model", layers=layers)
+    answers.pretend()
+    with stepper_of(spec, ranks) as (stepper, own):
+        step = own
+        if who == "bare":
+            del stepper, own
+            step = bare(spec, CUDA)
+        step()
+        counters.reset()
+        begin_s = time.process_time()
+        step()
+        host_s, launches = time.process_time() - begin_s, counters.on_device()
+        counting = Counting()
+        with counting:
+            step()
+    found = counting.counts
+    if who == "ours":  # Triton programs, which the dispatcher does not see.
+        found.other_bytes += (
+            (UPDATE_BYTES + NORM_BYTES) * count(spec.model, spec.train.seq_len).parameters / ranks
+        )
+    return replace(found, launches=launches, host_s=host_s)
+
+
+def main() -> None:
+    """Print the counts of one row, or the table of all."""
+    if sys.argv[1:]:
+        name, who, layers = sys.argv[1:]
+        print(json.dumps(asdict(_count(name, who, int(layers)))))
+        return
+    print(
+        f"| run | who | launches | host s | GB beside products | {' | '.join(f'MFU {name}' for name in RATES)} | over bare, H200 |"
+    )
+    print("|---|---|---|---|---|" + "---|" * (len(RATES) + 1))
+    for name, (spec, ranks) in ROWS.items():
+        tokens = spec.train.batch_size * spec.train.seq_len / ranks
+        flops = count(spec.model, spec.train.seq_len).flops_per_token * tokens
+        rows = {who: counted(name, who) for who in ("ours", "bare")}
+        for who, found in rows.items():
+            mfu = [f"{flops / found.seconds(rates) / rates.peak_flops:.3f}" for rates in RATES.values()]
+            ratio = found.seconds(RATES["H200"]) / rows["bare"].seconds(RATES["H200"])
+            print(
+                f"| {name} | {who} | {found.launches:,.0f} | {found.host_s:.2f} | {found.other_bytes / 1e9:,.0f} | "
+                f"{' | '.join(mfu)} | {ratio:.3f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
