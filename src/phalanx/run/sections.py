@@ -366,6 +366,8 @@ class ObserveSpec:
     """Files that are kept of each process's log: the first, which has its start, and the newest."""
     accelerator_hour_price: Annotated[float, FLEET, NOT_NEGATIVE] = 0.0
     """Price of one accelerator (or rank) for an hour, in any currency, for the cost of the run; 0 means unknown."""
+    nvtx: Annotated[bool, FLEET] = False
+    """If true, steps, slots, layers and collectives are NVTX ranges, which NVIDIA's profilers show on the time line."""
     metrics_port: Annotated[int, FLEET, ValueRange(at_least=0, at_most=65535)] = 0
     """TCP port at which a fleet's coordinator serves its metrics to Prometheus; each agent takes the next free one after it. 0 means none."""
     metrics_host: Annotated[str, FLEET] = "127.0.0.1"

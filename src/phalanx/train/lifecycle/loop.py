@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from phalanx.data.errors import DataError
 from phalanx.data.reading.prefetch import WaitEndedError
+from phalanx.hardware.local.device import on_gpu
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Finished, MemoryMeasured, Step, Stopped
 from phalanx.observe.ledger import Bucket
@@ -35,6 +36,7 @@ from phalanx.train.lifecycle.observers import (
 )
 from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_nonfinite, judge_spike
 from phalanx.train.lifecycle.saving import Saving, save_due
+from phalanx.train.profile.nvtx import NvtxRanges, nvtx_ranges
 from phalanx.train.profile.recording import Recording
 from phalanx.train.step.meters import MemoryMeter, RankTimes, extremes
 from phalanx.train.step.state import weights_sha256
@@ -143,6 +145,10 @@ class Trainer:
             # come before it was committed.
             self._saving.save(progress)
         self._ledger.switch(Bucket.STEP_HOST_GAP)
+        if spec.observe.nvtx and on_gpu(training.mesh.device):
+            opened.enter_context(nvtx_ranges(training, self._stepper, NvtxRanges()))
+        elif spec.observe.nvtx:
+            self._reporter.warn("observe.nvtx shows nothing: it needs an NVIDIA GPU")
         recording = Recording(training, self._stepper, lambda: ranks.slowest, self._measured_step)
         # The order of events at a step is the order here. A request to stop ends the evaluation, and the hook with it: only what depends on
         # its result comes after it.

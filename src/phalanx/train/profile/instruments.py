@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,12 +23,9 @@ from torch import Tensor, nn
 from phalanx.model.custom import blocks_of
 from phalanx.observe.ledger import Bucket
 from phalanx.parallel.mesh.mesh import Mesh
-from phalanx.train.profile.capture import Marks
 from phalanx.train.step.slot import LoopRunner, PipelineRunner
 
 if TYPE_CHECKING:
-    from torch.autograd.profiler import record_function
-
     from phalanx.parallel.pipeline.schedules import StageMessage
     from phalanx.parallel.pipeline.stage_links import StageLinks
     from phalanx.train.assemble import Training
@@ -48,11 +45,29 @@ AXIS_OF_CLOCK = {
 _MOST_NAMED = 512
 """Ranks of a group that are listed."""
 
+
+class OpenedRange(Protocol):
+    """A range that has begun."""
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any, /) -> object:
+        """End it."""
+
+
+class Ranges(Protocol):
+    """Where ranges are noted: the marks of a recording, or NVTX."""
+
+    def around(self, kind: str, name: str, **more: object) -> AbstractContextManager[None]:
+        """Note the time inside."""
+
+    def opened(self, kind: str, name: str) -> OpenedRange:
+        """Begin a range; the caller calls its ``__exit__``."""
+
+
 Around = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def instruments(training: Training, stepper: Stepper, marks: Marks) -> Iterator[None]:
+def instruments(training: Training, stepper: Stepper, marks: Ranges) -> Iterator[None]:
     """Inside, all that this rank does is marked."""
     built, inputs = training.built, training.inputs
     with ExitStack() as undo:
@@ -82,7 +97,7 @@ def instruments(training: Training, stepper: Stepper, marks: Marks) -> Iterator[
 
 
 @contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
     """Replaces an attribute in place, on this object alone, and puts back what was there."""
     space = vars(owner)
     had, before = name in space, space.get(name)
@@ -110,10 +125,10 @@ def _wrapped(owner: object, method: str, around: Around) -> AbstractContextManag
             yield
 
     encloses = hasattr(original, "__wrapped__")  # made by contextlib.contextmanager
-    return _replaced(owner, method, enclose if encloses else call)
+    return replaced(owner, method, enclose if encloses else call)
 
 
-def _ledger(ledger: object, marks: Marks) -> AbstractContextManager[None]:
+def _ledger(ledger: object, marks: Ranges) -> AbstractContextManager[None]:
     original = vars(type(ledger))["bucket"]
 
     @contextmanager
@@ -121,14 +136,14 @@ def _ledger(ledger: object, marks: Marks) -> AbstractContextManager[None]:
         with marks.around("bucket", kind.value), original(ledger, kind):
             yield
 
-    return _replaced(ledger, "bucket", bucket)
+    return replaced(ledger, "bucket", bucket)
 
 
 @contextmanager
-def _modules(parts: list[nn.Module] | tuple[nn.Module, ...] | object, marks: Marks) -> Iterator[None]:
+def _modules(parts: list[nn.Module] | tuple[nn.Module, ...] | object, marks: Ranges) -> Iterator[None]:
     """Marks the forward passes of stages, layers and the parts of a layer."""
     handles = []
-    opened: dict[int, list[record_function]] = {}
+    opened: dict[int, list[OpenedRange]] = {}
 
     def watch(module: nn.Module, name: str) -> None:
         ranges = opened.setdefault(id(module), [])
@@ -167,7 +182,7 @@ def _words(path: str) -> str:
 
 
 @contextmanager
-def _collectives(mesh: Mesh, marks: Marks) -> Iterator[None]:
+def _collectives(mesh: Mesh, marks: Ranges) -> Iterator[None]:
     axes = _axes(mesh)
     numbers: Counter[str] = Counter()
 
@@ -204,7 +219,7 @@ def _collectives(mesh: Mesh, marks: Marks) -> Iterator[None]:
     with ExitStack() as undo:
         for name in COLLECTIVES:
             if hasattr(dist, name):
-                undo.enter_context(_replaced(dist, name, watched(name, getattr(dist, name))))
+                undo.enter_context(replaced(dist, name, watched(name, getattr(dist, name))))
         yield
 
 
@@ -230,7 +245,7 @@ def _axes(mesh: Mesh) -> dict[str, str]:
 
 
 @contextmanager
-def _links(links: StageLinks, mesh: Mesh, marks: Marks) -> Iterator[None]:
+def _links(links: StageLinks, mesh: Mesh, marks: Ranges) -> Iterator[None]:
     """Marks messages between stages: the n-th of its kind in a link is the same on both sides."""
     ranks = dist.get_process_group_ranks(mesh.pipeline_groups[0])
     numbers: Counter[tuple[str, int]] = Counter()
@@ -257,8 +272,8 @@ def _links(links: StageLinks, mesh: Mesh, marks: Marks) -> Iterator[None]:
             send(target, tensor)
 
     with (
-        _replaced(links, "receive", received),
-        _replaced(links, "send", sent),
+        replaced(links, "receive", received),
+        replaced(links, "send", sent),
         _wrapped(links, "close", lambda: marks.around("wait", "pipeline")),
     ):
         yield
