@@ -188,15 +188,15 @@ def activation_bytes(
         for kind in layers:
             window = np.maximum(window, _OFFLOADED_LAYERS * per_layer[kind] * (place.counts[kind] > 0))
         kept = np.where(candidates.offload_activations > 0, np.minimum(kept, window), kept)
-    recomputed_layer, widest, whole_layer = np.zeros(1), np.zeros(1), np.zeros(1)
+    recomputed_layer, widest, full_layer = np.zeros(1), np.zeros(1), np.zeros(1)
     for kind in layers:
         present = place.counts[kind] > 0
-        full = costs.of(costs.kept_bytes, kind, 0)
-        recomputed_layer = np.maximum(recomputed_layer, (full - per_layer[kind]) * present)
+        in_full = costs.of(costs.kept_bytes, kind, 0)
+        recomputed_layer = np.maximum(recomputed_layer, (in_full - per_layer[kind]) * present)
         widest = np.maximum(widest, costs.of(costs.widest_bytes, kind) * present)
-        whole_layer = np.maximum(whole_layer, full * present)
+        full_layer = np.maximum(full_layer, in_full * present)
     if job.stack.states.frees_gradients:
-        layer = LayerBytes(recomputed_layer, whole_layer, widest)
+        layer = LayerBytes(recomputed_layer, full_layer, widest)
         return _moments_of_a_pass(job, candidates, holdings, place, kept, layer)
     # The loss's arrays are freed before the layers' backward pass, so the larger of the two counts.
     later = recomputed_layer + widest
@@ -221,11 +221,11 @@ class LayerBytes(NamedTuple):
     """Activations of one micro-batch in the layer that has most of them, in bytes."""
 
     recomputed: Floats
-    """What a recomputation makes again."""
-    whole: Floats
-    """What is kept without recomputation."""
+    """Activations that a recomputation makes again."""
+    full: Floats
+    """All that is kept without recomputation."""
     widest: Floats
-    """What the part of it keeps that keeps most."""
+    """Activations of the part that keeps most."""
 
 
 def _moments_of_a_pass(
@@ -263,7 +263,7 @@ def _moments_of_a_pass(
     last_layer = layer.recomputed + gradients + buffers + first * 4.0 * own / candidates.dense_shard
     # Weights of layers whose backward pass is over are freed in the step's last pass.
     passed = first * (4.0 * share - np.maximum(copy - copy_bytes * embedding, 0.0))
-    first_layer = passed - first * 4.0 * embedding / candidates.dense_shard + layer.whole + gradients + unit
+    first_layer = passed - first * 4.0 * embedding / candidates.dense_shard + layer.full + gradients + unit
     ends = (
         passed
         - first * copy_bytes * embedding
