@@ -133,7 +133,7 @@ JUDGING = {
     "tied": _run(TIED),
     "mixture, 4 slots": _run(MIXTURE, slots=4),
     "mixture, 4 ranks ZeRO-3": _run(MIXTURE, 4, slots=2, sharding="zero3"),
-    "mixture, 4 expert ranks": _run(MIXTURE, 4, slots=2, expert=4),
+    "mixture, recompute full": _with(_run(MIXTURE, each=2, at_once=2), "memory", recompute="full"),
 }
 """Likewise; none of these was used to improve the planner."""
 ALL = {**FITTED, **JUDGING}
