@@ -163,8 +163,8 @@ def kind_of_tag(tag: str) -> str | None:
 
 def step_of(event: Event) -> int | None:
     """The step an event belongs to: the x-axis of every tracker."""
-    has_numbers = isinstance(event.body, Step | Evaluated | TaskEvaluated | LayerStatistics)
-    return event.body.step if has_numbers else None
+    body = event.body
+    return body.step if isinstance(body, Step | Evaluated | TaskEvaluated | LayerStatistics) else None
 
 
 # Feeds a tracker (TensorBoard, W&B, MLflow) from a thread of its own, so that it can never hold training up.

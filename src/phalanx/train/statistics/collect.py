@@ -100,7 +100,9 @@ class LayerMeter(StepStatistics):
             LayerStatistics(
                 step=self._step,
                 layers=self._layers,
-                figures=self._figures,
+                figures={
+                    name: [_rounded(value) for value in values] for name, values in self._figures.items()
+                },
                 slot=self._slot,
                 applied=report.applied,
                 seconds=self._spent_ns / 1e9,
@@ -148,6 +150,11 @@ class LayerMeter(StepStatistics):
     def _set(self, figure: str, layer: str, value: float) -> None:
         values = self._figures.setdefault(figure, [None] * len(self._layers))
         values[self._layers.index(layer)] = value
+
+
+def _rounded(value: float | None) -> float | None:
+    """Round to seven significant digits, so that an event is half as long."""
+    return value if value is None else float(f"{value:.7g}")
 
 
 def router_figures(tokens: Sequence[int]) -> dict[str, float]:
