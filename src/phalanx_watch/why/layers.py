@@ -43,11 +43,11 @@ def growing_layer(observed: Observed) -> Iterator[Reason]:
         now = _medians(measurements[-NEWEST_MEASUREMENTS:], figure)
         past = _least(measurements[:-NEWEST_MEASUREMENTS], figure)
         ratios = {cell: now[cell] / past[cell] for cell in now if past.get(cell)}
-        whole = math.sqrt(math.fsum(value**2 for value in now.values()))
+        model_norm = math.sqrt(math.fsum(value**2 for value in now.values()))
         usual = median(ratios.values()) if ratios else math.inf
         for cell, ratio in ratios.items():
             alone = ratio >= NORM_GROWN and ratio >= LAYER_ALONE * usual
-            if alone and now[cell] >= LAYER_SHARE * whole:
+            if alone and now[cell] >= LAYER_SHARE * model_norm:
                 growths[cell] = max(
                     growths.get(cell, (0.0, "", 0.0, 0.0)), (ratio, figure, past[cell], usual)
                 )

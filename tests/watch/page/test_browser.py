@@ -38,7 +38,7 @@ LEGENDS_UNDER_TOOLS = """[...document.querySelectorAll("figcaption")].filter((he
     .some(({ right, top, bottom }) => right > tools.left && top < tools.bottom && bottom > tools.top);
 }).map((head) => head.innerText)"""
 """The heads of charts in which a legend runs into the buttons."""
-VIEWS = ("", "/time", "/ranks", "/fleet", "/logs", "/profile", "/checkpoints")
+VIEWS = ("", "/time", "/ranks", "/layers", "/fleet", "/logs", "/profile", "/checkpoints")
 """Views of one run."""
 
 
