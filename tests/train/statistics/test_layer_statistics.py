@@ -45,11 +45,19 @@ def column(measured: MeasuredSteps, figure: str) -> dict[str, float | None]:
     return dict(zip(event.layers, event.figures[figure], strict=True))
 
 
+def whole_norm(measured: MeasuredSteps, figure: str) -> float:
+    """The norm of the whole model, from those of all layers and groups."""
+    columns = [values for name, values in measured.events[-1].figures.items() if name.endswith(f".{figure}")]
+    return math.sqrt(math.fsum(value**2 for values in columns for value in values if value is not None))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_figures_have_the_same_bits_on_every_layout_and_every_rank(ranks: Ranks, name: str) -> None:
     pieces, model, count, degrees = LAYOUTS[name]
     spec = run_in_pieces(model_in(pieces, model))
     (alone,) = ranks.run(1, measure_on_this_rank, spec)
+    (unmeasured,) = ranks.run(1, measure_on_this_rank, spec, 2, 0)
+    assert alone.weights_sha256 == unmeasured.weights_sha256
     parallel = divided(spec.model, **degrees)
     for measured in ranks.run(count, measure_on_this_rank, dataclasses.replace(spec, parallel=parallel)):
         assert measured.events == alone.events
@@ -66,6 +74,8 @@ def test_statistics_change_no_bit_of_the_weights_with_any_optimizer(
     assert measured.weights_sha256 == plain.weights_sha256
     assert len(measured.events) == 2
     assert plain.events == ()
+    changes = [(measured.after[name] - weight).flatten() for name, weight in measured.before.items()]
+    assert whole_norm(measured, "update_norm") == pytest.approx(torch.cat(changes).double().norm().item())
     for group, layer, names in [
         ("attention", "1", [f"blocks.1.attention.{n}.weight" for n in ("query", "key", "value", "output")]),
         ("feed_forward", "0", [f"blocks.0.ffn.{n}.weight" for n in ("gate", "up", "down")]),
@@ -85,15 +95,7 @@ def test_statistics_change_no_bit_of_the_weights_with_any_optimizer(
 
 def test_norms_of_gradients_add_up_to_the_norm_of_the_step(ranks: Ranks) -> None:
     (measured,) = ranks.run(1, measure_on_this_rank, tiny_spec())
-    event = measured.events[-1]
-    squares = [
-        value**2
-        for figure, values in event.figures.items()
-        if figure.endswith(".gradient_norm")
-        for value in values
-        if value is not None
-    ]
-    assert math.sqrt(math.fsum(squares)) == pytest.approx(measured.grad_norm)
+    assert whole_norm(measured, "gradient_norm") == pytest.approx(measured.grad_norm)
 
 
 def test_activations_are_those_of_plain_torch(ranks: Ranks) -> None:
