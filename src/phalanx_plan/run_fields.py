@@ -405,6 +405,15 @@ _WHOLE_RUN = {
         ),
     ),
     **_in(
+        "statistics",
+        {
+            "every_steps": _noted(
+                "the time of statistics is not planned; with less than 50 steps in between it may be over a hundredth of the training time",
+                lambda spec, _: 0 < spec.statistics.every_steps < 50,
+            )
+        },
+    ),
+    **_in(
         "fleet",
         {
             "nodes": _used(

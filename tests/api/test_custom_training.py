@@ -16,8 +16,11 @@ from phalanx.data.reading.sources import open_places
 from phalanx.data.stored.index import read_index
 from phalanx.model.custom import custom_facts
 from phalanx.model.init import fill
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import LayerStatistics
 from phalanx.run.directory.paths import RunDirectoryError
 from phalanx.run.fields import RunFileError
+from phalanx.run.sections_statistics import StatisticsSpec
 from phalanx.run.spec import ModelSpec, ParallelSpec, RunSpec
 from phalanx.train.optimizers.optimizer import decays
 from phalanx.train.start.open_run import open_run
@@ -65,6 +68,25 @@ def test_replicas_shards_and_stages_change_no_bit(
         assert result["weights_sha256"] == reference["weights_sha256"]
         assert result["loss"] == reference["loss"]
         assert result["held_out_loss"] == reference["held_out_loss"]
+
+
+def test_layers_of_a_users_own_model_are_measured_with_the_same_bits_on_any_layout(
+    ranks: Ranks, dataset: Path, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    events = []
+    for name, layout in (("alone", None), ("stages", "2 stages of 2 shards")):
+        spec = dataclasses.replace(mixer_run(dataset, tmp_path / name), statistics=StatisticsSpec(2))
+        count = LAYOUTS[layout][0] if layout else 1
+        result = ranks.run(count, train_on_this_rank, on(layout, spec) if layout else spec)[0]
+        assert isinstance(result, dict)
+        assert result["weights_sha256"] == reference["weights_sha256"]
+        bodies = [event.body for event in read_events(tmp_path / name / "events.jsonl")]
+        measured = [body for body in bodies if isinstance(body, LayerStatistics)]
+        events.append([dataclasses.replace(body, seconds=0.0) for body in measured])
+    assert [body.step for body in events[0]] == [2, 4]
+    assert events[0] == events[1]
+    assert events[0][0].layers[:4] == ["embedding", "0", "1", "2"]
+    assert {"residual.rms", "other.gradient_norm", "norms.update_ratio"} <= set(events[0][0].figures)
 
 
 def test_a_run_broken_off_goes_on_with_the_same_bits_on_another_layout(

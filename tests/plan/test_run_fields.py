@@ -145,6 +145,7 @@ CHANGES: dict[str, tuple[RunSpec, Any]] = {
 
 NOTED: dict[str, tuple[RunSpec, Any, str]] = {
     "data.tokenizer": (DENSE, "bytes", "h100:32"),
+    "statistics.every_steps": (DENSE, 10, "h100:32"),
     "model.lanes": (DENSE, 4, "h100:32"),
     "model.context_tiles": (DENSE, 4, "h100:32"),
     "model.mla.absorbed": (LATENT, True, "h100:32"),

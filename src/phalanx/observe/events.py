@@ -182,6 +182,25 @@ class TaskEvaluated:
 
 
 @dataclass(frozen=True)
+class LayerStatistics:
+    """Statistics of each layer in one step: every ``statistics.every_steps`` steps, and in each step that was not finite."""
+
+    step: int
+    """The step, from 1. Weights and activations are those before its update."""
+    layers: list[str]
+    """Names of the layers, in the order of the model: "embedding", "0" and so on, "mtp.0", "norm", "head"."""
+    figures: dict[str, list[float | None]] = field(default_factory=dict)
+    """By GROUP.FIGURE, such as ``attention.gradient_norm``: a value for each of ``layers``, infinite if anything in it was not finite, and null
+    where the layer has no such figure. docs/watch/statistics.md lists them."""
+    slot: int = 0
+    """The slot in whose forward pass activations were measured: the first, or one that was not finite."""
+    applied: bool = True
+    """False if the step's update was not applied; then there is none to measure."""
+    seconds: float = 0.0
+    """Seconds that the statistics took on the rank that wrote them."""
+
+
+@dataclass(frozen=True)
 class Evaluating:
     """An evaluation is in progress. Short evaluations write no such event."""
 
@@ -371,6 +390,7 @@ Known = (
     | MemoryMeasured
     | Evaluated
     | TaskEvaluated
+    | LayerStatistics
     | Evaluating
     | CheckpointSaved
     | CheckpointFailed

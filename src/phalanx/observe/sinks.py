@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Protocol
 
 from phalanx.observe.event_log import EventLogError, read_events
-from phalanx.observe.events import Evaluated, Event, Finished, RunStarted, Step, Stopped, TaskEvaluated
+from phalanx.observe.events import (
+    Evaluated,
+    Event,
+    Finished,
+    LayerStatistics,
+    RunStarted,
+    Step,
+    Stopped,
+    TaskEvaluated,
+)
 from phalanx.observe.goodput import goodput
 from phalanx.observe.ledger import NS_PER_S
 from phalanx.observe.logs.masking import run_file_mask
@@ -62,6 +71,12 @@ def scalars(event: Event) -> dict[str, float]:
             named |= {f"eval/loss/{name}": loss for name, loss in body.sources.items()}
         case TaskEvaluated() as body:
             named = {f"task/{body.task}/{name}": value for name, value in body.figures.items()}
+        case LayerStatistics() as body:
+            named = {
+                f"layer/{layer}/{figure.replace('.', '/')}": value
+                for figure, values in body.figures.items()
+                for layer, value in zip(body.layers, values, strict=False)
+            }
         case _:
             return {}
     return {name: float(value) for name, value in named.items() if value is not None}
@@ -132,7 +147,11 @@ def point_of(event: Event) -> tuple[str, int] | None:
     return f"{kind} {event.body.task}" if isinstance(event.body, TaskEvaluated) else kind, step
 
 
-_POINT_OF_TAG = {"train/loss": "Step", "eval/loss": "Evaluated"}
+_POINT_OF_TAG = {
+    "train/loss": Step.__name__,
+    "eval/loss": Evaluated.__name__,
+    "layer/0/residual/rms": LayerStatistics.__name__,
+}
 _TASK_TAG = re.compile(r"task/([^/]+)/bits_per_byte")
 
 
@@ -144,7 +163,8 @@ def kind_of_tag(tag: str) -> str | None:
 
 def step_of(event: Event) -> int | None:
     """The step an event belongs to: the x-axis of every tracker."""
-    return event.body.step if isinstance(event.body, Step | Evaluated | TaskEvaluated) else None
+    body = event.body
+    return body.step if isinstance(body, Step | Evaluated | TaskEvaluated | LayerStatistics) else None
 
 
 # Feeds a tracker (TensorBoard, W&B, MLflow) from a thread of its own, so that it can never hold training up.

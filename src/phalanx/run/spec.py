@@ -30,6 +30,7 @@ from phalanx.run.sections import (
     TaskSpec,
     TrainSpec,
 )
+from phalanx.run.sections_statistics import StatisticsSpec
 
 # ``[model]``, with its subtables: the transformer, which belongs to the run.
 
@@ -283,5 +284,6 @@ class RunSpec:
     sample: SampleSpec = field(default_factory=SampleSpec)
     expect: ExpectSpec = field(default_factory=ExpectSpec)
     observe: ObserveSpec = field(default_factory=ObserveSpec)
+    statistics: StatisticsSpec = field(default_factory=StatisticsSpec)
     fleet: FleetSpec = field(default_factory=FleetSpec)
     launch: LaunchSpec = field(default_factory=LaunchSpec)

@@ -50,6 +50,7 @@ from phalanx_watch.page.live import LiveUpdates
 from phalanx_watch.page.runs import PageRuns, RunPlace, StoredSeries, default_folder
 from phalanx_watch.page.view_curves import compare_view, curves_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
+from phalanx_watch.page.view_layers import layers_view
 from phalanx_watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
 from phalanx_watch.page.view_run import checkpoints_view, logs_view, summary, why_view
 from phalanx_watch.runs.index import RunIndex, found_in
@@ -205,6 +206,7 @@ def _views() -> dict[str, View]:
         "/fleet": fleet_view,
         "/checkpoints": checkpoints_view,
         "/ranks": ranks_view,
+        "/layers": layers_view,
         "/rank/{rank:int}": rank_view,
         "/logs": logs_view,
         "/why": why_view,

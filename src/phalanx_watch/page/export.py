@@ -5,7 +5,7 @@ The file has the scripts and styles of the page, and the responses of a server: 
 ID, "written": unix seconds, "answers": {KEY: JSON}}``. A key is the path of the request, such as
 ``/api/run/ID/goodput``, with the one parameter that selects a response: ``/api/run/ID/curves?x=step`` (and tokens,
 flops, time; all curves of the run in one response), ``/api/run/ID/ranks?column=compute_s``, whose numbers are
-``values_base64`` beside the header, and ``/api/run/ID/profile/NAME``. The page marks missing responses as not in the
+``values_base64`` beside the header, ``/api/run/ID/layers?column=FIGURE`` and ``/api/run/ID/profile/NAME``. The page marks missing responses as not in the
 file.
 
 Responses are bounded: curves to 2,000 points, logs to the last thousand groups, the total to 48 MB. Omitted parts are
@@ -34,6 +34,7 @@ from phalanx_watch.page.http import PageRequestError, Parameters, json_bytes
 from phalanx_watch.page.runs import PageRuns, RunPlace
 from phalanx_watch.page.view_curves import AXES, curves_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
+from phalanx_watch.page.view_layers import exported_figures, layers_view
 from phalanx_watch.page.view_ranks import (
     HEAT_COLUMNS,
     heat_table,
@@ -116,6 +117,10 @@ def _answers(runs: PageRuns, place: RunPlace) -> Iterator[tuple[str, object]]:
     yield from _answer(f"{base}/logs", partial(logs_view, runs, place, query))
     for column in HEAT_COLUMNS:
         yield from _answer(f"{base}/ranks?column={column}", partial(heat_table, runs, place, column))
+    yield from _answer(f"{base}/layers", partial(layers_view, runs, place, plain))
+    for figure in exported_figures(runs, place):
+        query = Parameters({"column": figure})
+        yield from _answer(f"{base}/layers?column={figure}", partial(layers_view, runs, place, query))
     yield from _answer(f"{base}/profiles", partial(profiles_view, runs, place, plain))
     for name in profile_names(place):
         yield from _answer(f"{base}/profile/{name}", partial(profile_summary, place, name))

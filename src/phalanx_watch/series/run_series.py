@@ -32,6 +32,7 @@ from phalanx.observe.events import (
     Event,
     Finished,
     IncidentKind,
+    LayerStatistics,
     MemoryMeasured,
     Message,
     NonFinite,
@@ -174,6 +175,8 @@ class RunSeries:
         self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
         """For each event other than a step: the number of rows before it, and the offset of its line."""
         self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
+        self.measured: dict[int, int] = {}
+        """Offset of the line with the statistics of layers in each measured step; of a step that was repeated, the newest."""
         self.torn_lines = 0
         self.parsed_bytes = 0
         """Bytes that were parsed as text."""
@@ -349,6 +352,8 @@ class RunSeries:
         elif isinstance(body, TaskEvaluated):
             for figure, value in body.figures.items():
                 self._note(body.step, f"task.{body.task}.{figure}", value, before)
+        elif isinstance(body, LayerStatistics) and len(self.measured) < MOST_OTHERS:
+            self.measured[body.step] = offset
         elif isinstance(body, MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
                 self._note(body.step, f"memory.{kind}", size, before)

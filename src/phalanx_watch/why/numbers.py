@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from phalanx.observe.events import Event, LossSpike, NonFinite, Step
+from phalanx.observe.display.layers import described_layer, first_nonfinite
+from phalanx.observe.events import Event, LayerStatistics, LossSpike, NonFinite, Step
+from phalanx_watch.why.layers import collapsed_router
 from phalanx_watch.why.observed import (
     BACK,
     IMBALANCE,
@@ -264,6 +266,19 @@ def not_finite(observed: Observed) -> Iterator[Reason]:
         for later in observed.events
     ):
         return  # it was started again, and has passed the step
+    first_layer = next(
+        (
+            first_nonfinite(event.body)
+            for event in reversed(observed.events)
+            if isinstance(event.body, LayerStatistics) and event.body.step == last.step
+        ),
+        None,
+    )
+    layer = (
+        (f"{described_layer(first_layer[0])} is the first that is not finite ({first_layer[1]})",)
+        if first_layer
+        else ()
+    )
     places = [
         f"step {last.step:,}",
         *(f"slot {slot}" for slot in last.slots[:1]),
@@ -291,7 +306,7 @@ def not_finite(observed: Observed) -> Iterator[Reason]:
         title=f"Step {last.step:,} is not finite: NaN or infinity",
         where=", ".join(places),
         since=event.t,
-        evidence=(last.problem, *batch, *often),
+        evidence=(last.problem, *batch, *often, *layer),
         doing="the step was skipped, and changed no weight (train.on_nonfinite)"
         if last.skipped
         else "the run ended before it, with the weights of the step before saved (train.on_nonfinite)",
@@ -309,6 +324,8 @@ def imbalance(observed: Observed) -> Iterator[Reason]:
     moe = observed.spec.model.moe if observed.spec else None
     if not observed.running or moe is None or len(observed.recent) < RECENT_STEPS // 2:
         return
+    if any(collapsed_router(observed)):
+        return  # it names the layer
     balances = [step.balance for _, step in observed.recent if step.balance is not None]
     if not balances or observed.recent[-1][1].step < IMBALANCE_AFTER_STEPS:
         return

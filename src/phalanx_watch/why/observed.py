@@ -42,6 +42,10 @@ Code = Literal[
     "diverged",
     "not-learning",
     "growing-norm",
+    "growing-layer",
+    "saturated-layer",
+    "collapsed-router",
+    "dead-units",
     "other-data",
     "data-gone",
     "checkpoint-failed",
@@ -155,6 +159,22 @@ UNLEARNED = 0.01
 """Share of an untrained model's loss by which the loss must have fallen after two windows of steps with the full rate."""
 NORM_GROWN = 20.0
 """Factor on the least gradient norm of the run's past, for a window of steps. Norms that rise slowly while the loss falls stay below."""
+LAYER_MEASUREMENTS = 5
+"""Measurements of layers that are needed to compare the newest with the past."""
+NEWEST_MEASUREMENTS = 2
+"""Newest measurements of layers that must agree."""
+LAYER_ALONE = 10.0
+"""Factor on the median growth of all layers: below it, the norms of many layers grow, which is another rule's."""
+LAYER_SHARE = 0.1
+"""Share of a layer's group in the norm of the whole model, below which its growth has no weight."""
+LARGE_LOGIT = 100.0
+"""Above it a softmax has one winner; Kimi K2 clips its weights from there on (QK-Clip, arXiv 2507.20534, section 2.1)."""
+LARGE_RMS = 1e4
+"""Root mean square of a residual stream: layers add values near 1 to it, and bf16 has eight bits."""
+DEAD_SHARE = 0.25
+"""Share of a layer's hidden units, or experts. Healthy layers have none, or a few."""
+TOKENS_PER_EXPERT = 100
+"""Mean tokens of an expert in a step: with fewer, some experts have none by chance."""
 SKEW_S = 5.0
 """Limit on the difference between two clocks that wrote one stream. With NTP machines agree within milliseconds;
 leases and log order suffer from seconds.

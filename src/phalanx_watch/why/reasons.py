@@ -64,6 +64,7 @@ from phalanx_watch.why.fleet import (
     not_finite_nodes,
     straggler,
 )
+from phalanx_watch.why.layers import collapsed_router, dead_units, growing_layer, saturated_layer
 from phalanx_watch.why.numbers import diverged, growing_norm, imbalance, not_finite, not_learning, spike
 from phalanx_watch.why.observed import (
     BURST_ALONE,
@@ -103,6 +104,7 @@ RULES: tuple[Rule, ...] = (
     *(not_finite, spike, diverged, not_learning, growing_norm, other_data, no_coordinator),
     *(failed_checkpoints, full_disk, old_checkpoint),
     *(not_finite_nodes, lost_nodes, nodes_back, fewer_ranks, no_spares, hardware, throttled, straggler),
+    *(growing_layer, saturated_layer, collapsed_router, dead_units),
     *(slow_data, slower_than_before, low_goodput, imbalance),
     *(other_libraries, clock_skew),
 )

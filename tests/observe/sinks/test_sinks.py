@@ -1,5 +1,6 @@
 """A tracker may hang, fail or be missing: training does not notice."""
 
+import math
 import subprocess
 import sys
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from observe.recorded import crashed_run, step
-from phalanx.observe.events import Evaluated, Event, Message, TaskEvaluated, encode
+from phalanx.observe.events import Evaluated, Event, LayerStatistics, Message, TaskEvaluated, encode
 from phalanx.observe.sink_registry import SinkError, Vendor, fill_sink, missing_points, open_sinks
 from phalanx.observe.sinks import (
     FAILURES_IN_A_ROW,
@@ -361,6 +362,18 @@ def test_each_task_has_points_and_tags_of_its_own() -> None:
         "Evaluated",
         None,
     ]
+
+
+def test_statistics_of_layers_have_a_tag_for_each_layer_and_figure() -> None:
+    figures = {"residual.rms": [0.5, 0.25], "attention.weight_norm": [None, math.inf]}
+    event = Event(1.0, 0, LayerStatistics(step=3, layers=["embedding", "0"], figures=figures))
+    assert scalars(event) == {
+        "layer/embedding/residual/rms": 0.5,
+        "layer/0/residual/rms": 0.25,
+        "layer/0/attention/weight_norm": math.inf,
+    }
+    assert point_of(event) == ("LayerStatistics", 3)
+    assert kind_of_tag("layer/0/residual/rms") == "LayerStatistics"
 
 
 def test_a_tracker_that_lacks_the_tasks_of_an_evaluation_gets_them(tmp_path: Path) -> None:

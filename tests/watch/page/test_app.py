@@ -230,7 +230,18 @@ def test_views_write_nothing_into_a_run(client: TestClient, folder: Path) -> Non
 
     before = state()
     (run,) = _ids(client)
-    for view in ("", "/curves", "/goodput", "/fleet", "/checkpoints", "/ranks", "/logs", "/why", "/profiles"):
+    for view in (
+        "",
+        "/curves",
+        "/goodput",
+        "/fleet",
+        "/checkpoints",
+        "/ranks",
+        "/layers",
+        "/logs",
+        "/why",
+        "/profiles",
+    ):
         client.get(f"/api/run/{run}{view}")
     assert state() == before
 

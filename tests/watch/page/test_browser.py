@@ -38,7 +38,7 @@ LEGENDS_UNDER_TOOLS = """[...document.querySelectorAll("figcaption")].filter((he
     .some(({ right, top, bottom }) => right > tools.left && top < tools.bottom && bottom > tools.top);
 }).map((head) => head.innerText)"""
 """The heads of charts in which a legend runs into the buttons."""
-VIEWS = ("", "/time", "/ranks", "/fleet", "/logs", "/profile", "/checkpoints")
+VIEWS = ("", "/time", "/ranks", "/layers", "/fleet", "/logs", "/profile", "/checkpoints")
 """Views of one run."""
 
 
@@ -392,7 +392,7 @@ def test_the_keys_of_the_present_view_are_shown_on_a_question_mark(open_page: Op
     expect(page.get_by_role("dialog")).to_contain_text("Where the time went")
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
-    for key, view in zip("tkflpco", (*VIEWS[1:], ""), strict=True):
+    for key, view in zip("tkyflpco", (*VIEWS[1:], ""), strict=True):
         page.keyboard.press("g")
         page.keyboard.press(key)
         page.wait_for_url(re.compile(rf"#/run/[^/?]+{view}([?].*)?$"))

@@ -14,6 +14,7 @@ import pytest
 
 from phalanx.observe.event_log import read_events
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.sections_statistics import StatisticsSpec
 from phalanx.run.spec import RunSpec
 from phalanx.train.start.open_run import take_lock
 from phalanx_watch.why.observed import Observed, Reason
@@ -151,6 +152,7 @@ def test_a_healthy_run_has_no_reason_in_any_of_its_moments(
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     spec = tiny_run(dataset, tmp_path / "run", 12)
+    spec = dataclasses.replace(spec, statistics=StatisticsSpec(every_steps=1))
     ranks.run(1, train_on_this_rank, spec, 6)
     ranks.run(2, train_on_this_rank, spec)
     directory = RunDirectory(tmp_path / "run")

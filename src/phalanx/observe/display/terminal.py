@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.observe.display.layers import describe_statistics
 from phalanx.observe.display.state import (
     Note,
     State,
@@ -33,6 +34,7 @@ from phalanx.observe.events import (
     Evaluating,
     Event,
     Finished,
+    LayerStatistics,
     RunStarted,
     Step,
     TaskEvaluated,
@@ -336,6 +338,8 @@ def _milestone(state: State, event: Event) -> str | None:
             return (
                 f"{at}  task {printable(body.task)} at step {body.step:,}: {describe_figures(body.figures)}"
             )
+        case LayerStatistics() as body:
+            return f"{at}  layers at step {body.step:,}: {printable(describe_statistics(body))}"
         case Evaluating() as body:
             return f"{at}  {describe_evaluating(body)}"
         case CheckpointSaved() as body:

@@ -12,7 +12,7 @@ The remainder below the second piece, less than ``n^2 2^-104`` of the largest sq
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -50,21 +50,37 @@ def extracted_sums(tensors: Iterable[Tensor], constants: tuple[float, float], de
 
 
 def norm(tensors: list[Tensor], count: int, device: torch.device) -> float:
-    """Return the Euclidean norm of all elements of all ranks, with the same bits on any layout. A collective.
+    """Return ``norms`` of one group of tensors over all ranks. A collective."""
+    (result,) = norms([tensors], [count], device)
+    return result
+
+
+def norms(
+    groups: Sequence[list[Tensor]],
+    counts: Sequence[int],
+    device: torch.device,
+    ranks: dist.ProcessGroup | None = None,
+) -> list[float]:
+    """Return the Euclidean norm of each group's elements of all ranks, with the same bits on any layout. A collective.
 
     Args:
-        tensors: This rank's elements, fp32 or narrower; over all ranks, every element exactly once.
-        count: Number of elements over all ranks.
+        groups: This rank's elements of each group, fp32 or narrower; over all ranks, every element exactly once.
+        counts: Number of elements of each group over all ranks.
+        device: Device of the tensors.
+        ranks: The ranks that hold the elements; by default all.
 
     Returns:
-        The norm; infinite if any element is infinite or not a number.
+        The norms; infinite if any element of the group is infinite or not a number.
     """
-    peak_everywhere = largest(tensors, device)
-    dist.all_reduce(peak_everywhere, dist.ReduceOp.MAX)
-    peak = peak_everywhere.item()
-    if peak == 0.0 or math.isinf(peak):
-        return float(peak)
-    sums = extracted_sums(tensors, extraction_constants(peak, count), device)
-    dist.all_reduce(sums, dist.ReduceOp.SUM)
-    first, second = sums.tolist()
-    return math.sqrt(first + second)
+    peaks_everywhere = torch.stack([largest(tensors, device) for tensors in groups])  # (groups,)
+    dist.all_reduce(peaks_everywhere, dist.ReduceOp.MAX, ranks)
+    peaks = peaks_everywhere.tolist()
+    sums = torch.zeros((len(groups), 2), dtype=torch.float64, device=device)
+    for row, tensors, peak, count in zip(sums, groups, peaks, counts, strict=True):
+        if tensors and 0.0 < peak < math.inf:
+            row.copy_(extracted_sums(tensors, extraction_constants(peak, count), device))
+    dist.all_reduce(sums, dist.ReduceOp.SUM, ranks)
+    return [
+        math.sqrt(first + second) if 0.0 < peak < math.inf else peak
+        for peak, (first, second) in zip(peaks, sums.tolist(), strict=True)
+    ]

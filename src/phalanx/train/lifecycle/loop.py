@@ -38,6 +38,7 @@ from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_
 from phalanx.train.lifecycle.saving import Saving, save_due
 from phalanx.train.profile.nvtx import NvtxRanges, nvtx_ranges
 from phalanx.train.profile.recording import Recording
+from phalanx.train.statistics.collect import LayerMeter
 from phalanx.train.step.meters import MemoryMeter, RankTimes, extremes
 from phalanx.train.step.state import weights_sha256
 from phalanx.train.step.step import Audit, StepFlags, Stepper, StepReport
@@ -63,6 +64,7 @@ class Trainer:
 
     _stepper: Stepper
     _audit: Audit | None
+    _layers: LayerMeter
     _observers: tuple[Observer, ...]
 
     def __init__(self, training: Training) -> None:
@@ -91,7 +93,9 @@ class Trainer:
                     observer.before_step(number)
                 begin_s, training.inputs.place.step = time.perf_counter(), number
                 try:
+                    self._layers.begin(number)
                     report = self._compute(number)
+                    self._layers.end(report)
                 except WaitEndedError:
                     # The state is that of the step before: only a step's update changes it, and the samples come before that.
                     if progress.step > self._at_start.step:
@@ -138,6 +142,7 @@ class Trainer:
         ranks = RankTimes(self._stepper, training.inputs.attempt, windows)
         self._saving.keep_before_spikes(progress)
         self._audit = guardian.audit(self._stepper, supply.samples)
+        self._layers = LayerMeter(self._stepper, supply.samples, self._reporter.emit)
         guardian.begins(progress.step, training.shards, self._saving.extra(progress))
         own = training.restored is not None and not training.restored.taken_over
         if own and 0 < progress.step < spec.train.steps and save_due(spec, progress.step):
@@ -182,7 +187,11 @@ class Trainer:
         """Run step ``number``, once in an attempt with a look at the memory of each rank. Raises ``WaitEndedError``, ``DataError``."""
         if number != self._measured_step:
             return self._stepper.run(
-                number, self._flags(), before_update=self._saving.fence, audit=self._audit
+                number,
+                self._flags(),
+                before_update=self._saving.fence,
+                audit=self._audit,
+                statistics=self._layers,
             )
         built, device = self._training.built, self._training.mesh.device
         meter = MemoryMeter(
@@ -197,7 +206,13 @@ class Trainer:
             meter.gradients_complete()
 
         with meter:
-            report = self._stepper.run(number, self._flags(), before_update=before_update, audit=self._audit)
+            report = self._stepper.run(
+                number,
+                self._flags(),
+                before_update=before_update,
+                audit=self._audit,
+                statistics=self._layers,
+            )
         self._memory_bytes, least = extremes(meter.result(), device)
         self._reporter.emit(MemoryMeasured(number, self._memory_bytes, least))
         return report

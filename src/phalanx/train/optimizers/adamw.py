@@ -32,6 +32,7 @@ from phalanx.train.optimizers.optimizer import (
     Optimizer,
     StatePart,
     boxes_of,
+    change_kept,
     decays,
     gradient_of,
 )
@@ -64,7 +65,7 @@ class AdamW(Optimizer):
         return self.store.zeros(tuple(local(parameter.detach()).shape), parameter.dtype)
 
     @torch.no_grad()
-    def step(self, number: int, lr: float, gradient_scale: float) -> None:
+    def step(self, number: int, lr: float, gradient_scale: float, *, keep_change: bool = False) -> None:
         for decay in (True, False):
             names = [name for name in self.parameters if decays(self.kinds[name], self.spec) == decay]
             factor = 1.0 - lr * self.spec.weight_decay if decay else 1.0
@@ -72,7 +73,10 @@ class AdamW(Optimizer):
             if self.store is not None:
                 pieces = self.store.visiting(pieces)
             for weights, grads, means, squares in pieces:
-                adamw_update(weights, grads, means, squares, self.spec, number, lr, gradient_scale, factor)
+                with change_kept(weights, grads, keep=keep_change):
+                    adamw_update(
+                        weights, grads, means, squares, self.spec, number, lr, gradient_scale, factor
+                    )
 
     def state(self) -> dict[str, list[StatePart]]:
         boxes = boxes_of(self.parameters, self.boxes)
@@ -305,7 +309,7 @@ class NarrowAdamW(Optimizer):
         return Int8Moments(share, signed=True), Int8Moments(share, signed=False)
 
     @torch.no_grad()
-    def step(self, number: int, lr: float, gradient_scale: float) -> None:
+    def step(self, number: int, lr: float, gradient_scale: float, *, keep_change: bool = False) -> None:
         for name, parameter in self.parameters.items():
             decay = decays(self.kinds[name], self.spec)
             factor = 1.0 - lr * self.spec.weight_decay if decay else 1.0
@@ -315,7 +319,8 @@ class NarrowAdamW(Optimizer):
                 rows = slice(first, first + at_once)
                 wide = [moment.read(rows) for moment in self.moments[name]]
                 pieces = ([weights[rows]], [grads[rows]], [wide[0]], [wide[1]])
-                adamw_update(*pieces, self.spec, number, lr, gradient_scale, factor)
+                with change_kept(pieces[0], pieces[1], keep=keep_change):
+                    adamw_update(*pieces, self.spec, number, lr, gradient_scale, factor)
                 for moment, values in zip(self.moments[name], wide, strict=True):
                     moment.write(rows, values, number)
 

@@ -24,7 +24,14 @@ from phalanx.parallel.mesh.torch_compat import all_gather_single, device_of_mess
 from phalanx.parallel.reduction.data_parallel import local
 from phalanx.run.kinds.operations import Parameter
 from phalanx.run.spec import OptimizerSpec
-from phalanx.train.optimizers.optimizer import Optimizer, StatePart, boxes_of, decays, gradient_of
+from phalanx.train.optimizers.optimizer import (
+    Optimizer,
+    StatePart,
+    boxes_of,
+    change_kept,
+    decays,
+    gradient_of,
+)
 
 # Whole matrices for optimizers that need them, though every rank holds only a share of each.
 #
@@ -112,7 +119,7 @@ class MatrixExchange:
         """The whole matrices ``(rows, columns)`` that this rank owns, from everybody's shares ``held`` of them."""
         # Fresh memory for each matrix: kernels may round as their operands are aligned.
         matrices = {m: torch.empty(m.rows, m.columns, device=_device(shares)) for m in batch.owned}
-        sent = [[self._of_share(shares, leg) for leg in legs] for legs in batch.gradients_out]
+        sent = [[self.of_share(shares, leg) for leg in legs] for legs in batch.gradients_out]
         received = self._swap(sent, batch.gradients_in, batch.local, _device(shares))
         for legs, pieces in zip(batch.gradients_in, received, strict=True):
             for leg, piece in zip(legs, pieces, strict=True):
@@ -121,13 +128,12 @@ class MatrixExchange:
 
     def hand_back(
         self, batch: MatrixBatch, changes: Mapping[Matrix, Tensor], shares: Mapping[str, Tensor]
-    ) -> Iterator[tuple[Matrix, Tensor, Tensor]]:
-        """For each share that this rank holds of a matrix: its part of ``held``, and of the owner's ``changes``."""
+    ) -> Iterator[tuple[Leg, Tensor]]:
+        """For each share that this rank holds of a matrix: where it is, and its part of the owner's ``changes``."""
         sent = [[_of_whole(changes, leg) for leg in legs] for legs in batch.changes_out]
         received = self._swap(sent, batch.changes_in, batch.local, _device(shares))
         for legs, pieces in zip(batch.changes_in, received, strict=True):
-            for leg, piece in zip(legs, pieces, strict=True):
-                yield leg.matrix, self._of_share(shares, leg), piece
+            yield from zip(legs, pieces, strict=True)
 
     def _batch(self, matrices: Sequence[tuple[Matrix, int]]) -> MatrixBatch:
         lists: list[list[list[Leg]]] = [[[] for _ in range(self._ranks)] for _ in range(4)]
@@ -150,7 +156,7 @@ class MatrixExchange:
         owned = [matrix for matrix, owner in matrices if owner == self._rank]
         return MatrixBatch(owned, gradients_out, gradients_in, changes_out, changes_in, local=not crosses)
 
-    def _of_share(self, shares: Mapping[str, Tensor], leg: Leg) -> Tensor:
+    def of_share(self, shares: Mapping[str, Tensor], leg: Leg) -> Tensor:
         """The part of what this rank holds that a leg speaks of: ``(rows, columns)``, a view."""
         begin, _ = self.boxes[leg.matrix.parameter]
         view = shares[leg.matrix.parameter][slices_in(leg.part, begin)]
@@ -243,7 +249,7 @@ class MatrixOptimizer(Optimizer):
             self._allocate(run)
 
     @torch.no_grad()
-    def step(self, number: int, lr: float, gradient_scale: float) -> None:
+    def step(self, number: int, lr: float, gradient_scale: float, *, keep_change: bool = False) -> None:
         weights = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
         gradients = {name: gradient_of(name, parameter) for name, parameter in self.parameters.items()}
         for batch in self.exchange.batches:
@@ -252,11 +258,13 @@ class MatrixOptimizer(Optimizer):
                 matrix: self.rule.change(gradient.mul_(gradient_scale), self._state[matrix], number)
                 for matrix, gradient in matrices.items()
             }
-            for matrix, weight, change in self.exchange.hand_back(batch, changes, weights):
-                # Each operation a single rounding, as in AdamW: shares of any shape get the same bits.
-                if decays(self.kinds[matrix.parameter], self.spec):
-                    weight.mul_(1.0 - lr * self.spec.weight_decay)
-                weight.sub_(change.mul_(lr))
+            for leg, change in self.exchange.hand_back(batch, changes, weights):
+                weight = self.exchange.of_share(weights, leg)
+                with change_kept([weight], [self.exchange.of_share(gradients, leg)], keep=keep_change):
+                    # Each operation a single rounding, as in AdamW: shares of any shape get the same bits.
+                    if decays(self.kinds[leg.matrix.parameter], self.spec):
+                        weight.mul_(1.0 - lr * self.spec.weight_decay)
+                    weight.sub_(change.mul_(lr))
 
     def state(self) -> dict[str, list[StatePart]]:
         return self._parts

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -44,10 +45,11 @@ class Optimizer(Protocol):
     """Turns gradients into changes of the weights, on every rank together."""
 
     @abstractmethod
-    def step(self, number: int, lr: float, gradient_scale: float) -> None:
+    def step(self, number: int, lr: float, gradient_scale: float, *, keep_change: bool = False) -> None:
         """Applies update ``number`` (from 1) with the gradients that the parameters hold, times ``gradient_scale``.
 
-        Raises ``RuntimeError`` if a parameter has no gradient.
+        With ``keep_change``, each gradient holds the change of its weights afterwards, at the cost of a copy of one piece of the weights at
+        a time. Raises ``RuntimeError`` if a parameter has no gradient.
         """
 
     @abstractmethod
@@ -61,9 +63,9 @@ class Several(Optimizer):
 
     parts: Sequence[Optimizer]
 
-    def step(self, number: int, lr: float, gradient_scale: float) -> None:
+    def step(self, number: int, lr: float, gradient_scale: float, *, keep_change: bool = False) -> None:
         for part in self.parts:
-            part.step(number, lr, gradient_scale)
+            part.step(number, lr, gradient_scale, keep_change=keep_change)
 
     def state(self) -> dict[str, list[StatePart]]:
         return {name: tensors for part in self.parts for name, tensors in part.state().items()}
@@ -83,6 +85,15 @@ def boxes_of(
     return {
         name: boxes[name] if boxes else local_slice_of(parameter) for name, parameter in parameters.items()
     }
+
+
+@contextmanager
+def change_kept(weights: Sequence[Tensor], grads: Sequence[Tensor], *, keep: bool) -> Iterator[None]:
+    """Context of an update of ``weights``, after which ``grads``, of the same shapes, hold their change. Do nothing unless ``keep``."""
+    before = [weight.clone() for weight in weights] if keep else []
+    yield
+    for old, weight, grad in zip(before, weights, grads, strict=False):
+        grad.copy_(weight - old)
 
 
 def gradient_of(name: str, parameter: nn.Parameter) -> Tensor:

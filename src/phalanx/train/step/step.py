@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +47,21 @@ class Audit(Protocol):
     @abstractmethod
     def ended(self, step: int) -> None:
         """Check ``step`` after its rounds and before the update. Raise, on every rank, if the step must not be applied."""
+
+
+class StepStatistics(Protocol):
+    """Statistics of a step's gradients, weights and update. They change no bit of the weights."""
+
+    @abstractmethod
+    def before_update(self, gradient_scale: float, *, finite: bool) -> bool:
+        """Measure weights and gradients, whose complete values are ``gradient_scale`` times those of the parameters. A collective.
+
+        Return True, on every rank alike, if the update is to be measured too. ``finite`` is false if loss or gradient are not.
+        """
+
+    @abstractmethod
+    def after_update(self) -> None:
+        """Measure the update. Each parameter's gradient holds the change of its weights. A collective."""
 
 
 _NAMED = 3
@@ -122,6 +137,8 @@ class Stepper:
     """Updates applied so far; Adam's bias correction counts them."""
     withholds: Callable[[float, float], bool] = lambda _loss, _norm: False
     """Function of a step's loss and gradient norm: True if its update must not be applied. Its result is the same on every rank."""
+    expert_tokens: Tensor | None = field(default=None, init=False)
+    """Tokens of each expert in the newest step, over all ranks: ``(routers, experts)``, int64; ``None`` without experts."""
 
     def __post_init__(self) -> None:
         model, train = self.built.model, self.built.spec.train
@@ -140,6 +157,7 @@ class Stepper:
         *,
         before_update: Callable[[], None] = lambda: None,
         audit: Audit | None = None,
+        statistics: StepStatistics | None = None,
     ) -> StepReport:
         """Run step ``number``, from 1. A collective of all ranks of the mesh.
 
@@ -148,6 +166,7 @@ class Stepper:
             flags: This rank's own requests.
             before_update: Called before the weights change; a checkpoint may still be copying them.
             audit: Checks the step's slots for silent data corruption.
+            statistics: Measures the step's gradients, weights and update.
         """
         spec = self.built.spec
         # 1. Gradients: this rank's slots, forward and backward; the reduction over ranks runs inside backward.
@@ -171,6 +190,10 @@ class Stepper:
         sources = _NonFiniteSources() if finite else self._nonfinite_sources(losses)
         withheld = finite and self.withholds(loss, norm)
         applied = finite and not withheld
+        measured = False
+        if statistics is not None:
+            with self.ledger.bucket(Bucket.EVAL):
+                measured = statistics.before_update(self._slot_tokens / count, finite=finite)
         # 3. The update.
         if applied:
             with self.ledger.bucket(Bucket.STEP_OPTIMIZER):
@@ -178,8 +201,12 @@ class Stepper:
                 self.updates += 1
                 limit = spec.optimizer.clip_norm
                 clipping = min(1.0, limit / norm) if limit and norm else 1.0
-                self.built.optimizer.step(self.updates, lr, self._slot_tokens / count * clipping)
+                scale = self._slot_tokens / count * clipping
+                self.built.optimizer.step(self.updates, lr, scale, keep_change=measured)
                 self._wait_for_device()
+            if statistics is not None and measured:
+                with self.ledger.bucket(Bucket.EVAL):
+                    statistics.after_update()
         self.built.model.abandon()
         balance = self._balance_experts(applied=applied)
         return StepReport(
@@ -245,7 +272,7 @@ class Stepper:
         def read(turn: int) -> list[MicroBatch]:
             with self.ledger.bucket(Bucket.STEP_DATA_WAIT):
                 samples = torch.from_numpy(next(self.batches))  # (sequences, seq_len + 1)
-            batches = self._micro_batches(samples)
+            batches = self.micro_batches(samples)
             if turn in piece_of:
                 tokens[piece_of[turn]] = torch.stack([batch.counted for batch in batches]).sum()
             return batches
@@ -259,10 +286,10 @@ class Stepper:
 
     def recompute_slot(self, current: Round, samples: NDArray[np.int64]) -> None:
         """Compute a slot for an audit, without adding its gradient; ``samples`` is ``(sequences, seq_len + 1)``."""
-        batches = self._micro_batches(torch.from_numpy(samples))
+        batches = self.micro_batches(torch.from_numpy(samples))
         self.built.runner.gradients(self._work([current], lambda _: batches))
 
-    def _micro_batches(self, samples: Tensor) -> list[MicroBatch]:
+    def micro_batches(self, samples: Tensor) -> list[MicroBatch]:
         """Return this rank's parts of the micro-batches of a slot; ``samples`` is ``(sequences, seq_len + 1)``, on the host."""
         cut, size = self.built.runner.losses.cut, self.built.spec.train.micro_batch_size or len(samples)
         return [cut(part, part[:, 1:]) for part in torch.split(samples, size)]
@@ -337,6 +364,7 @@ class Stepper:
             counts[names.index(name)] = router.token_counts
             router.token_counts.zero_()
         dist.all_reduce(counts)
+        self.expert_tokens = counts
         for name, router in self._routers.items():
             if applied and router.bias is not None:
                 router.move_bias(counts[names.index(name)])

@@ -20,7 +20,7 @@ const VIRIDIS = [[68, 1, 84], [71, 44, 122], [59, 81, 139], [44, 113, 142], [33,
 const AROUND_LIGHT = [[33, 102, 172], [146, 197, 222], [244, 245, 247], [244, 165, 130], [178, 24, 43]];
 const AROUND_DARK = [[90, 160, 235], [45, 84, 125], [30, 34, 40], [150, 66, 50], [255, 110, 90]];
 
-/** @typedef {{rows: number, columns: number, values: Float32Array}} Cells */
+/** @typedef {{rows: number, columns: number, values: Float32Array, bad?: [number, number][]}} Cells bad: rows and columns of values that were not finite */
 /** @typedef {{low: number, high: number, around: boolean, format: (value: number) => string}} Scale around: 1 is usual, and stands in the middle */
 
 /** @param {boolean} around @returns {Uint8ClampedArray} red, green, blue of each stop */
@@ -135,7 +135,7 @@ export class Heat {
     for (let stop = 0; stop < STOPS; stop += 1) line.data.set([colors[3 * stop], colors[3 * stop + 1], colors[3 * stop + 2], 255], 4 * stop);
     context.putImageData(line, 0, 0);
     const { low, high, format } = this.scale;
-    put(this.legend, el("span", { text: `≤ ${format(low)}` }), bar, el("span", { text: `≥ ${format(high)}` }), el("span", { class: "unknown" }, el("i"), "not known"));
+    put(this.legend, el("span", { text: `≤ ${format(low)}` }), bar, el("span", { text: `≥ ${format(high)}` }), el("span", { class: "unknown" }, el("i"), "not known"), (this.cells.bad ?? []).length > 0 && el("span", { class: "nonfinite" }, el("i", { text: "×" }), "not finite"));
   }
 
   draw() {
@@ -152,8 +152,30 @@ export class Heat {
     context.fillStyle = color("--unknown");
     context.fillRect(LEFT, 0, mapWidth, mapHeight);
     if (this.cells.rows && this.cells.columns) context.drawImage(this.image, LEFT, 0, mapWidth, mapHeight);
+    this.drawBad(context, mapWidth, mapHeight);
     this.drawAxes(context, mapWidth, mapHeight);
     this.drawPlace(context, mapWidth, mapHeight);
+  }
+
+  /** Marks the cells that were not finite: a ground of their own, and a cross that needs no color. @param {CanvasRenderingContext2D} context @param {number} width @param {number} height */
+  drawBad(context, width, height) {
+    const { rows, columns, bad = [] } = this.cells;
+    const [cellWidth, cellHeight] = [width / columns, height / rows];
+    for (const [row, column] of bad) {
+      const [x, y] = [LEFT + column * cellWidth, row * cellHeight];
+      context.fillStyle = color("--bad-ground");
+      context.fillRect(x, y, cellWidth, cellHeight);
+      context.strokeStyle = color("--bad");
+      context.lineWidth = 1.5;
+      const reach = Math.max(1.5, Math.min(6, cellWidth / 3, cellHeight / 3));
+      const [middle, center] = [x + cellWidth / 2, y + cellHeight / 2];
+      context.beginPath();
+      context.moveTo(middle - reach, center - reach);
+      context.lineTo(middle + reach, center + reach);
+      context.moveTo(middle - reach, center + reach);
+      context.lineTo(middle + reach, center - reach);
+      context.stroke();
+    }
   }
 
   /** @param {CanvasRenderingContext2D} context @param {number} width @param {number} height */

@@ -11,6 +11,7 @@ import { el, put, say, svg } from "./dom.js";
 import { fleetView } from "./fleet.js";
 import { folderOf } from "./format.js";
 import { bindKeys, showHelp } from "./keys.js";
+import { layersView } from "./layers.js";
 import { logsView } from "./logs.js";
 import { profileView } from "./profile.js";
 import { ranksView } from "./ranks.js";
@@ -37,10 +38,10 @@ import { timeView } from "./time.js";
 /** @type {Record<string, MakeView>} */
 const VIEWS = {
   runs: runsView, compare: compareView, run: runView, time: timeView, ranks: ranksView,
-  fleet: fleetView, logs: logsView, profile: profileView, checkpoints: checkpointsView, lost: lostView,
+  fleet: fleetView, layers: layersView, logs: logsView, profile: profileView, checkpoints: checkpointsView, lost: lostView,
 };
 /** Of views that show none, for those who hear the page. @type {Record<string, string>} */
-const TITLES = { runs: "Runs", compare: "Compare", ranks: "Ranks", logs: "Logs", profile: "Profile" };
+const TITLES = { runs: "Runs", compare: "Compare", ranks: "Ranks", layers: "Layers", logs: "Logs", profile: "Profile" };
 const LIVE = {
   live: ["live", "What is shown follows the runs."],
   reconnecting: ["reconnecting", "The server does not answer at the moment; what is shown may be old."],

@@ -7,6 +7,7 @@ export const TABS = [
   ["", "Run", "o"],
   ["time", "Where the time went", "t"],
   ["ranks", "Ranks", "k"],
+  ["layers", "Layers", "y"],
   ["fleet", "Fleet", "f"],
   ["logs", "Logs", "l"],
   ["profile", "Profile", "p"],

@@ -1,0 +1,1 @@
+"""Statistics of each layer during training."""

@@ -1,0 +1,200 @@
+"""Statistics of activations, from one forward pass of a micro-batch beside the training step.
+
+The pass is an evaluation of the first micro-batch of a slot, with the weights before the update. So training's own passes have no hook, are
+never recompiled, and keep their memory. Blocks run uncompiled here; every layout measures the same numbers.
+
+Sums over the ranks that share a sequence are exact (``phalanx.parallel.reduction.exact_sum``), and all else is a maximum, so the figures do not
+depend on the layout. With context tiles or context ranks the largest attention logit is not measured: a rank has the keys of its own
+tokens alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.model.layers.attention.attend import Score
+from phalanx.model.layers.attention.attention import CausalCore, Documents
+from phalanx.model.layers.dense import FeedForward
+from phalanx.model.transformer import Block
+from phalanx.parallel.reduction.data_parallel import reshard
+from phalanx.parallel.reduction.exact_sum import norms
+from phalanx.train.statistics.groups import ACTIVATIONS, DEAD_UNITS, KURTOSIS, LARGEST_LOGIT, RMS
+from phalanx.train.step.slot import MicroBatch
+from phalanx.train.step.state import Built
+
+DEAD = 1e-6
+"""A hidden unit is dead if its magnitude stays below this for every token of the micro-batch."""
+_LOGITS_AT_ONCE = 1 << 24
+"""Attention logits that are in memory at once, unless one query has more."""
+
+
+@torch.no_grad()
+def forward_figures(built: Built, batch: MicroBatch, layers: Sequence[str]) -> dict[str, list[float | None]]:
+    """Return the figures ``ACTIVATIONS`` of each of ``layers``, the same on every rank. A collective.
+
+    A layer without a figure has ``None``; a figure that no layer has is left out. What is not finite is infinite.
+    """
+    probes = [
+        _LayerProbe(built, name, block, batch)
+        for part in built.model.parts
+        for name, block in cast(nn.ModuleDict, part.blocks).items()
+    ]
+    with ExitStack() as attached:
+        for probe in probes:
+            attached.enter_context(probe.attached())
+        if built.spec.runtime.compile:
+            attached.enter_context(torch.compiler.set_stance("force_eager"))
+        built.runner.evaluate(batch)
+    # Leaves shards behind and not gathered weights, for the training step.
+    reshard(built.model.parts)
+    return _on_all_ranks([row for probe in probes for row in probe.rows()], layers, built.model.mesh.device)
+
+
+def _on_all_ranks(
+    rows: Sequence[tuple[str, str, float]], layers: Sequence[str], device: torch.device
+) -> dict[str, list[float | None]]:
+    """Return the largest value of each layer and figure over all ranks, from this rank's rows (layer, figure, value). A collective."""
+    table = torch.full((len(ACTIVATIONS), len(layers)), -math.inf, dtype=torch.float64)
+    for layer, figure, value in rows:
+        table[ACTIVATIONS.index(figure), layers.index(layer)] = math.inf if math.isnan(value) else value
+    table = table.to(device)
+    dist.all_reduce(table, dist.ReduceOp.MAX)
+    return {
+        figure: [None if value == -math.inf else value for value in values]
+        for figure, values in zip(ACTIVATIONS, table.tolist(), strict=True)
+        if any(value != -math.inf for value in values)
+    }
+
+
+class _LayerProbe:
+    """Hooks of one block, and its figures on this rank after the forward pass."""
+
+    def __init__(self, built: Built, layer: str, block: nn.Module, batch: MicroBatch) -> None:
+        self._layer, self._block, self._mesh = layer, block, built.model.mesh
+        tiles = built.runner.losses.tiles
+        self._tiles = 1 if tiles is None else len(tiles.tile_numbers)
+        self._sees_keys = tiles is None and self._mesh.layout.context == 1
+        spec = built.spec
+        self._elements = len(batch.tokens) * spec.train.seq_len * spec.model.dim
+        self._documents: Documents | None = None
+        self._logits: list[float] = []
+        self._units: list[Tensor] = []
+        """The largest magnitude of each hidden unit, for each lane and then tile."""
+        self._rows: list[tuple[str, str, float]] = []
+
+    def rows(self) -> list[tuple[str, str, float]]:
+        """Return layer, figure and value of what was measured."""
+        return self._rows
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Context in which the block is measured."""
+        with ExitStack() as attached:
+            attached.callback(self._block.register_forward_pre_hook(self._begins).remove)
+            attached.callback(self._block.register_forward_hook(self._ends).remove)
+            if isinstance(self._block, Block):
+                if isinstance(self._block.ffn, FeedForward):
+                    attached.callback(self._block.ffn.down.register_forward_pre_hook(self._hidden).remove)
+                if self._sees_keys:
+                    attached.enter_context(_method(self._block.attention, "projected", self._projected))
+            yield
+
+    def _begins(self, _block: nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(self._block, Block):
+            self._documents = args[3]
+        if self._layer == "0":
+            self._measure_residual("embedding", args[0])
+
+    def _ends(self, _block: nn.Module, _args: object, output: Tensor) -> None:
+        self._measure_residual(self._layer, output)
+        if self._logits:
+            self._rows.append((self._layer, LARGEST_LOGIT, max(self._logits)))
+        if self._units:
+            self._rows.append((self._layer, DEAD_UNITS, self._dead_share()))
+
+    def _measure_residual(self, layer: str, stream: Tensor) -> None:
+        wide, count = stream.float(), self._elements
+        groups = [[wide.contiguous()], [wide.square().contiguous()]]
+        first, second = norms(groups, [count, count], self._mesh.device, self._mesh.sequence_group)
+        self._rows.append((layer, RMS, first / math.sqrt(count)))
+        if first:
+            kurtosis = math.inf if math.isinf(second) else count * (second / first**2) ** 2
+            self._rows.append((layer, KURTOSIS, kurtosis))
+
+    def _projected(self, projected: Callable[..., tuple[Tensor, Tensor, Tensor]], *args: Any) -> Any:
+        query, key, value = projected(*args)
+        core = cast(CausalCore, cast(Block, self._block).attention.core)
+        largest = largest_logit(query, key, core.score, core.window, self._documents)
+        self._logits.append(math.inf if math.isnan(largest) else largest)
+        return query, key, value
+
+    def _hidden(self, _down: nn.Module, args: tuple[Tensor, ...]) -> None:
+        units = args[0].abs().flatten(0, -2).amax(0).float()  # (units of this lane,)
+        self._units.append(units.nan_to_num(nan=math.inf, posinf=math.inf))
+
+    def _dead_share(self) -> float:
+        """Return the share of the layer's hidden units that are dead. A collective of the ranks that share a sequence."""
+        by_lane = [
+            torch.stack(self._units[first : first + self._tiles]).amax(0)
+            for first in range(0, len(self._units), self._tiles)
+        ]
+        own = torch.cat(by_lane)  # (units of this rank,)
+        everywhere = own.new_zeros(self._mesh.layout.tensor, len(own))
+        everywhere[self._mesh.tensor_rank] = own
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX, self._mesh.sequence_group)
+        return int((everywhere < DEAD).sum()) / everywhere.numel()
+
+
+@contextmanager
+def _method(module: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Context in which ``module`` calls ``replacement(method, ...)`` in place of its method ``name``."""
+    method = getattr(module, name)
+    setattr(module, name, lambda *args: replacement(method, *args))
+    try:
+        yield
+    finally:
+        delattr(module, name)
+
+
+def largest_logit(
+    query: Tensor, key: Tensor, score: Score, window: int = 0, documents: Documents | None = None
+) -> float:
+    """Return the largest scaled product of a query and a key that it sees, before a soft cap. Computed in blocks of queries, in fp32.
+
+    Args:
+        query: ``(b, h, s, e)``.
+        key: ``(b, k, s, e)``; ``h / k`` query heads share a key head.
+        score: The scale.
+        window: Number of tokens that a token sees, including itself; 0 means all before it.
+        documents: The documents of the sequences; tokens of different ones do not see each other.
+    """
+    batch, heads, seq, _ = query.shape
+    grouped = query.float().reshape(batch, key.shape[1], -1, *query.shape[2:])  # (b, k, h / k, s, e)
+    keys = key.float().unsqueeze(2).transpose(3, 4).contiguous()  # (b, k, 1, e, s)
+    at_once = max(1, min(seq, _LOGITS_AT_ONCE // (batch * heads * seq)))
+    positions = torch.arange(seq, device=query.device)
+    largest = -math.inf
+    for first in range(0, seq, at_once):
+        rows = positions[first : first + at_once, None]  # (q, 1)
+        hidden = positions > rows  # (q, s)
+        if window:
+            hidden = hidden | (positions <= rows - window)
+        if documents is not None:
+            ids = documents.ids
+            hidden = hidden | (ids[:, first : first + at_once, None] != ids[:, None])  # (b, q, s)
+            hidden = hidden[:, None, None]
+        logits = torch.matmul(
+            grouped[:, :, :, first : first + at_once].contiguous(), keys
+        )  # (b, k, h / k, q, s)
+        block_largest = logits.masked_fill_(hidden, -math.inf).amax().item()
+        if math.isnan(block_largest):
+            return math.nan
+        largest = max(largest, block_largest)
+    return largest * score.factor(query)

@@ -1,0 +1,250 @@
+"""Layers that go wrong, by the statistics of layers: a norm that grows in one of them, saturation, collapsed routers, dead units.
+
+A rule looks at the newest measurements (``LayerStatistics``) and at the least of each layer's past. One measurement is never enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from phalanx.observe.display.layers import described_layer, groups_of, values_of
+from phalanx.observe.events import LayerStatistics
+from phalanx_watch.why.observed import (
+    DEAD_SHARE,
+    IMBALANCE,
+    IMBALANCE_AFTER_STEPS,
+    LARGE_LOGIT,
+    LARGE_RMS,
+    LAYER_ALONE,
+    LAYER_MEASUREMENTS,
+    LAYER_SHARE,
+    NEWEST_MEASUREMENTS,
+    NORM_GROWN,
+    TOKENS_PER_EXPERT,
+    Code,
+    Observed,
+    Reason,
+)
+
+Measurement = tuple[float, LayerStatistics]
+"""Time and content of an event."""
+_NORMS = {"gradient_norm": "gradient", "weight_norm": "weights"}
+
+
+def growing_layer(observed: Observed) -> Iterator[Reason]:
+    """A norm of one layer has grown by orders of magnitude over its own past, and those of most layers have not."""
+    measurements = _measurements(observed)
+    if len(measurements) < LAYER_MEASUREMENTS:
+        return
+    growths: dict[tuple[str, str], tuple[float, str, float, float]] = {}
+    for figure in _NORMS:
+        now = _medians(measurements[-NEWEST_MEASUREMENTS:], figure)
+        past = _least(measurements[:-NEWEST_MEASUREMENTS], figure)
+        ratios = {cell: now[cell] / past[cell] for cell in now if past.get(cell)}
+        model_norm = math.sqrt(math.fsum(value**2 for value in now.values()))
+        usual = median(ratios.values()) if ratios else math.inf
+        for cell, ratio in ratios.items():
+            alone = ratio >= NORM_GROWN and ratio >= LAYER_ALONE * usual
+            if alone and now[cell] >= LAYER_SHARE * model_norm:
+                growths[cell] = max(
+                    growths.get(cell, (0.0, "", 0.0, 0.0)), (ratio, figure, past[cell], usual)
+                )
+    if not growths:
+        return
+    (layer, group) = max(growths, key=lambda cell: growths[cell][0])
+    ratio, figure, least, usual = growths[layer, group]
+    others = [described_layer(other) for other, _ in growths if other != layer]
+    yield _reason(
+        observed,
+        "growing-layer",
+        f"The {_NORMS[figure]} of {_place(layer, group)} {'have' if figure == 'weight_norm' else 'has'} grown {ratio:.0f} times",
+        _place(layer, group),
+        measurements,
+        (
+            f"{group}.{figure} of {described_layer(layer)} was {least:.4g} at its least and is {ratio * least:.4g} now, up to step "
+            f"{measurements[-1][1].step:,}",
+            f"the median over all layers has grown {usual:.3g} times",
+            *((f"grown too: {', '.join(dict.fromkeys(others))}",) if others else ()),
+        ),
+        "lower optimizer.lr, or look at how this layer was initialized",
+    )
+
+
+def saturated_layer(observed: Observed) -> Iterator[Reason]:
+    """Attention logits so large that the softmax has one winner, or a residual stream that swallows what layers add to it."""
+    newest = _measurements(observed)[-NEWEST_MEASUREMENTS:]
+    capped = observed.spec is not None and observed.spec.model.score_cap
+    logits = {} if capped else _lasting(newest, "attention.largest_logit", LARGE_LOGIT)
+    streams = _lasting(newest, "residual.rms", LARGE_RMS)
+    if not logits and not streams:
+        return
+    values = logits or streams
+    layer = max(values, key=lambda name: values[name]) if logits else next(iter(streams))
+    subject = "attention logits" if logits else "residual stream"
+    count = f" ({len(values)} layers in all)" if len(values) > 1 else ""
+    yield _reason(
+        observed,
+        "saturated-layer",
+        f"The {subject} of {described_layer(layer)} {'are' if logits else 'is'} saturated: {values[layer]:.4g}",
+        described_layer(layer),
+        newest,
+        (
+            f"above {LARGE_LOGIT if logits else LARGE_RMS:g} in each of the newest {len(newest)} measurements, up to step "
+            f"{newest[-1][1].step:,}{count}",
+        ),
+        "model.qk_norm = true or model.score_cap bounds the logits, in a run of its own; lower optimizer.lr in this one"
+        if logits
+        else "lower optimizer.lr, or raise optimizer.weight_decay",
+    )
+
+
+def collapsed_router(observed: Observed) -> Iterator[Reason]:
+    """The router of one layer sends nearly all tokens to the same few experts, or leaves many experts without any."""
+    moe = observed.spec.model.moe if observed.spec else None
+    newest = _measurements(observed)[-NEWEST_MEASUREMENTS:]
+    if moe is None or observed.spec is None or moe.per_token == moe.experts:
+        return
+    if len(newest) < NEWEST_MEASUREMENTS or newest[0][1].step < IMBALANCE_AFTER_STEPS:
+        return
+    least = math.log(moe.per_token) / math.log(moe.experts)
+    even, most = 1 / moe.experts, 1 / moe.per_token
+    entropies = _lasting(newest, "router.entropy", 1 - IMBALANCE * (1 - least), below=True)
+    shares = _lasting(newest, "router.largest_share", even + IMBALANCE * (most - even))
+    tokens = observed.spec.train.batch_size * observed.spec.train.seq_len * moe.per_token / moe.experts
+    idle = _lasting(newest, "experts.idle", DEAD_SHARE) if tokens >= TOKENS_PER_EXPERT else {}
+    layers = [layer for layer in newest[-1][1].layers if layer in {*entropies, *shares, *idle}]
+    if not layers:
+        return
+    layer, body = layers[0], newest[-1][1]
+    named = {name: values_of(body, name).get(layer, math.nan) for name in _ROUTER_FIGURES}
+    yield _reason(
+        observed,
+        "collapsed-router",
+        f"The router of {described_layer(layer)} has collapsed",
+        ", ".join(f"{described_layer(layer)}" for layer in layers[:8]),
+        newest,
+        (
+            f"step {body.step:,}: its busiest expert takes {named['router.largest_share']:.1%} of the tokens ({even:.1%} would be even)",
+            f"the entropy of its experts' shares is {named['router.entropy']:.2f} of its maximum; {named['experts.idle']:.0%} of them have no token",
+        ),
+        "balance more: model.moe.balance_bias = true, or a larger model.moe.aux_loss, in a child run: "
+        f"phalanx new explains them; go back with phalanx train {observed.run} --from STEP",
+    )
+
+
+def dead_units(observed: Observed) -> Iterator[Reason]:
+    """Many hidden units of a feed-forward layer are zero for every token."""
+    newest = _measurements(observed)[-NEWEST_MEASUREMENTS:]
+    shares = _lasting(newest, "feed_forward.dead_units", DEAD_SHARE)
+    if not shares:
+        return
+    layer = max(shares, key=lambda name: shares[name])
+    yield _reason(
+        observed,
+        "dead-units",
+        f"{shares[layer]:.0%} of the hidden units of {described_layer(layer)} are dead",
+        ", ".join(described_layer(name) for name in list(shares)[:8]),
+        newest,
+        (
+            f"they are zero for every token of slot {newest[-1][1].slot} in each of the newest {len(newest)} measurements, up to step "
+            f"{newest[-1][1].step:,}",
+            "such units get no gradient and seldom come back",
+        ),
+        "lower optimizer.lr or lengthen schedule.warmup_steps, in a run of its own",
+    )
+
+
+_ROUTER_FIGURES = ("router.largest_share", "router.entropy", "experts.idle")
+
+
+def _measurements(observed: Observed) -> list[Measurement]:
+    """Return the finite measurements of the run after its warmup, by step; of a step that was repeated, the newest."""
+    if observed.finished:
+        return []
+    warmup = observed.spec.schedule.warmup_steps if observed.spec else 0
+    by_step = {
+        event.body.step: (event.t, event.body)
+        for event in (*observed.past, *observed.events)
+        if isinstance(event.body, LayerStatistics) and event.body.step > warmup
+    }
+    return [by_step[step] for step in sorted(by_step) if _is_finite(by_step[step][1])]
+
+
+def _is_finite(body: LayerStatistics) -> bool:
+    return all(value is None or math.isfinite(value) for values in body.figures.values() for value in values)
+
+
+def _cells(body: LayerStatistics, figure: str) -> dict[tuple[str, str], float]:
+    """Return the values of a norm by layer and group of parameters."""
+    return {
+        (layer, group): value
+        for group in groups_of(body, figure)
+        for layer, value in values_of(body, f"{group}.{figure}").items()
+    }
+
+
+def _medians(measurements: Sequence[Measurement], figure: str) -> dict[tuple[str, str], float]:
+    tables = [_cells(body, figure) for _, body in measurements]
+    return {
+        cell: median(table[cell] for table in tables)
+        for cell in tables[0]
+        if all(cell in table for table in tables)
+    }
+
+
+def _least(measurements: Sequence[Measurement], figure: str) -> dict[tuple[str, str], float]:
+    """Return the least value of each cell."""
+    least: dict[tuple[str, str], float] = {}
+    for _, body in measurements:
+        for cell, value in _cells(body, figure).items():
+            least[cell] = min(value, least.get(cell, math.inf))
+    return least
+
+
+def _lasting(
+    newest: Sequence[Measurement], figure: str, limit: float, *, below: bool = False
+) -> Mapping[str, float]:
+    """Return the newest values of the layers whose figure is beyond ``limit`` in all of the newest measurements."""
+    if len(newest) < NEWEST_MEASUREMENTS:
+        return {}
+    tables = [values_of(body, figure) for _, body in newest]
+    return {
+        layer: value
+        for layer, value in tables[-1].items()
+        if all(
+            (table[layer] < limit if below else table[layer] >= limit) for table in tables if layer in table
+        )
+    }
+
+
+def _place(layer: str, group: str) -> str:
+    return described_layer(layer) if group == layer else f"{described_layer(layer)}, {group}"
+
+
+def _reason(
+    observed: Observed,
+    code: Code,
+    title: str,
+    where: str,
+    measurements: Sequence[Measurement],
+    evidence: tuple[str, ...],
+    remedy: str,
+) -> Reason:
+    before = [step for step, _ in observed.checkpoints if step < measurements[-NEWEST_MEASUREMENTS][1].step]
+    back = (
+        f"; back with phalanx train {observed.run} --from {before[-1]}"
+        if before and "--from" not in remedy
+        else ""
+    )
+    return Reason(
+        code=code,
+        severity="warning",
+        title=title,
+        where=where,
+        since=measurements[-NEWEST_MEASUREMENTS][0],
+        evidence=evidence,
+        doing=observed.doing("training continues"),
+        next=f"{remedy}{back}",
+    )

@@ -1,0 +1,131 @@
+"""Faults planted in one layer of real runs are named with the layer, and healthy layers have no reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.sections_statistics import StatisticsSpec
+from phalanx.run.spec import MoeSpec, RunSpec
+from phalanx_watch.why.observed import Reason
+from phalanx_watch.why.reasons import judge, observe
+from ranks import Ranks
+from tiny_runs import tiny_run, train_on_this_rank
+
+OF_LAYERS = {"growing-layer", "saturated-layer", "collapsed-router", "dead-units"}
+
+
+def damage(fault: str, parameters: dict[str, Any], step: int) -> None:
+    """Do to the weights, before ``step``, what the fault does."""
+    import torch
+
+    with torch.no_grad():
+        match fault:
+            case "growing":
+                parameters["blocks.1.attention.value.weight"].mul_(1.35)
+            case "saturated" if step == 1:
+                parameters["blocks.1.attention.query.weight"].mul_(1e3)
+                parameters["blocks.1.attention.key.weight"].mul_(1e3)
+            case "dead" if step == 1:
+                for name in ("gate", "up"):
+                    parameters[f"blocks.1.ffn.{name}.weight"][:24] = 0
+            case "collapsed" if step == 1:
+                bias = parameters["blocks.1.ffn.router.logit_bias"]
+                bias.zero_()
+                bias[2:4] = 60.0
+            case "infinite" if step == 5:
+                parameters["blocks.1.ffn.up.weight"][3, 4] = torch.inf
+
+
+def train_with(spec: RunSpec, fault: str) -> Any:
+    """Train with a fault in layer 1."""
+    from phalanx.parallel.reduction.data_parallel import named_parameters
+    from phalanx.train.step.step import Stepper
+
+    original = Stepper.run
+
+    def run(self: Any, number: int, *args: Any, **named: Any) -> Any:
+        damage(fault, named_parameters(self.built.model.parts), number)
+        return original(self, number, *args, **named)
+
+    Stepper.run = run  # type: ignore[method-assign]
+    try:
+        return train_on_this_rank(spec)
+    finally:
+        Stepper.run = original  # type: ignore[method-assign]
+
+
+def measured_run(dataset: Path, run_dir: Path, steps: int = 16, every_steps: int = 2) -> RunSpec:
+    spec = tiny_run(dataset, run_dir, steps)
+    return dataclasses.replace(spec, statistics=StatisticsSpec(every_steps))
+
+
+def mixture_run(dataset: Path, run_dir: Path, aux_loss: float = 0.3) -> RunSpec:
+    """A run of 300 steps, after which a router should have learned."""
+    moe = MoeSpec(experts=8, per_token=2, ffn_dim=16, router_bias=True, aux_loss=aux_loss)
+    spec = measured_run(dataset, run_dir, 300, 100)
+    train = dataclasses.replace(spec.train, batch_size=4, slots=2)
+    return dataclasses.replace(
+        spec,
+        model=dataclasses.replace(spec.model, moe=moe),
+        train=train,
+        optimizer=dataclasses.replace(spec.optimizer, lr=1e-3),
+        evaluation=dataclasses.replace(spec.evaluation, every_steps=0),
+        checkpoint=dataclasses.replace(spec.checkpoint, every_steps=0),
+    )
+
+
+def reasons_of(run_dir: Path) -> dict[str, Reason]:
+    """The reasons that the run had while it still ran."""
+    seen = dataclasses.replace(observe(RunDirectory(run_dir), time.time()), finished=False, is_held=True)
+    end = next(index for index, event in enumerate(seen.events) if type(event.body).__name__ == "Finished")
+    events = seen.events[:end]
+    return {
+        reason.code: reason for reason in judge(dataclasses.replace(seen, events=events, now=events[-1].t))
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "where"),
+    [
+        ("growing", "growing-layer", "layer 1, attention"),
+        ("saturated", "saturated-layer", "layer 1"),
+        ("dead", "dead-units", "layer 1"),
+    ],
+)
+def test_a_fault_in_one_layer_is_named_with_the_layer(
+    ranks: Ranks, dataset: Path, tmp_path: Path, fault: str, code: str, where: str
+) -> None:
+    ranks.run(1, train_with, measured_run(dataset, tmp_path / "run"), fault)
+    reasons = reasons_of(tmp_path / "run")
+    assert set(reasons) & OF_LAYERS == {code}
+    assert reasons[code].where == where
+
+
+def test_a_router_that_sends_all_tokens_to_the_same_experts_is_named_with_its_layer(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    spec = mixture_run(dataset, tmp_path / "run", aux_loss=0.0)
+    ranks.run(1, train_with, spec, "collapsed")
+    reasons = reasons_of(tmp_path / "run")
+    assert "layer 1" in reasons["collapsed-router"].where
+    assert "expert-imbalance" not in reasons
+
+
+def test_the_first_layer_that_was_not_finite_is_named(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="not finite"):
+        ranks.run(1, train_with, measured_run(dataset, tmp_path / "run", 16, 100), "infinite")
+    seen = observe(RunDirectory(tmp_path / "run"), time.time())
+    reason = next(reason for reason in judge(seen) if reason.code == "not-finite")
+    assert reason.evidence[-1] == "layer 1 is the first that is not finite (feed_forward.weight_norm)"
+
+
+@pytest.mark.parametrize("make", [measured_run, mixture_run])
+def test_healthy_layers_have_no_reason(ranks: Ranks, dataset: Path, tmp_path: Path, make: Any) -> None:
+    ranks.run(1, train_on_this_rank, make(dataset, tmp_path / "run"))
+    assert set(reasons_of(tmp_path / "run")) & OF_LAYERS == set()
