@@ -182,6 +182,24 @@ class TaskEvaluated:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """A prompt was continued with the weights after ``step``."""
+
+    step: int
+    """The step whose weights wrote the text."""
+    sample: str
+    """Name of the sample in ``evaluation.samples``."""
+    prompt: str
+    """The text that was continued."""
+    text: str
+    """The text after the prompt, without special tokens."""
+    tokens: list[int] = field(default_factory=list)
+    """The token ids of the text, the end of the document among them."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 means the most probable tokens."""
+
+
+@dataclass(frozen=True)
 class Evaluating:
     """An evaluation is in progress. Short evaluations write no such event."""
 
@@ -371,6 +389,7 @@ Known = (
     | MemoryMeasured
     | Evaluated
     | TaskEvaluated
+    | Sampled
     | Evaluating
     | CheckpointSaved
     | CheckpointFailed

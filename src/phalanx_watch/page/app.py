@@ -51,7 +51,7 @@ from phalanx_watch.page.runs import PageRuns, RunPlace, StoredSeries, default_fo
 from phalanx_watch.page.view_curves import compare_view, curves_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
 from phalanx_watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
-from phalanx_watch.page.view_run import checkpoints_view, logs_view, summary, why_view
+from phalanx_watch.page.view_run import checkpoints_view, logs_view, samples_view, summary, why_view
 from phalanx_watch.runs.index import RunIndex, found_in
 
 # Responses to simultaneous requests are computed once: fifty open pages of one run cost little more than one.
@@ -204,6 +204,7 @@ def _views() -> dict[str, View]:
         "/goodput": goodput_view,
         "/fleet": fleet_view,
         "/checkpoints": checkpoints_view,
+        "/samples": samples_view,
         "/ranks": ranks_view,
         "/rank/{rank:int}": rank_view,
         "/logs": logs_view,

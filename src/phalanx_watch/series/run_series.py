@@ -38,6 +38,7 @@ from phalanx.observe.events import (
     RanksChanged,
     Restored,
     RunStarted,
+    Sampled,
     Step,
     Stopped,
     TaskEvaluated,
@@ -129,6 +130,7 @@ def _spike(fields: Mapping[str, object]) -> str:
 MOST_MARKS = 20_000
 MOST_STARTS = 10_000
 MOST_EVALUATIONS = 5_000
+MOST_SAMPLES = 2_000
 MOST_OTHERS = 200_000
 """Most lines other than steps whose offsets are kept."""
 MOST_MEMORY_KINDS = 16
@@ -174,6 +176,7 @@ class RunSeries:
         self.others: deque[tuple[int, int]] = deque(maxlen=MOST_OTHERS)
         """For each event other than a step: the number of rows before it, and the offset of its line."""
         self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
+        self.samples: deque[tuple[Event, Sampled]] = deque(maxlen=MOST_SAMPLES)
         self.torn_lines = 0
         self.parsed_bytes = 0
         """Bytes that were parsed as text."""
@@ -349,6 +352,8 @@ class RunSeries:
         elif isinstance(body, TaskEvaluated):
             for figure, value in body.figures.items():
                 self._note(body.step, f"task.{body.task}.{figure}", value, before)
+        elif isinstance(body, Sampled):
+            self.samples.append((event, body))
         elif isinstance(body, MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
                 self._note(body.step, f"memory.{kind}", size, before)

@@ -11,7 +11,7 @@ import pytest
 from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import Evaluated, Message, TaskEvaluated
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.rules import task_problems
+from phalanx.run.evaluation import evaluation_problems
 from phalanx.run.spec import EvalSpec, RunSpec
 from phalanx.train.evaluation.best import BestRule, BestStep
 from ranks import Ranks
@@ -115,7 +115,7 @@ def test_a_file_that_changes_between_two_starts_is_named(ranks: Ranks, run: RunS
 
 def test_a_figure_that_no_evaluation_has_is_refused_with_the_nearest(run: RunSpec) -> None:
     wrong = dataclasses.replace(run.evaluation, keep_best="of-choice.acuracy")
-    (problem,) = task_problems(wrong)
+    (problem,) = evaluation_problems(wrong, 16)
     assert problem.path == "evaluation.keep_best"
     assert "'of-choice.accuracy'" in str(problem)
-    assert list(task_problems(EvalSpec(keep_best="loss"))) == []
+    assert list(evaluation_problems(EvalSpec(keep_best="loss"), 16)) == []

@@ -24,6 +24,7 @@ from phalanx.observe.display.state import (
     describe_evaluating,
     describe_evaluation,
     describe_figures,
+    describe_sample,
     notes,
     reduce,
 )
@@ -34,6 +35,7 @@ from phalanx.observe.events import (
     Event,
     Finished,
     RunStarted,
+    Sampled,
     Step,
     TaskEvaluated,
 )
@@ -336,6 +338,8 @@ def _milestone(state: State, event: Event) -> str | None:
             return (
                 f"{at}  task {printable(body.task)} at step {body.step:,}: {describe_figures(body.figures)}"
             )
+        case Sampled() as body:
+            return f"{at}  sample {printable(body.sample)} at step {body.step:,}: {printable(describe_sample(body))}"
         case Evaluating() as body:
             return f"{at}  {describe_evaluating(body)}"
         case CheckpointSaved() as body:

@@ -9,22 +9,35 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from phalanx.hardware.local.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.events import Evaluated, Evaluating, Message, Restored, RunStarted, Step, TaskEvaluated
+from phalanx.observe.events import (
+    Evaluated,
+    Evaluating,
+    Message,
+    Restored,
+    RunStarted,
+    Sampled,
+    Step,
+    TaskEvaluated,
+)
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.train.assemble import Training
 from phalanx.train.evaluation.best import BestRule, BestStep
 from phalanx.train.evaluation.held_out import HeldOutLoss, evaluate
+from phalanx.train.evaluation.samples import continue_prompts, prompt_of
 from phalanx.train.evaluation.scoring import score_sequences
 from phalanx.train.evaluation.tasks import (
     ScoredSequence,
+    SequenceScore,
     Task,
     figures,
     read_task,
@@ -174,7 +187,7 @@ class Scores:
 
 
 class Evaluator(Observer):
-    """Evaluations on held-out text and on the run's tasks, every ``evaluation.every_steps`` steps."""
+    """Evaluations on held-out text, on the run's tasks and on its samples, every ``evaluation.every_steps`` steps."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -189,10 +202,11 @@ class Evaluator(Observer):
             self.run(end.step, spec.sequences)
 
     def run(self, step: int, sequences: int) -> Scores:
-        """Score held-out text and tasks, and report them. Raises ``EvaluationStoppedError`` on a request to stop."""
+        """Score held-out text and tasks, write the samples, and report all. Raises ``EvaluationStoppedError`` on a request to stop."""
         with self._training.inputs.ledger.bucket(Bucket.EVAL):
             held_out = self._held_out(step, sequences)
             scores = Scores(held_out, {task.name: self._task(step, task, own) for task, own in self._read()})
+            self._write_samples(step)
             self.newest = step, scores
             return scores
 
@@ -260,6 +274,27 @@ class Evaluator(Observer):
             )
         )
         return results
+
+    def _write_samples(self, step: int) -> None:
+        training, inputs, built = self._training, self._training.inputs, self._training.built
+        spec, tokenizer = inputs.spec, training.data.tokenizer
+        samples, begin_s = spec.evaluation.samples, time.perf_counter()
+
+        def score(sequences: Sequence[ScoredSequence], noise: Tensor | None) -> list[SequenceScore]:
+            return score_sequences(
+                *(built.model, built.runner, spec, sequences), stops=lambda: inputs.stop.made, noise=noise
+            )
+
+        prompts = [prompt_of(sample, tokenizer, spec.runtime.seed) for sample in samples]
+        texts = continue_prompts(
+            *(prompts, score, tokenizer, spec.train.seq_len, spec.model.vocab_size), self._progress(step)
+        )
+        for sample, tokens in zip(samples, texts, strict=True):
+            text = tokenizer.decode(tokens, at_start=not sample.prompt)
+            training.reporter.emit(
+                Sampled(step, sample.name, sample.prompt, text, tokens, sample.temperature)
+            )
+        self._ended(begin_s)
 
     def _progress(self, step: int) -> Callable[[int, int], None]:
         """Return a function that reports how far a long evaluation is."""

@@ -6,6 +6,7 @@ import { AXES, Chart, MARKS } from "./chart.js";
 import { choice, command, el, empty, panel, put, say, style, table } from "./dom.js";
 import { MFU_HINT, age, anything, bytes, duration, fixed, folderOf, known, moment, number, percent, plural, si, utilization, whole } from "./format.js";
 import { problemBox } from "./problems.js";
+import { samplesBox } from "./samples.js";
 import { servedBox } from "./serving.js";
 import { folderName, layoutText, stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
@@ -79,6 +80,8 @@ export function runView(host, page) {
     return chart;
   };
   const charts = CHARTS.map(makeChart);
+  const written = el("div", { class: "samples", hidden: true });
+  const drawSamples = samplesBox(written);
   const happened = el("div");
   const facts = el("div", { class: "facts" });
   const none = el("div", { hidden: true });
@@ -86,7 +89,7 @@ export function runView(host, page) {
   const memory = el("section", { class: "panel memory", hidden: true });
   const grid = el("div", { class: "charts" }, charts.map((chart) => chart.element), memory);
   const unread = el("p", { class: "note", role: "status" });
-  put(host, head, problems, served, unread, none, bar, grid, happened, facts);
+  put(host, head, problems, served, unread, none, bar, grid, written, happened, facts);
 
   /** @param {number | null} first @param {number | null} last */
   function zoom(first, last) {
@@ -175,6 +178,7 @@ export function runView(host, page) {
       if (!none.hidden) put(none, empty("No step yet", "The curves begin with the first step. Until then: ", command(`phalanx status ${run.path}`)));
       drawCurves(curves);
       drawFacts(facts, run);
+      if (run.has?.samples) drawSamples((await get(ofRun(page.id, "samples"), {}, signal)).samples);
     },
     keys: [
       ["a", "show all steps", () => zoom(null, null)],
