@@ -2,7 +2,7 @@
 
 import { exported, get, ofRun } from "./api.js";
 import { stackedBar } from "./bars.js";
-import { AXES, Chart, MARKS } from "./chart.js";
+import { AXES, Chart, JUDGED, MARKS } from "./chart.js";
 import { choice, command, el, empty, panel, put, say, style, table } from "./dom.js";
 import { MFU_HINT, age, anything, bytes, duration, fixed, folderOf, known, moment, number, percent, plural, si, utilization, whole } from "./format.js";
 import { problemBox } from "./problems.js";
@@ -73,7 +73,7 @@ export function runView(host, page) {
   const shown = [...CHARTS];
   /** @param {typeof CHARTS[number]} of */
   const makeChart = ([title, lines, { zero, wide }]) => {
-    const chart = new Chart({ title, lines, zero, binary: lines[0].format === bytes, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, noted: Boolean(wide), say: page.say, onZoom: zoom });
+    const chart = new Chart({ title, lines, zero, binary: lines[0].format === bytes, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, noted: Boolean(wide), crosses: JUDGED.has(lines[0].name), say: page.say, onZoom: zoom });
     chart.element.classList.toggle("wide", Boolean(wide));
     chart.weight = weight;
     chart.hiddenKinds = hidden;
