@@ -393,6 +393,7 @@ _WHOLE_RUN = {
                 ),
             ),
             "keep_best": _irrelevant("which checkpoint is kept"),
+            "stop_after": _irrelevant("a plan is of all steps"),
             **_all(
                 "tasks.name tasks.path tasks.kind tasks.items", _irrelevant("the time of tasks is in no plan")
             ),

@@ -345,6 +345,33 @@ class EpochLeft:
 
 
 @dataclass(frozen=True)
+class EndedEarly:
+    """The run ends before its last step by ``evaluation.stop_after``. Its final save, evaluation and result follow."""
+
+    step: int
+    """The step after which it ends."""
+    figure: str
+    """The compared figure, as ``evaluation.keep_best`` names it."""
+    evaluations: int
+    """Evaluations in a row without a better value."""
+    best_step: int
+    """Step with the best value; 0 if no value was finite."""
+    best_value: float | None = None
+    """The best value."""
+
+    @property
+    def text(self) -> str:
+        """The event as a line for people."""
+        best = (
+            "a finite one"
+            if self.best_value is None
+            else f"that of step {self.best_step:,}, {self.best_value:.6g}"
+        )
+        count = f"{self.evaluations} evaluation{'s' if self.evaluations > 1 else ''} in a row"
+        return f"ends after step {self.step:,}: {count} had no better {self.figure} than {best}"
+
+
+@dataclass(frozen=True)
 class Stopped:
     """The attempt ended before the last step, on request or by an error that it could report."""
 
@@ -399,6 +426,7 @@ Known = (
     | RanksChanged
     | Message
     | EpochLeft
+    | EndedEarly
     | Stopped
     | Finished
 )

@@ -60,6 +60,9 @@ class EvalSpec:
     keep_best: Annotated[str, FLEET] = ""
     """Figure by which the checkpoint of the best evaluated step is kept: "loss" (of held-out text), or TASK.FIGURE, such as "arc-easy.accuracy"; empty
     means none. Accuracies are better when they are higher, all else when it is lower."""
+    stop_after: Annotated[int, FLEET, NOT_NEGATIVE] = 0
+    """Evaluations in a row without a better figure of keep_best after which the run ends, saved and with a result; 0 means never. The learning rate is
+    planned for train.steps all the same."""
 
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -99,6 +102,11 @@ def evaluation_problems(evaluation: EvalSpec, seq_len: int) -> Iterator[Problem]
     ]
     if evaluation.keep_best and evaluation.keep_best not in figures:
         yield unknown_value("evaluation.keep_best", evaluation.keep_best, figures)
+    if evaluation.stop_after and not (evaluation.keep_best and evaluation.every_steps):
+        field = "keep_best" if evaluation.every_steps else "every_steps"
+        remedy = 'name a figure, such as "loss"' if field == "keep_best" else "evaluate during the run"
+        problem = "evaluation.stop_after compares evaluations by it, and it is not set"
+        yield Problem(f"evaluation.{field}", problem, remedy, ("evaluation.stop_after",))
 
 
 def _name_problems(table: str, names: Sequence[str], example: str) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from phalanx.observe.events import (
     CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
+    EndedEarly,
     EpochLeft,
     Evaluated,
     Event,
@@ -112,6 +113,8 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
             return step, "straggler" if incident in _SLOW else "left", text
         case Message(level=level, text=text, incident=incident):
             return step, "straggler" if incident in _SLOW else "message", f"{level}: {text}"
+        case EndedEarly(step=at):
+            return at, "message", body.text
         case Stopped(step=at, reason=reason):
             return at, "message", f"stopped after step {at:,}: {reason}"
         case Step():

@@ -12,6 +12,7 @@ from phalanx.observe.events import (
     CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
+    EndedEarly,
     EpochLeft,
     Evaluated,
     Evaluating,
@@ -209,6 +210,8 @@ def _note(event: Event) -> Note | None:
             return Note(event.t, level, text)
         case EpochLeft(text=text):
             return Note(event.t, "warning", text)
+        case EndedEarly() as body:
+            return Note(event.t, "info", body.text)
         case Stopped(step=step, reason=reason):
             return Note(event.t, "warning", f"stopped after step {step:,}: {reason}")
         case Torn(line=line):

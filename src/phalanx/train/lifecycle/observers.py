@@ -30,8 +30,9 @@ from phalanx.observe.events import (
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
+from phalanx.run.directory.paths import EarlyStop, RunDirectory
 from phalanx.train.assemble import Training
-from phalanx.train.evaluation.best import BestRule, BestStep
+from phalanx.train.evaluation.best import BestRule, BestStep, without_better
 from phalanx.train.evaluation.held_out import HeldOutLoss, evaluate
 from phalanx.train.evaluation.samples import continue_prompts, prompt_of
 from phalanx.train.evaluation.scoring import score_sequences
@@ -201,6 +202,13 @@ class Evaluator(Observer):
         if not end.last and not end.report.flags.stop and is_due(end.step, spec.every_steps):
             self.run(end.step, spec.sequences)
 
+    def value(self, rule: BestRule, step: int) -> float | None:
+        """Return the figure of the newest evaluation, if it is that of ``step``."""
+        if self.newest is None or self.newest[0] != step:
+            return None
+        held_out, tasks = self.newest[1].held_out, self.newest[1].tasks
+        return rule.value(None if held_out is None else held_out.loss, tasks)
+
     def run(self, step: int, sequences: int) -> Scores:
         """Score held-out text and tasks, write the samples, and report all. Raises ``EvaluationStoppedError`` on a request to stop."""
         with self._training.inputs.ledger.bucket(Bucket.EVAL):
@@ -335,20 +343,19 @@ class KeepBest(Observer):
         """Return the best evaluation of earlier starts whose checkpoint is still there."""
         directory = self._training.inputs.directory
         with suppress(OSError):
-            saved = [step for step in directory.committed_steps() if step <= self._progress.step]
-            task, _, _ = self._rule.figure.rpartition(".")
-            sha256 = hashlib.sha256(directory.task(task).read_bytes()).hexdigest() if task else ""
-            return self._rule.best_so_far(directory.events, saved, sha256)
+            values = _recorded_values(self._rule, directory, self._progress.step)
+            saved = directory.committed_steps()
+            return self._rule.best({step: value for step, value in values.items() if step in saved})
         return None
 
     def after_save(self, end: StepEnd) -> None:
-        newest = self._evaluator.newest
-        if newest is None or newest[0] != end.step or end.last:
-            return
-        held_out, tasks = newest[1].held_out, newest[1].tasks
-        value = self._rule.value(None if held_out is None else held_out.loss, tasks)
+        if not end.last:
+            self.compare(end.step)
+
+    def compare(self, step: int) -> None:
+        """Compare the evaluation of ``step``, if there is one."""
         before = self._best[0] if self._best else None
-        best = self._rule.better(end.step, value, before)
+        best = self._rule.better(step, self._evaluator.value(self._rule, step), before)
         if best is None or best == before:
             return
         self._best = [best]
@@ -359,6 +366,65 @@ class KeepBest(Observer):
                 "info",
                 f"step {best.step:,} is the best so far, {self._rule.figure} {best.value:.6g}: its checkpoint is kept",
             )
+        )
+
+
+def _recorded_values(rule: BestRule, directory: RunDirectory, last: int) -> dict[int, float]:
+    """Return the figure of each evaluation of earlier starts, up to the step ``last``. Raises ``OSError``."""
+    task, _, _ = rule.figure.rpartition(".")
+    sha256 = hashlib.sha256(directory.task(task).read_bytes()).hexdigest() if task else ""
+    values = rule.recorded(directory.events, sha256)
+    return {step: value for step, value in values.items() if step <= last}
+
+
+class StopEarly(Observer):
+    """Ends the run after ``evaluation.stop_after`` evaluations without a better one, at the same step on all ranks and in every start."""
+
+    def __init__(
+        self, training: Training, progress: TrainProgress, evaluator: Evaluator, keep_best: KeepBest
+    ) -> None:
+        self._training, self._progress = training, progress
+        self._evaluator, self._keep_best = evaluator, keep_best
+        self._spec = training.inputs.spec.evaluation
+        self._rule = BestRule(self._spec.keep_best)
+        recorded: dict[int, float] = {}
+        if training.mesh.rank == 0:
+            with suppress(OSError):
+                recorded = _recorded_values(self._rule, training.inputs.directory, progress.step)
+        self._values = broadcast_typed(recorded, dict[int, float])
+
+    def evaluate_restored(self) -> None:
+        """Evaluate the restored step, if a stop or a fault cut its evaluation short. Raises ``EvaluationStoppedError``.
+
+        So the run ends at the step at which it would have ended without the interruption.
+        """
+        step, restored = self._progress.step, self._training.restored
+        is_own = restored is not None and not restored.taken_over
+        is_last = step == self._training.inputs.spec.train.steps
+        if is_own and not is_last and is_due(step, self._spec.every_steps) and step not in self._values:
+            self._evaluator.run(step, self._spec.sequences)
+            self._keep_best.compare(step)
+            self._note(step)
+
+    def after_save(self, end: StepEnd) -> None:
+        self._note(end.step)
+
+    def _note(self, step: int) -> None:
+        value = self._evaluator.value(self._rule, step)
+        if value is not None:
+            self._values[step] = value
+
+    @property
+    def ended(self) -> EarlyStop | None:
+        """The decision to end the run; ``None`` while it trains on. The same on all ranks."""
+        best = self._rule.best(self._values)
+        if without_better(self._values, best) < self._spec.stop_after:
+            return None
+        return EarlyStop(
+            figure=self._rule.figure,
+            stop_after=self._spec.stop_after,
+            best_step=best.step if best else 0,
+            best_value=best.value if best else None,
         )
 
 
