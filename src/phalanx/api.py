@@ -152,7 +152,7 @@ def train_run(
     problems = check(spec)
     if problems:
         raise RunFileError(path, problems)
-    done = RunDirectory(Path(spec.run_dir)).finished_result() if spec.run_dir else None
+    done = RunDirectory(Path(spec.run_dir)).complete_result(spec) if spec.run_dir else None
     run = prepare_run(spec, path, lambda _label, _done, _total: None)
     try:
         if done is not None:

@@ -91,7 +91,15 @@ def evaluation_share(spec: RunSpec) -> float:
     evaluation = spec.evaluation
     if not evaluation.every_steps:
         return 0.0
-    return _FORWARD_SHARE * evaluation.sequences / (evaluation.every_steps * spec.train.batch_size)
+    sequences = evaluation.sequences + _sampled_sequences(spec)
+    return _FORWARD_SHARE * sequences / (evaluation.every_steps * spec.train.batch_size)
+
+
+def _sampled_sequences(spec: RunSpec) -> int:
+    """Return the sequences of the forward passes that write the samples of an evaluation: micro-batches, one after another."""
+    samples, train = spec.evaluation.samples, spec.train
+    rows = max(1, train.micro_batch_size or train.batch_size // train.slots)
+    return max((sample.tokens for sample in samples), default=0) * rows * math.ceil(len(samples) / rows)
 
 
 def final_evaluation_share(spec: RunSpec) -> float:
@@ -385,9 +393,15 @@ _WHOLE_RUN = {
                 ),
             ),
             "keep_best": _irrelevant("which checkpoint is kept"),
+            "stop_after": _irrelevant("a plan is of all steps"),
             **_all(
                 "tasks.name tasks.path tasks.kind tasks.items", _irrelevant("the time of tasks is in no plan")
             ),
+            **_all(
+                "samples.name samples.prompt samples.temperature",
+                _irrelevant("the time of samples depends on samples.tokens alone"),
+            ),
+            "samples.tokens": _irrelevant("counted in the note on evaluation.sequences"),
             "final_sequences": _noted(
                 "the time of the evaluation after the last step is not planned; it is over a hundredth of the training time, or "
                 "of all held-out text, whose length a plan does not know",

@@ -201,6 +201,24 @@ class LayerStatistics:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """A prompt was continued with the weights after ``step``."""
+
+    step: int
+    """The step whose weights wrote the text."""
+    sample: str
+    """Name of the sample in ``evaluation.samples``."""
+    prompt: str
+    """The text that was continued."""
+    text: str
+    """The text after the prompt, without special tokens."""
+    tokens: list[int] = field(default_factory=list)
+    """The token ids of the text, the end of the document among them."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 means the most probable tokens."""
+
+
+@dataclass(frozen=True)
 class Evaluating:
     """An evaluation is in progress. Short evaluations write no such event."""
 
@@ -346,6 +364,33 @@ class EpochLeft:
 
 
 @dataclass(frozen=True)
+class EndedEarly:
+    """The run ends before its last step by ``evaluation.stop_after``. Its final save, evaluation and result follow."""
+
+    step: int
+    """The step after which it ends."""
+    figure: str
+    """The compared figure, as ``evaluation.keep_best`` names it."""
+    evaluations: int
+    """Evaluations in a row without a better value."""
+    best_step: int
+    """Step with the best value; 0 if no value was finite."""
+    best_value: float | None = None
+    """The best value."""
+
+    @property
+    def text(self) -> str:
+        """The event as a line for people."""
+        best = (
+            "a finite one"
+            if self.best_value is None
+            else f"that of step {self.best_step:,}, {self.best_value:.6g}"
+        )
+        count = f"{self.evaluations} evaluation{'s' if self.evaluations > 1 else ''} in a row"
+        return f"ends after step {self.step:,}: {count} had no better {self.figure} than {best}"
+
+
+@dataclass(frozen=True)
 class Stopped:
     """The attempt ended before the last step, on request or by an error that it could report."""
 
@@ -391,6 +436,7 @@ Known = (
     | Evaluated
     | TaskEvaluated
     | LayerStatistics
+    | Sampled
     | Evaluating
     | CheckpointSaved
     | CheckpointFailed
@@ -400,6 +446,7 @@ Known = (
     | RanksChanged
     | Message
     | EpochLeft
+    | EndedEarly
     | Stopped
     | Finished
 )

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from phalanx.observe.event_log import EventLogError, lines_from_the_end
-from phalanx.observe.events import Evaluated, Event, LayerStatistics, Step, TaskEvaluated, decode
+from phalanx.observe.events import Evaluated, Event, LayerStatistics, Sampled, Step, TaskEvaluated, decode
 from phalanx.observe.sinks import Background, Sink, none_missing, point_of
 from phalanx.plugins import PluginError, load_plugin, plugin_names
 from phalanx.run.directory.files import open_regular
@@ -29,7 +29,13 @@ from phalanx.run.fields import unknown_value
 _BLOCK_BYTES = 1 << 16
 _MOST_LINES = 20_000
 """If more lines are missing, the stream is read from its beginning instead of being kept in memory."""
-_KINDS = (b'"kind":"Step"', b'"kind":"Evaluated"', b'"kind":"TaskEvaluated"', b'"kind":"LayerStatistics"')
+_KINDS = (
+    b'"kind":"Step"',
+    b'"kind":"Evaluated"',
+    b'"kind":"TaskEvaluated"',
+    b'"kind":"LayerStatistics"',
+    b'"kind":"Sampled"',
+)
 _SEARCHED = 120
 """In so many first bytes a line of ours has its kind."""
 
@@ -65,7 +71,7 @@ def _points(lines: Iterable[bytes]) -> Iterator[Event]:
         if any(kind in line[:_SEARCHED] for kind in _KINDS):
             with suppress(ValueError, RecursionError):
                 event = decode(line)
-                if isinstance(event.body, Step | Evaluated | TaskEvaluated | LayerStatistics):
+                if isinstance(event.body, Step | Evaluated | TaskEvaluated | LayerStatistics | Sampled):
                     yield event
 
 

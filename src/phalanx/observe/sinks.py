@@ -24,6 +24,7 @@ from phalanx.observe.events import (
     Finished,
     LayerStatistics,
     RunStarted,
+    Sampled,
     Step,
     Stopped,
     TaskEvaluated,
@@ -80,6 +81,12 @@ def scalars(event: Event) -> dict[str, float]:
         case _:
             return {}
     return {name: float(value) for name, value in named.items() if value is not None}
+
+
+def texts(event: Event) -> dict[str, str]:
+    """The text in an event under the tag that every sink uses; empty for events without any."""
+    body = event.body
+    return {f"sample/{body.sample}": body.prompt + body.text} if isinstance(body, Sampled) else {}
 
 
 def hyperparameters(run_directory: Path) -> dict[str, Setting]:
@@ -139,12 +146,15 @@ def goodput_rows(event: Event, run_directory: Path) -> list[tuple[str, float, fl
 
 
 def point_of(event: Event) -> tuple[str, int] | None:
-    """The kind and the step of an event with numbers, which a tracker draws once; ``None`` for other events."""
+    """The kind and the step of an event with numbers or text, which a tracker draws once; ``None`` for other events."""
     step = step_of(event)
     if step is None:
         return None
     kind = type(event.body).__name__
-    return f"{kind} {event.body.task}" if isinstance(event.body, TaskEvaluated) else kind, step
+    match event.body:
+        case TaskEvaluated(task=name) | Sampled(sample=name):
+            return f"{kind} {name}", step
+    return kind, step
 
 
 _POINT_OF_TAG = {
@@ -152,19 +162,22 @@ _POINT_OF_TAG = {
     "eval/loss": Evaluated.__name__,
     "layer/0/residual/rms": LayerStatistics.__name__,
 }
-_TASK_TAG = re.compile(r"task/([^/]+)/bits_per_byte")
+_NAMED_TAG = re.compile(r"(task|sample)/([^/]+)/(bits_per_byte|text_summary)")
+"""Tag of a task, or of a sample in TensorBoard, which adds the end."""
 
 
 def kind_of_tag(tag: str) -> str | None:
     """The kind of point, as ``point_of`` has it, of which each has this tag; ``None`` for other tags."""
-    task = _TASK_TAG.fullmatch(tag)
-    return f"{TaskEvaluated.__name__} {task[1]}" if task else _POINT_OF_TAG.get(tag)
+    named = _NAMED_TAG.fullmatch(tag)
+    if named is None:
+        return _POINT_OF_TAG.get(tag)
+    return f"{(TaskEvaluated if named[1] == 'task' else Sampled).__name__} {named[2]}"
 
 
 def step_of(event: Event) -> int | None:
     """The step an event belongs to: the x-axis of every tracker."""
-    body = event.body
-    return body.step if isinstance(body, Step | Evaluated | TaskEvaluated | LayerStatistics) else None
+    points = Step | Evaluated | TaskEvaluated | LayerStatistics | Sampled
+    return event.body.step if isinstance(event.body, points) else None
 
 
 # Feeds a tracker (TensorBoard, W&B, MLflow) from a thread of its own, so that it can never hold training up.

@@ -12,15 +12,15 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
+from phalanx.run.evaluation import NAME, evaluation_problems
 from phalanx.run.factory import is_factory_name
-from phalanx.run.fields import Problem, divisors_near, unknown_value
+from phalanx.run.fields import Problem, divisors_near
 from phalanx.run.kinds import latent_attention, whole_model
 from phalanx.run.peers import AddressError, read_host
 from phalanx.run.smaller_degrees import problems_on, smaller_degree_problems
 from phalanx.run.spec import (
     CheckpointSpec,
     DataSpec,
-    EvalSpec,
     FleetSpec,
     ModelSpec,
     RopeScalingSpec,
@@ -43,7 +43,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *expected_weights_problems(spec),
         *_absorbed(spec),
         *mixture_problems(spec.data),
-        *task_problems(spec.evaluation),
+        *evaluation_problems(spec.evaluation, spec.train.seq_len),
         *_train(spec.train),
         *_origin(spec.checkpoint),
         *_store(spec.checkpoint),
@@ -344,7 +344,6 @@ def _widths(spec: RunSpec) -> Iterator[Problem]:
 # Rules of ``[[data.sources]]`` and ``data.stages`` that can be checked without looking at a dataset.
 
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 MOST_SOURCES = 4096
 """More are likelier a mistake than a mixture; each is opened by every rank."""
 
@@ -395,44 +394,6 @@ def mixture_problems(data: DataSpec) -> Iterator[Problem]:
                 yield Problem("data.sources", problem, "give a source a weight there")
 
 
-MOST_TASKS = 256
-"""More would make each evaluation longer than what it judges."""
-
-
-TASK_FIGURES = {
-    "choice": ("accuracy", "accuracy_per_character", "bits_per_byte"),
-    "completion": ("accuracy", "bits_per_byte"),
-    "text": ("bits_per_byte",),
-}
-"""The figures of each kind of task by which evaluations can be compared."""
-
-
-def task_problems(evaluation: EvalSpec) -> Iterator[Problem]:
-    """All that is impossible in a run's tasks without looking at their files."""
-    names = [task.name for task in evaluation.tasks]
-    if len(names) > MOST_TASKS:
-        yield Problem("evaluation.tasks", f"{len(names)} tasks are too many", f"at most {MOST_TASKS}")
-    for number, task in enumerate(evaluation.tasks):
-        path = f"evaluation.tasks[{number}]"
-        if not _NAME.fullmatch(task.name):
-            problem = f"{task.name[:100]!r} is no name of a task"
-            yield Problem(f"{path}.name", problem, 'letters, digits, "-" and "_", such as "arc-easy"')
-        elif task.name in names[:number]:
-            yield Problem(
-                f"{path}.name", f"two tasks are called {task.name!r}", "give each a name of its own"
-            )
-        if not task.path:
-            yield Problem(
-                f"{path}.path", "is missing", "the file of the task's items, one JSON object a line"
-            )
-    figures = [
-        "loss",
-        *(f"{task.name}.{name}" for task in evaluation.tasks for name in TASK_FIGURES[task.kind]),
-    ]
-    if evaluation.keep_best and evaluation.keep_best not in figures:
-        yield unknown_value("evaluation.keep_best", evaluation.keep_best, figures)
-
-
 def _cache_problems(data: DataSpec) -> Iterator[Problem]:
     places = [source.path for source in data.sources] or [data.path]
     if any("://" in place for place in places):
@@ -444,7 +405,7 @@ def _cache_problems(data: DataSpec) -> Iterator[Problem]:
 
 
 def _source(source: SourceSpec, path: str, stages: int) -> Iterator[Problem]:
-    if not _NAME.fullmatch(source.name):
+    if not NAME.fullmatch(source.name):
         problem = f"{source.name[:100]!r} is no name of a source"
         yield Problem(f"{path}.name", problem, 'letters, digits, "-" and "_", such as "web"')
     if not source.path:

@@ -287,39 +287,7 @@ class RuntimeSpec:
     false, probes at the start detect such machines, and the run is refused."""
 
 
-# ``[evaluation]``, ``[sample]`` and ``[expect]``: held-out text, text that is generated, and the weights that others have got.
-
-
-@dataclass(frozen=True)
-class TaskSpec:
-    """A file of items with known answers that each evaluation scores; [[evaluation.tasks]] once for each."""
-
-    name: Annotated[str, FLEET] = ""
-    """Name of the task in events, curves and trackers: letters, digits, "-" and "_"."""
-    path: Annotated[str, FLEET] = ""
-    """File of the items, one JSON object a line. The run directory keeps a copy of it, from which the ranks read."""
-    kind: Annotated[Literal["choice", "completion", "text"], FLEET] = "choice"
-    """The lines' form. "choice": {"context", "choices", "answer"}, the most probable choice is the model's; "completion": {"context", "completion"}, right
-    if greedy decoding writes it; "text": {"text"}, scored in bits per byte."""
-    items: Annotated[int, FLEET, NOT_NEGATIVE] = 0
-    """Number of the file's first items that are scored; 0 means all."""
-
-
-@dataclass(frozen=True)
-class EvalSpec:
-    """Evaluation on held-out text and on tasks."""
-
-    every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 50
-    """Steps between evaluations; 0 means only at the end."""
-    sequences: Annotated[int, FLEET, POSITIVE] = 64
-    """Held-out sequences scored by an evaluation during the run, or all if there are fewer."""
-    final_sequences: Annotated[int, FLEET, NOT_NEGATIVE] = 4096
-    """Held-out sequences scored after the last step; 0 means all. The figure for xz is for all held-out text."""
-    tasks: Annotated[tuple[TaskSpec, ...], FLEET] = ()
-    """Tasks that each evaluation scores, with the same numbers on any layout of one promise; each is a table [[evaluation.tasks]]."""
-    keep_best: Annotated[str, FLEET] = ""
-    """Figure by which the checkpoint of the best evaluated step is kept: "loss" (of held-out text), or TASK.FIGURE, such as "arc-easy.accuracy"; empty
-    means none. Accuracies are better when they are higher, all else when it is lower."""
+# ``[sample]`` and ``[expect]``: text that is generated, and the weights that others have got.
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from phalanx.run.evaluation import EvalSpec, PromptSpec, TaskSpec
 from phalanx.run.fields import FLEET, LATER, NOT_NEGATIVE, POSITIVE, ValueRange
 from phalanx.run.sections import (
     CheckpointSpec,
     DataSpec,
-    EvalSpec,
     ExpectSpec,
     FleetSpec,
     LaunchSpec,
@@ -27,7 +27,6 @@ from phalanx.run.sections import (
     SampleSpec,
     ScheduleSpec,
     SourceSpec,
-    TaskSpec,
     TrainSpec,
 )
 from phalanx.run.sections_statistics import StatisticsSpec
@@ -248,6 +247,7 @@ __all__ = [
     "OptimizerSpec",
     "ParallelSpec",
     "PrecisionSpec",
+    "PromptSpec",
     "RopeScalingSpec",
     "RunSpec",
     "RuntimeSpec",

@@ -51,8 +51,9 @@ from phalanx_watch.page.runs import PageRuns, RunPlace, StoredSeries, default_fo
 from phalanx_watch.page.view_curves import compare_view, curves_view
 from phalanx_watch.page.view_fleet import fleet_view, goodput_view
 from phalanx_watch.page.view_layers import layers_view
+from phalanx_watch.page.view_list import runs_view, settings_view
 from phalanx_watch.page.view_ranks import profile_view, profiles_view, rank_view, ranks_view, trace_file
-from phalanx_watch.page.view_run import checkpoints_view, logs_view, summary, why_view
+from phalanx_watch.page.view_run import checkpoints_view, logs_view, samples_view, summary, why_view
 from phalanx_watch.runs.index import RunIndex, found_in
 
 # Responses to simultaneous requests are computed once: fifty open pages of one run cost little more than one.
@@ -154,6 +155,8 @@ class MetricsOfRuns:
 STATIC = Path(__file__).parent / "static"
 _MOST_WATCHED = 500
 View = Callable[[PageRuns, RunPlace, Parameters], object]
+ListView = Callable[[PageRuns, Parameters], object]
+"""View of several runs."""
 
 
 def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIApp:
@@ -177,8 +180,9 @@ def application(runs: PageRuns, access: Access, kept_s: float = KEPT_S) -> ASGIA
 
     routes = [
         Route("/", _index),
-        Route("/api/runs", partial(_list, runs, kept)),
-        Route("/api/compare", partial(_compare, runs, kept)),
+        Route("/api/runs", partial(_list, runs, kept, runs_view)),
+        Route("/api/settings", partial(_list, runs, kept, settings_view)),
+        Route("/api/compare", partial(_list, runs, kept, compare_view)),
         Route("/api/events", _events(runs, live)),
         Route("/metrics", metrics.text),
         Route("/targets", metrics.targets),
@@ -205,6 +209,7 @@ def _views() -> dict[str, View]:
         "/goodput": goodput_view,
         "/fleet": fleet_view,
         "/checkpoints": checkpoints_view,
+        "/samples": samples_view,
         "/ranks": ranks_view,
         "/layers": layers_view,
         "/rank/{rank:int}": rank_view,
@@ -221,15 +226,11 @@ async def _index(_request: Request) -> Response:
     return FileResponse(STATIC / "index.html", media_type="text/html")
 
 
-async def _list(runs: PageRuns, kept: KeptAnswers, _request: Request) -> Response:
-    return await kept.get("", "runs", lambda: json_answer(runs.list_all()))
-
-
-async def _compare(runs: PageRuns, kept: KeptAnswers, request: Request) -> Response:
+async def _list(runs: PageRuns, kept: KeptAnswers, view: ListView, request: Request) -> Response:
     def make() -> Response:
-        return json_answer(compare_view(runs, Parameters(request.query_params)))
+        return json_answer(view(runs, Parameters(request.query_params)))
 
-    return await kept.get("", f"compare?{request.url.query}", make)
+    return await kept.get("", f"{request.url.path}?{request.url.query}", make)
 
 
 async def _view(runs: PageRuns, kept: KeptAnswers, view: View, request: Request) -> Response:

@@ -42,7 +42,7 @@ from phalanx_watch.page.view_ranks import (
     profile_summary,
     profiles_view,
 )
-from phalanx_watch.page.view_run import checkpoints_view, logs_view, summary, why_view
+from phalanx_watch.page.view_run import checkpoints_view, logs_view, samples_view, summary, why_view
 
 STATIC = Path(__file__).parent / "static"
 MOST_BYTES = 48 << 20
@@ -106,6 +106,7 @@ def _answers(runs: PageRuns, place: RunPlace) -> Iterator[tuple[str, object]]:
         "/goodput": goodput_view,
         "/fleet": fleet_view,
         "/checkpoints": checkpoints_view,
+        "/samples": samples_view,
         "/why": why_view,
     }
     for path, view in views.items():

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -146,10 +146,9 @@ class PageRuns:
             return self.places()[:most]
         return [place for identifier in identifiers if (place := self._places.get(identifier)) is not None]
 
-    def list_all(self) -> dict[str, object]:
-        """Return the response of ``/api/runs``."""
-        rows = RunIndex(self.folders).rows()[:MOST_RUNS]
-        return {"folders": [str(folder) for folder in self.folders], "runs": [asdict(row) for row in rows]}
+    def rows(self) -> list[RunRow]:
+        """Return the rows of all runs, sorted by name within each folder."""
+        return RunIndex(self.folders).rows()
 
     def row(self, place: RunPlace) -> RunRow:
         """Return a run's row in the list. Raises ``PageRequestError`` if its directory is gone."""

@@ -44,6 +44,8 @@ from phalanx_watch.why.reasons import reasons
 _MOST_RUN_FILE_BYTES = 1 << 20
 _MOST_STARTS = 500
 _MOST_EVALUATIONS = 2000
+_MOST_TEXTS = 200
+"""Newest steps of each sample."""
 
 
 def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
@@ -64,7 +66,7 @@ def summary(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[st
         "result": None if result is None else result.to_json(),
         "evaluations": evaluations,
         "curves": run.curve_names(),
-        "has": has(place),
+        "has": has(place) | {"samples": bool(run.samples)},
         "serving": _serving(directory),
         "torn_lines": run.torn_lines,
         "dropped_lines": run.dropped_lines,
@@ -124,6 +126,34 @@ def _evaluations(run: RunSeries) -> list[dict[str, object]]:
         for event, body in run.evaluations
     ]
     return evaluations[-_MOST_EVALUATIONS:]
+
+
+def samples_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> dict[str, object]:
+    """Return the samples of a run by name, in the order of its run file, and the texts of each, the newest step first.
+
+    A step that was evaluated again counts once.
+    """
+    run = runs.series(place)
+    with run.lock:
+        samples = list(run.samples)
+    texts: dict[str, dict[int, dict[str, object]]] = {}
+    for event, body in reversed(samples):
+        own = texts.setdefault(body.sample, {})
+        if len(own) < _MOST_TEXTS:
+            own.setdefault(
+                body.step,
+                {
+                    "step": body.step,
+                    "t": event.t,
+                    "prompt": body.prompt,
+                    "text": body.text,
+                    "tokens": len(body.tokens),
+                    "temperature": body.temperature,
+                },
+            )
+    return {
+        "samples": [{"name": name, "texts": list(texts[name].values())} for name in reversed(texts)],
+    }
 
 
 def _masked(text: str) -> str:

@@ -8,7 +8,7 @@ The cache is optional: it may be deleted, damaged, of another version, or not wr
 again. Several processes may use it at once (write-ahead log; a process that finds it busy skips it).
 
 A condition is NAME OPERATOR VALUE, as in ``loss<2``. A name with a dot is a field of the run file, any other one a
-column. ``=`` and ``!=`` compare numbers as numbers and everything else as text; ``~`` means that the text contains
+column. Several conditions in one text have "and" between them. ``=`` and ``!=`` compare numbers as numbers and everything else as text; ``~`` means that the text contains
 the value. A run without the field or column does not match.
 """
 
@@ -223,6 +223,7 @@ HEADINGS: Mapping[str, str] = {
 """Table headings that differ from the column name; both are accepted."""
 _NAMES = {heading: name for name, heading in HEADINGS.items()}
 _CONDITION = re.compile(r"\s*([A-Za-z_][\w./ ]*?)\s*(<=|>=|!=|<|>|=|~)\s*(.*?)\s*", re.DOTALL)
+_AND = re.compile(r"\s+and\s+(?=[A-Za-z_][\w./ ]*?\s*[<>=!~])")
 _KINDS: Mapping[str, Any] = get_type_hints(RunRow)
 _NUMERIC: Mapping[str, Callable[[float, float], bool]] = {
     "<": lambda a, b: a < b,
@@ -272,6 +273,14 @@ def read_condition(text: str) -> Condition:
     condition = Condition(checked_name(match[1]), match[2], match[3])
     _require_sense(condition)
     return condition
+
+
+def read_conditions(text: str) -> list[Condition]:
+    """Parse conditions with "and" between them, as in ``loss<2 and optimizer.lr=0.001``; none if the text is empty.
+
+    Raises ``SelectionError``.
+    """
+    return [read_condition(part) for part in _AND.split(text)] if text.strip() else []
 
 
 def _require_sense(condition: Condition) -> None:

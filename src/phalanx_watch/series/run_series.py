@@ -27,6 +27,7 @@ from phalanx.observe.events import (
     CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
+    EndedEarly,
     EpochLeft,
     Evaluated,
     Event,
@@ -39,6 +40,7 @@ from phalanx.observe.events import (
     RanksChanged,
     Restored,
     RunStarted,
+    Sampled,
     Step,
     Stopped,
     TaskEvaluated,
@@ -112,6 +114,8 @@ def _mark(event: Event, step: int) -> tuple[int, str, str] | None:
             return step, "straggler" if incident in _SLOW else "left", text
         case Message(level=level, text=text, incident=incident):
             return step, "straggler" if incident in _SLOW else "message", f"{level}: {text}"
+        case EndedEarly(step=at):
+            return at, "message", body.text
         case Stopped(step=at, reason=reason):
             return at, "message", f"stopped after step {at:,}: {reason}"
         case Step():
@@ -130,6 +134,7 @@ def _spike(fields: Mapping[str, object]) -> str:
 MOST_MARKS = 20_000
 MOST_STARTS = 10_000
 MOST_EVALUATIONS = 5_000
+MOST_SAMPLES = 2_000
 MOST_OTHERS = 200_000
 """Most lines other than steps whose offsets are kept."""
 MOST_MEMORY_KINDS = 16
@@ -177,6 +182,7 @@ class RunSeries:
         self.evaluations: deque[tuple[Event, Evaluated]] = deque(maxlen=MOST_EVALUATIONS)
         self.measured: dict[int, int] = {}
         """Offset of the line with the statistics of layers in each measured step; of a step that was repeated, the newest."""
+        self.samples: deque[tuple[Event, Sampled]] = deque(maxlen=MOST_SAMPLES)
         self.torn_lines = 0
         self.parsed_bytes = 0
         """Bytes that were parsed as text."""
@@ -354,6 +360,8 @@ class RunSeries:
                 self._note(body.step, f"task.{body.task}.{figure}", value, before)
         elif isinstance(body, LayerStatistics) and len(self.measured) < MOST_OTHERS:
             self.measured[body.step] = offset
+        elif isinstance(body, Sampled):
+            self.samples.append((event, body))
         elif isinstance(body, MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
                 self._note(body.step, f"memory.{kind}", size, before)

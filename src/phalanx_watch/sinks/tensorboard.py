@@ -1,5 +1,5 @@
 """TensorBoard event files, written by tensorboardX: scalars by step, the resolved run file as hyperparameters, and as text the messages, the
-record of each start, and where the time went.
+record of each start, the samples, and where the time went.
 
 ``tensorboard --logdir RUN_DIRECTORY`` shows them. A start writes the points that a killed one has not written; a step that is done again after
 a restart has the same value, and is there once.
@@ -23,6 +23,7 @@ from phalanx.observe.sinks import (
     record,
     scalars,
     step_of,
+    texts,
 )
 
 
@@ -49,6 +50,8 @@ class TensorBoardSink:
             # In one record: a record of each number takes five times the processor time of the rank that writes it.
             values = [Summary.Value(tag=self._tag(name), simple_value=x) for name, x in numbers.items()]
             self._writer.file_writer.add_summary(Summary(value=values), self._step, event.t)
+        for name, text in texts(event).items():
+            self._writer.add_text(name, f"```\n{text}\n```", self._step, walltime=event.t)
         rows = goodput_rows(event, self._directory)
         if rows:
             self._writer.add_text("goodput", _table(rows), self._step, walltime=event.t)

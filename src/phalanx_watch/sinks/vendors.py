@@ -27,6 +27,7 @@ from phalanx.observe.sinks import (
     record,
     scalars,
     step_of,
+    texts,
 )
 
 # Weights & Biases: one W&B run a run, resumed by later attempts; the x-axis is the step, the config is the resolved run file and the record of
@@ -68,7 +69,7 @@ class WandbSink:
         return step is not None and step <= self._newest
 
     def write(self, event: Event) -> None:
-        values = scalars(event)
+        values = {**scalars(event), **texts(event)}
         if values:
             # W&B's own step is the run's, so that rows which are uploaded twice are the same rows.
             self._run.log({**values, "step": step_of(event)}, step=step_of(event))
@@ -138,7 +139,7 @@ class TrackioSink:
 
     def write(self, event: Event) -> None:
         self._step = step_of(event) or self._step
-        values: dict[str, object] = {**scalars(event)}
+        values: dict[str, object] = {**scalars(event), **texts(event)}
         match event.body:
             case RunStarted() as body:
                 self._run.config.update(record(body, event.attempt))
@@ -162,7 +163,7 @@ class TrackioSink:
 
 
 # MLflow: scalars in batches by step, the resolved run file as parameters, the final result as tags, and its numbers as metrics to sort by. The
-# record of each start and where the time went are artifacts.
+# record of each start, the samples and where the time went are artifacts.
 #
 # One MLflow run a run: later attempts continue it, found by a tag. A parameter cannot change in MLflow; a field that differs in a
 # later attempt, such as the number of ranks, becomes a tag of its name.
@@ -240,6 +241,8 @@ class MlflowSink:
         step = step_of(event)
         for tag, value in scalars(event).items():
             self._metrics.append(self._metric(tag, value, round(1000 * event.t), step))
+        for tag, text in texts(event).items():
+            self._client.log_text(self._run_id, text, f"{tag}/step-{step:09d}.txt")
         ends = isinstance(event.body, Finished | Stopped)
         if len(self._metrics) >= BATCH or ends or isinstance(event.body, RunStarted):
             self._flush()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from observe.recorded import crashed_run, step
-from phalanx.observe.events import Evaluated, Event, LayerStatistics, Message, TaskEvaluated, encode
+from phalanx.observe.events import Evaluated, Event, LayerStatistics, Message, Sampled, TaskEvaluated, encode
 from phalanx.observe.sink_registry import SinkError, Vendor, fill_sink, missing_points, open_sinks
 from phalanx.observe.sinks import (
     FAILURES_IN_A_ROW,
@@ -324,8 +324,24 @@ def test_a_fill_sends_what_is_missing_in_the_middle_and_no_step_twice(tmp_path: 
     assert (sent, steps_of(sink)) == (3, [6, 7, 8])
 
 
-def test_tensorboard_after_a_kill_has_every_step_once(tmp_path: Path) -> None:
+def tensorboard_values(run_dir: Path) -> list[tuple[str, int, bytes]]:
+    """Tag, step and text of all values in the event files; what a killed writer left torn is left out."""
     EventFileReader = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    values = []
+    for path in (run_dir / "tensorboard").glob("events.*"):
+        data, at = path.read_bytes(), 0
+        while at + 12 <= len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            if at + 16 + size <= len(data):
+                record = EventFileReader.FromString(data[at + 12 : at + 12 + size])
+                for value in record.summary.value:
+                    values.append((value.tag, record.step, b"".join(value.tensor.string_val)))
+            at += 16 + size
+    return values
+
+
+def test_tensorboard_after_a_kill_has_every_step_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
     for attempt, (first, last) in enumerate(((1, 50), (41, 80))):
         events = [Event(100.0 * attempt + n, attempt, step(n, 80)) for n in range(first, last + 1)]
         (sink,) = open_sinks(["tensorboard"], tmp_path, "r")
@@ -338,15 +354,7 @@ def test_tensorboard_after_a_kill_has_every_step_once(tmp_path: Path) -> None:
             (written,) = (tmp_path / "tensorboard").glob("events.*")
             written.write_bytes(written.read_bytes()[:-1000])
             written.rename(written.with_name("events.out.tfevents.0000000001.host"))
-    found = []
-    for path in (tmp_path / "tensorboard").glob("events.*"):
-        data, at = path.read_bytes(), 0
-        while at + 12 <= len(data):
-            size = int.from_bytes(data[at : at + 8], "little")
-            if at + 16 + size <= len(data):
-                record = EventFileReader.FromString(data[at + 12 : at + 12 + size])
-                found += [record.step for value in record.summary.value if value.tag == "train/loss"]
-            at += 16 + size
+    found = [step for tag, step, _ in tensorboard_values(tmp_path) if tag == "train/loss"]
     assert sorted(found) == list(range(1, 81))
 
 
@@ -374,6 +382,20 @@ def test_statistics_of_layers_have_a_tag_for_each_layer_and_figure() -> None:
     }
     assert point_of(event) == ("LayerStatistics", 3)
     assert kind_of_tag("layer/0/residual/rms") == "LayerStatistics"
+
+
+def test_a_sample_is_text_in_tensorboard_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    sample = Event(1.0, 0, Sampled(step=3, sample="story", prompt="Once", text=" upon", tokens=[1]))
+    (tmp_path / "events.jsonl").write_bytes(encode(sample) + encode(Event(2.0, 0, step(3, 9))))
+    for attempt in range(2):  # the second start finds it there
+        (sink,) = open_sinks(["tensorboard"], tmp_path, "run")
+        assert sink.offer(sample)
+        assert sink.close(60).last_error == ""
+        for written in (tmp_path / "tensorboard").glob("events.*.*.*"):
+            written.rename(written.with_name(f"events.out.tfevents.000000000{attempt}"))
+    texts = [value for value in tensorboard_values(tmp_path) if kind_of_tag(value[0]) == "Sampled story"]
+    assert [value[1:] for value in texts] == [(3, b"```\nOnce upon\n```")]
 
 
 def test_a_tracker_that_lacks_the_tasks_of_an_evaluation_gets_them(tmp_path: Path) -> None:

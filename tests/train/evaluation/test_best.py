@@ -11,7 +11,7 @@ import pytest
 from phalanx.observe.event_log import EventLog, read_events
 from phalanx.observe.events import Evaluated, Message, TaskEvaluated
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.rules import task_problems
+from phalanx.run.evaluation import evaluation_problems
 from phalanx.run.spec import EvalSpec, RunSpec
 from phalanx.train.evaluation.best import BestRule, BestStep
 from ranks import Ranks
@@ -47,9 +47,11 @@ def test_the_best_step_of_earlier_starts_is_read_from_the_events(tmp_path: Path)
                     step=step, task="arc", scored_as="choice", items=1, figures={"accuracy": 1 / loss}
                 )
             )
-    assert BestRule("loss").best_so_far(tmp_path / "events.jsonl", range(30)) == BestStep(20, 2.0)
-    assert BestRule("arc.accuracy").best_so_far(tmp_path / "events.jsonl", [10]) == BestStep(10, 1 / 3)
-    assert BestRule("loss").best_so_far(tmp_path / "gone.jsonl", range(30)) is None
+    rule = BestRule("loss")
+    assert rule.recorded(tmp_path / "events.jsonl") == {10: 3.0, 20: 2.0, 30: 1.0}
+    assert rule.best({10: 3.0, 20: 2.0}) == BestStep(20, 2.0)
+    assert BestRule("arc.accuracy").recorded(tmp_path / "events.jsonl")[10] == 1 / 3
+    assert rule.recorded(tmp_path / "gone.jsonl") == {}
 
 
 @pytest.fixture
@@ -100,8 +102,8 @@ def test_an_evaluation_on_another_file_of_the_task_is_not_the_best(tmp_path: Pat
             TaskEvaluated(step=2, task="arc", scored_as="text", items=1, figures=figures, sha256="old")
         )
     rule = BestRule("arc.bits_per_byte")
-    assert rule.best_so_far(tmp_path / "events.jsonl", [2], "new") is None
-    assert rule.best_so_far(tmp_path / "events.jsonl", [2], "old") == BestStep(2, 1.0)
+    assert rule.recorded(tmp_path / "events.jsonl", "new") == {}
+    assert rule.recorded(tmp_path / "events.jsonl", "old") == {2: 1.0}
 
 
 def test_a_file_that_changes_between_two_starts_is_named(ranks: Ranks, run: RunSpec, tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_a_file_that_changes_between_two_starts_is_named(ranks: Ranks, run: RunS
 
 def test_a_figure_that_no_evaluation_has_is_refused_with_the_nearest(run: RunSpec) -> None:
     wrong = dataclasses.replace(run.evaluation, keep_best="of-choice.acuracy")
-    (problem,) = task_problems(wrong)
+    (problem,) = evaluation_problems(wrong, 16)
     assert problem.path == "evaluation.keep_best"
     assert "'of-choice.accuracy'" in str(problem)
-    assert list(task_problems(EvalSpec(keep_best="loss"))) == []
+    assert list(evaluation_problems(EvalSpec(keep_best="loss"), 16)) == []

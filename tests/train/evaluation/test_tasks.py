@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.run.directory.paths import RunDirectory
+from phalanx.run.evaluation import TASK_FIGURES, evaluation_problems
 from phalanx.run.read import to_table
-from phalanx.run.rules import TASK_FIGURES, task_problems
 from phalanx.run.spec import EvalSpec, RunSpec, TaskSpec
 from phalanx.train.evaluation.tasks import (
     ContinuationScore,
@@ -171,7 +171,10 @@ def test_a_completion_is_right_if_greedy_decoding_writes_it() -> None:
 def test_the_windows_of_a_text_are_added_up() -> None:
     task = task_of("text", Item("", ("abcdef",)))
     sequences = sequences_of(task, BYTES, 4)
-    scores = [SequenceScore((-math.log(2),) * sequence.scored, is_greedy=False) for sequence in sequences]
+    scores = [
+        SequenceScore((-math.log(2),) * sequence.scored, (0,) * sequence.scored, is_greedy=False)
+        for sequence in sequences
+    ]
     assert len(sequences) == 2
     assert figures(task, scores_by_item(task, sequences, scores)) == {"bits_per_byte": pytest.approx(1.0)}
 
@@ -214,7 +217,7 @@ def test_the_figures_by_which_evaluations_are_compared_are_those_of_each_kind(ki
 
 def test_each_task_has_a_name_of_its_own_and_a_file() -> None:
     tasks = (TaskSpec("a", "a.jsonl"), TaskSpec("a", "b.jsonl"), TaskSpec("a/b", "c.jsonl"), TaskSpec("c"))
-    assert [problem.path for problem in task_problems(EvalSpec(tasks=tasks))] == [
+    assert [problem.path for problem in evaluation_problems(EvalSpec(tasks=tasks), 16)] == [
         "evaluation.tasks[1].name",
         "evaluation.tasks[2].name",
         "evaluation.tasks[3].path",

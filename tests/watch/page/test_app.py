@@ -18,6 +18,7 @@ from phalanx.observe.goodput import goodput
 from phalanx_watch.page.app import application
 from phalanx_watch.page.http import access_for
 from phalanx_watch.page.runs import PageRuns
+from recorded_runs import RecordedRun
 from watch.made_runs import crashed, write_events
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -46,6 +47,30 @@ def test_the_list_has_a_row_for_each_run_with_its_newest_numbers(client: TestCli
     (row,) = client.get("/api/runs").json()["runs"]
     assert (row["step"], row["steps"], row["state"], row["ranks"]) == (40, 40, "finished", 2)
     assert row["loss"] == 2.0
+
+
+def test_the_list_is_filtered_and_a_mistake_says_what_there_is(client: TestClient) -> None:
+    answer = client.get("/api/runs", params={"where": "step>39 and name~first"}).json()
+    assert [row["name"] for row in answer["runs"]] == ["first"]
+    answer = client.get("/api/runs", params={"where": "step>40"}).json()
+    assert (answer["runs"], answer["total"]) == ([], 1)
+    answer = client.get("/api/runs", params={"where": "stop>40"})
+    assert answer.status_code == 400
+    assert "did you mean step?" in answer.json()["error"]
+
+
+def test_settings_that_differ_between_runs_have_their_values(tmp_path: Path) -> None:
+    for number in range(2):
+        run = RecordedRun(tmp_path / f"run-{number}", "run", 20, lr=1e-3 * (number + 1))
+        run.train(1)
+    client = TestClient(
+        application(PageRuns([tmp_path]), access_for("127.0.0.1", "")), base_url="http://127.0.0.1"
+    )
+    answer = client.get("/api/settings", params={"names": "train.steps"}).json()
+    assert answer["differ"] == ["optimizer.lr"]
+    assert sorted(answer["values"]["optimizer.lr"].values()) == [0.001, 0.002]
+    assert {*answer["values"]["train.steps"].values()} == {20}
+    assert "train.batch_size" in answer["all"]
 
 
 def test_two_runs_of_one_name_have_addresses_of_their_own(folder: Path, tmp_path: Path) -> None:

@@ -121,10 +121,71 @@ def test_many_runs_of_one_name_are_told_apart_by_their_settings_and_fit_a_phone(
         page = browser.new_page(viewport={"width": 390, "height": 800})
         page.goto(f"http://127.0.0.1:{port}/#/compare?ids={ids}")
         expect(page.locator(".legendbox .entry").first).to_contain_text("tiny · lr 0.001")
-        cell = page.get_by_role("cell", name="state", exact=True)
+        cell = page.get_by_role("columnheader", name="state", exact=True)  # of many runs, each is a row
         assert cell.evaluate("cell => cell.getBoundingClientRect().height") < 60, "a letter in each line"
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         expect(page.locator("figure:not(.wide) .legend").first).to_be_hidden()
+        page.close()
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Nine runs with three rates, three each."""
+    for number in range(9):
+        RecordedRun(tmp_path / f"sweep-{number}", f"sweep-{number}", 20, lr=1e-3 * (1 + number % 3)).train(5)
+    return tmp_path
+
+
+def test_settings_that_differ_are_columns_and_others_can_be_chosen(sweep: Path, browser: Browser) -> None:
+    with serving(sweep) as port:
+        page = browser.new_page(viewport={"width": 360, "height": 800})
+        page.goto(f"http://127.0.0.1:{port}/")
+        expect(page.locator("th[data-column='optimizer.lr']")).to_have_text("lr")
+        expect(page.locator("tr", has_text="sweep-1").locator(".c-setting")).to_have_text("0.002")
+        page.locator(".columns summary").click()
+        page.get_by_role("checkbox", name="optimizer.lr").uncheck()
+        page.get_by_label("Add a setting as a column").fill("runtime.seed")
+        page.get_by_label("Add a setting as a column").press("Enter")
+        expect(page.locator("tr", has_text="sweep-1").locator(".c-setting")).to_have_text("0")
+        assert "settings=runtime.seed" in page.url
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        page.close()
+
+
+def test_a_filter_is_the_language_of_the_command_and_a_mistake_in_it_says_what_there_is(
+    sweep: Path, browser: Browser
+) -> None:
+    with serving(sweep) as port:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{port}/")
+        expect(page.locator("tbody tr")).to_have_count(9)
+        for text, count in (("optimizer.lr=0.002 and step<9", 3), ("los<2", 3), ("optimizer.lr<0.0025", 6)):
+            page.get_by_label("Filter runs by columns and settings").fill(text)
+            page.get_by_label("Filter runs by columns and settings").press("Enter")
+            expect(page.locator("tbody tr")).to_have_count(count)
+            if text == "los<2":
+                expect(page.get_by_role("alert").first).to_contain_text("did you mean loss?")
+        expect(page.locator(".wrong")).to_be_hidden()
+        page.close()
+
+
+def test_many_runs_are_searched_in_the_legend_and_grouped_by_a_setting(sweep: Path, browser: Browser) -> None:
+    ids = ",".join(run_id(path) for path in sorted(sweep.iterdir()))
+    with serving(sweep) as port:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{port}/#/compare?ids={ids}")
+        entries = page.locator(".legendbox .entry")
+        expect(entries).to_have_count(9)
+        colors = entries.locator("i").evaluate_all(
+            "all => all.map((one) => getComputedStyle(one).backgroundColor)"
+        )
+        assert len(set(colors)) == 9
+        page.get_by_placeholder("Search lines").fill("sweep-4")
+        expect(entries).to_have_count(1)
+        page.get_by_placeholder("Search lines").fill("")
+        page.get_by_label("group").select_option("optimizer.lr")
+        expect(entries).to_have_text([re.compile(f"lr 0.00{n} \\(3 runs\\)loss 7.4") for n in (1, 2, 3)])
+        assert "group=optimizer.lr" in page.url
         page.close()
 
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from observe.rank_frames import drawn_frame, write
 from observe.recorded import step
 from phalanx.fleet.control.fleet_file import Member, write_fleet_file
-from phalanx.observe.events import Event
+from phalanx.observe.events import Event, Sampled
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory
@@ -203,3 +203,17 @@ def test_a_trace_that_is_a_link_out_of_the_run_is_not_sent(
 
 def test_what_is_wrong_is_told_with_evidence(client: TestClient, run_dir: Path) -> None:
     assert isinstance(client.get(f"/api/run/{run_id(run_dir)}/why").json()["reasons"], list)
+
+
+def test_samples_are_listed_newest_first_and_a_step_that_is_done_again_counts_once(
+    client: TestClient, run_dir: Path
+) -> None:
+    texts = {(10, "a"): "one", (10, "b"): "two", (20, "a"): "three", (20, "b"): "four"}
+    samples = [Sampled(at, name, "p", text, [1, 2]) for (at, name), text in texts.items()]
+    write_events(run_dir, [Event(2e9, 5, body) for body in (*samples, samples[-1])])
+    content = client.get(f"/api/run/{run_id(run_dir)}/samples").json()["samples"]
+    assert [(one["name"], [(text["step"], text["text"]) for text in one["texts"]]) for one in content] == [
+        ("a", [(20, "three"), (10, "one")]),
+        ("b", [(20, "four"), (10, "two")]),
+    ]
+    assert client.get(f"/api/run/{run_id(run_dir)}").json()["has"]["samples"]

@@ -14,6 +14,7 @@ from phalanx_watch.runs.index import (
     SelectionError,
     ordered,
     read_condition,
+    read_conditions,
     selected,
 )
 from phalanx_watch.runs.row import RunLabels, write_labels
@@ -47,6 +48,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[RunRow]:
 )
 def test_a_condition_chooses_runs(rows: list[RunRow], condition: str, names: list[str]) -> None:
     assert sorted(row.name for row in selected(rows, [read_condition(condition)], [])) == names
+
+
+def test_several_conditions_in_one_text_have_and_between_them() -> None:
+    conditions = [read_condition(text) for text in ("loss<2", "optimizer.lr = 0.001", "note~cats and dogs")]
+    assert read_conditions("loss<2 and optimizer.lr = 0.001 and note~cats and dogs") == conditions
+    assert read_conditions("  ") == []
 
 
 def test_all_tags_must_be_there(rows: list[RunRow]) -> None:

@@ -184,6 +184,12 @@ def report_finished(spec: RunSpec, run_file: Path, result: RunResult, console: C
     run = prepare_run(spec, run_file, progress_on(console))  # Checks that it is this run's directory.
     os.close(run.lock_fd)
     console.print(f"{run.directory.path} is complete: {result.step} steps, nothing to do")
+    if result.early_stop is not None:
+        console.print(
+            f"it ended before step {spec.train.steps}, since {result.early_stop}; to train on, change evaluation.stop_after: "
+            f"phalanx train {shlex.quote(str(run.directory.path))} --set evaluation.stop_after=0",
+            soft_wrap=True,
+        )
     _report(run.directory, run.spec, console, as_json, None)
     return 0
 

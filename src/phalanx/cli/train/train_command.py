@@ -103,7 +103,7 @@ def command(options: TrainOptions) -> None:
       phalanx train run.toml --ranks 1 --check-layout "sharding=zero3,ranks=4"
       torchrun --nproc-per-node 2 -m phalanx train run.toml
 
-    Exit codes: 0 finished, 75 stopped on request (run it again to continue), 1 failed. With --check-layout: 0 the
+    Exit codes: 0 finished, also early by evaluation.stop_after, 75 stopped on request (run it again to continue), 1 failed. With --check-layout: 0 the
     layouts agree in every bit, 1 they differ, 2 they could not be compared.
     """
     if len(options.places) > 1:
@@ -179,7 +179,7 @@ def _train_here(spec: RunSpec, run_file: Path, as_json: bool) -> int:
 
     console = console_for(as_json)
     with explained(DataError, RunDirectoryError):
-        if spec.run_dir and (result := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
+        if spec.run_dir and (result := RunDirectory(Path(spec.run_dir)).complete_result(spec)) is not None:
             return report_finished(spec, run_file, result, console, as_json)
         ranks = ranks_on_this_machine(spec, run_file)
         run = prepare_run(spec, run_file, progress_on(console))

@@ -59,7 +59,7 @@ def train_fleet(
     planned = _faults(spec, faults)
     spec = _with_planned_halving(spec, console)
     with explained(DataError, RunDirectoryError):
-        if spec.run_dir and (result := RunDirectory(Path(spec.run_dir)).finished_result()) is not None:
+        if spec.run_dir and (result := RunDirectory(Path(spec.run_dir)).complete_result(spec)) is not None:
             return report_finished(spec, run_file, result, console, as_json)
         run = prepare_run(spec, run_file, progress_on(console))
     nodes, spares = spec.fleet.nodes, spec.fleet.spares

@@ -67,7 +67,7 @@ class HostsEngine:
             text = "\n".join(f"# on {name}\n{script}" for name, script in scripts.items())
             return SubmitReport({"scripts": scripts, "run_dir": spec.run_dir}, text)
         where = f"{len(hosts)} hosts" if self.has_hosts else "this machine"
-        refuse_finished(order)
+        refuse_finished(order, spec)
         with only_submission(order):
             spec, price = self.verified(order, spec, listed, hosts)
             write_files(order, spec, scripts[hosts[0].name])

@@ -79,7 +79,7 @@ class SlurmEngine:
         if request.dry_run:
             script = batch_script(order if request.lender is None else _borrowing(order, request.lender))
             return SubmitReport({"script": script, "run_dir": spec.run_dir}, script)
-        refuse_finished(order)
+        refuse_finished(order, spec)
         _refuse_second(order)
         if impossible := slurm.preflight(order):
             raise EngineError("this job would never start:\n  " + "\n  ".join(impossible))

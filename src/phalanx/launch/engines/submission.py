@@ -184,9 +184,9 @@ def wait_for_submitter(run_dir: Path, notify: Callable[[str], None]) -> str:
     return notified
 
 
-def refuse_finished(order: LaunchOrder) -> None:
+def refuse_finished(order: LaunchOrder, spec: RunSpec) -> None:
     """Raises ``EngineError`` if the run is finished."""
-    if RunDirectory(order.run_dir).finished_result() is not None:
+    if RunDirectory(order.run_dir).complete_result(spec) is not None:
         raise EngineError(
             f"the run in {order.run_dir} is finished; give another run_dir to train it once more"
         )

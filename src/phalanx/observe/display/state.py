@@ -12,6 +12,7 @@ from phalanx.observe.events import (
     CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
+    EndedEarly,
     EpochLeft,
     Evaluated,
     Evaluating,
@@ -24,6 +25,7 @@ from phalanx.observe.events import (
     RanksChanged,
     Restored,
     RunStarted,
+    Sampled,
     Step,
     Stopped,
     TaskEvaluated,
@@ -34,6 +36,8 @@ from phalanx.observe.throughput import RECENT_STEPS, format_bytes, format_durati
 
 NOTES_KEPT = 6
 CURVE_POINTS = 256
+_PROMPT_SHOWN, _TEXT_SHOWN = 60, 200
+"""Characters of a sample that a line shows."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def reduce(state: State, event: Event) -> State:
             return _with_step(state, event.t, body)
         case Evaluated() as body:
             return replace(state, evaluated=body, evaluating=None)
-        case TaskEvaluated():
+        case TaskEvaluated() | Sampled():
             return replace(state, evaluating=None)
         case Evaluating() as body:
             return replace(state, evaluating=body)
@@ -206,6 +210,8 @@ def _note(event: Event) -> Note | None:
             return Note(event.t, level, text)
         case EpochLeft(text=text):
             return Note(event.t, "warning", text)
+        case EndedEarly() as body:
+            return Note(event.t, "info", body.text)
         case Stopped(step=step, reason=reason):
             return Note(event.t, "warning", f"stopped after step {step:,}: {reason}")
         case Torn(line=line):
@@ -237,6 +243,13 @@ def describe_figures(figures: Mapping[str, float]) -> str:
     if "bits_per_byte" in figures:
         parts.append(f"{figures['bits_per_byte']:.3f} bits/byte")
     return " · ".join(parts)
+
+
+def describe_sample(body: Sampled) -> str:
+    """``Once upon | a time there was``, shortened."""
+    before = body.prompt if len(body.prompt) <= _PROMPT_SHOWN else f"...{body.prompt[-_PROMPT_SHOWN:]}"
+    after = body.text if len(body.text) <= _TEXT_SHOWN else f"{body.text[:_TEXT_SHOWN]}..."
+    return f"{before} | {after}"
 
 
 def describe_evaluating(body: Evaluating) -> str:

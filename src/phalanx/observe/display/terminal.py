@@ -25,6 +25,7 @@ from phalanx.observe.display.state import (
     describe_evaluating,
     describe_evaluation,
     describe_figures,
+    describe_sample,
     notes,
     reduce,
 )
@@ -36,6 +37,7 @@ from phalanx.observe.events import (
     Finished,
     LayerStatistics,
     RunStarted,
+    Sampled,
     Step,
     TaskEvaluated,
 )
@@ -340,6 +342,8 @@ def _milestone(state: State, event: Event) -> str | None:
             )
         case LayerStatistics() as body:
             return f"{at}  layers at step {body.step:,}: {printable(describe_statistics(body))}"
+        case Sampled() as body:
+            return f"{at}  sample {printable(body.sample)} at step {body.step:,}: {printable(describe_sample(body))}"
         case Evaluating() as body:
             return f"{at}  {describe_evaluating(body)}"
         case CheckpointSaved() as body:

@@ -299,6 +299,16 @@ class RunDirectory:
         """Return the result of a complete run, or ``None``."""
         return read_result(read_small_json(self.result))
 
+    def complete_result(self, spec: RunSpec) -> RunResult | None:
+        """Return the result of a run that a start with ``spec`` does not continue, or ``None``.
+
+        A run that ended early is continued if ``evaluation.stop_after`` or ``evaluation.keep_best`` is another one now.
+        """
+        result = self.finished_result()
+        if result is None or result.early_stop is None or result.early_stop.is_of(spec):
+            return result
+        return None
+
     def write_result(self, result: RunResult) -> None:
         """Mark the run as complete."""
         write_atomically(self.result, (json.dumps(result.to_json(), indent=1) + "\n").encode())
@@ -349,6 +359,32 @@ def read_resolved(directory: RunDirectory) -> RunSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EarlyStop:
+    """The decision of a run to end before ``train.steps`` (``evaluation.stop_after``)."""
+
+    figure: str
+    """The compared figure, as ``evaluation.keep_best`` names it."""
+    stop_after: int
+    """Number of evaluations without a better value."""
+    best_step: int
+    """Step with the best value; 0 if no value was finite."""
+    best_value: float | None = None
+    """The best value."""
+
+    def is_of(self, spec: RunSpec) -> bool:
+        """Return True if ``spec`` has the rule that ended the run."""
+        return (self.figure, self.stop_after) == (spec.evaluation.keep_best, spec.evaluation.stop_after)
+
+    def __str__(self) -> str:
+        best = (
+            "a finite one"
+            if self.best_value is None
+            else f"that of step {self.best_step:,}, {self.best_value:.6g}"
+        )
+        return f"evaluation.stop_after = {self.stop_after} and no later {self.figure} was better than {best}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunResult:
     """The result of a finished run. Fields with a default may be missing from a file of an older version."""
 
@@ -384,6 +420,8 @@ class RunResult:
     """The degree of each parallel axis."""
     weights_sha256: str
     """SHA-256 (hex) over all weights."""
+    early_stop: EarlyStop | None = None
+    """The reason for which the run ended before ``train.steps``; ``None`` if it did all of them."""
 
     def to_json(self) -> dict[str, object]:
         """Return the fields as a JSON object."""

@@ -6,7 +6,7 @@ The best step of earlier starts is read from the event file, since a step's chec
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,23 +50,32 @@ class BestRule:
             return BestStep(step, value)
         return best
 
-    def best_so_far(self, events: Path, steps: Collection[int], sha256: str = "") -> BestStep | None:
-        """Return the best of ``steps`` that an event file has; ``None`` if it has none or cannot be read.
+    def best(self, values: Mapping[int, float]) -> BestStep | None:
+        """Return the best of the steps with these values."""
+        best = None
+        for step in sorted(values):
+            best = self.better(step, values[step], best)
+        return best
+
+    def recorded(self, events: Path, sha256: str = "") -> dict[int, float]:
+        """Return the value of each evaluated step in an event file; none if it cannot be read.
 
         Evaluations of a task count if its file had the hash ``sha256``.
         """
-        values: dict[int, float | None] = {}  # of a step that was evaluated again, the newest
+        values: dict[int, float] = {}  # of a step that was evaluated again, the newest
         with suppress(EventLogError):
             for event in read_events(events):
                 match event.body:
                     case Evaluated(step=step, loss=loss) if self.figure == HELD_OUT_LOSS:
                         values[step] = loss
                     case TaskEvaluated(step=step, task=task, figures=figures) if event.body.sha256 == sha256:
-                        value = self.value(None, {task: figures})
-                        values[step] = value if value is not None else values.get(step)
+                        if (value := self.value(None, {task: figures})) is not None:
+                            values[step] = value
                     case _:
                         pass
-        best = None
-        for step in sorted(values):
-            best = self.better(step, values[step], best) if step in steps else best
-        return best
+        return values
+
+
+def without_better(values: Mapping[int, float], best: BestStep | None) -> int:
+    """Return the number of evaluations after the best one; of all, if none is the best."""
+    return sum(best is None or step > best.step for step in values)

@@ -1,4 +1,4 @@
-"""Scores of sequences on any layout: log-probabilities of their tokens, and whether greedy decoding would choose them.
+"""Scores of sequences on any layout: log-probabilities of their tokens, and the tokens that greedy decoding would choose.
 
 Sequences are cut into micro-batches of the run's shape, in their order, and dealt to the data-parallel ranks in turn. What is summed
 over ranks has one term that is not zero, so a score has the bits of the forward pass, whatever rank computed it.
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.hardware.local.device import brought
 from phalanx.parallel.mesh.mesh import Mesh
 from phalanx.parallel.reduction.data_parallel import DataParallel, reshard
 from phalanx.run.spec import RunSpec
@@ -74,10 +75,15 @@ def micro_batch(sequences: Sequence[ScoredSequence], rows: int, seq_len: int) ->
 def scores_of_sequences(sequences: Sequence[ScoredSequence], scores: Tensor) -> list[SequenceScore]:
     """Return the scores of each sequence from those of all scored tokens, ``(2, tokens)``, in the order of sequences (``token_scores``)."""
     counts = [sequence.scored for sequence in sequences]
-    losses, greedy = scores.double().cpu()
+    losses, chosen = scores.double().cpu()
+    pairs = zip(torch.split(losses, counts), torch.split(chosen.long(), counts), strict=True)
     return [
-        SequenceScore(tuple((-loss).tolist()), bool(flags.all()))
-        for loss, flags in zip(torch.split(losses, counts), torch.split(greedy, counts), strict=True)
+        SequenceScore(
+            tuple((-loss).tolist()),
+            tuple(tokens.tolist()),
+            is_greedy=tuple(tokens.tolist()) == sequence.tokens[-sequence.scored :],
+        )
+        for sequence, (loss, tokens) in zip(sequences, pairs, strict=True)
     ]
 
 
@@ -89,9 +95,11 @@ def score_sequences(
     sequences: Sequence[ScoredSequence],
     on_progress: Callable[[int, int], None] = lambda _done, _sequences: None,
     stops: Callable[[], bool] = lambda: False,
+    noise: Tensor | None = None,
 ) -> list[SequenceScore]:
     """Return the score of each sequence, the same on every rank. A collective.
 
+    ``noise`` ``(sequences, vocab)``, fp32, on the host, is added to the logits before the most probable token is chosen.
     ``on_progress`` is called after each round of micro-batches with the number of sequences that all ranks have scored, and of all. If
     ``stops()`` is true on some rank after a round, ``EvaluationStoppedError`` is raised.
     """
@@ -109,6 +117,11 @@ def score_sequences(
     for number, own in rounds(model, batches, report, stops):
         samples, targets = micro_batch(own, rows, seq_len)
         batch = losses.cut(samples, targets)
+        if noise is not None:
+            first = (number or 0) * rows
+            full = torch.zeros(rows, noise.shape[1])  # a batch of few sequences is padded
+            full[: len(own)] = noise[first : first + len(own)]
+            batch = replace(batch, noise=brought(full, mesh.device))
         scores = runner.score(batch)  # (2, rows, this rank's part of the sequence)
         if number is not None and runner.reports:
             first = begins[number * rows]

@@ -217,8 +217,10 @@ class SequenceScore:
 
     log_probabilities: tuple[float, ...]
     """Log-probability of each scored token, in nats."""
+    greedy_tokens: tuple[int, ...]
+    """The most probable token at the place of each scored one."""
     is_greedy: bool
-    """True if each scored token is the most probable one."""
+    """True if they are the scored tokens."""
 
 
 @dataclass(frozen=True)

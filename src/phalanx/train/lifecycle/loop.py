@@ -17,10 +17,10 @@ from phalanx.data.errors import DataError
 from phalanx.data.reading.prefetch import WaitEndedError
 from phalanx.hardware.local.device import on_gpu
 from phalanx.observe.event_log import read_events
-from phalanx.observe.events import Finished, MemoryMeasured, Step, Stopped
+from phalanx.observe.events import EndedEarly, Finished, MemoryMeasured, Step, Stopped
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
-from phalanx.run.directory.paths import RunResult
+from phalanx.run.directory.paths import EarlyStop, RunResult
 from phalanx.train.assemble import Training
 from phalanx.train.evaluation.scoring import EvaluationStoppedError
 from phalanx.train.lifecycle.ending import RunFailedError
@@ -32,6 +32,7 @@ from phalanx.train.lifecycle.observers import (
     Scores,
     StepEnd,
     StepLog,
+    StopEarly,
     report_start,
 )
 from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_nonfinite, judge_spike
@@ -76,6 +77,7 @@ class Trainer:
         """The progress at which this attempt began."""
         self._saving = Saving(training)
         self._evaluation = Evaluator(training)
+        self._early: StopEarly | None = None
         self._step_s: list[float] = []
         """Seconds of each step of this attempt."""
         self._memory_bytes: dict[str, int] = {}
@@ -87,7 +89,13 @@ class Trainer:
         report_start(training)
         with ExitStack() as opened:
             self._set_up(opened)
-            while progress.step < self._spec.train.steps:
+            try:
+                if self._early is not None:
+                    self._early.evaluate_restored()
+            except EvaluationStoppedError:
+                self._stop()
+                return None
+            while progress.step < self._spec.train.steps and self._early_stop is None:
                 number = progress.step + 1
                 for observer in self._observers:
                     observer.before_step(number)
@@ -154,6 +162,13 @@ class Trainer:
             opened.enter_context(nvtx_ranges(training, self._stepper, NvtxRanges()))
         elif spec.observe.nvtx:
             self._reporter.warn("observe.nvtx shows nothing: it needs an NVIDIA GPU")
+        keep_best = (
+            KeepBest(training, self._saving, progress, self._evaluation)
+            if spec.evaluation.keep_best
+            else None
+        )
+        if keep_best is not None and spec.evaluation.stop_after:
+            self._early = StopEarly(training, progress, self._evaluation, keep_best)
         recording = Recording(training, self._stepper, lambda: ranks.slowest, self._measured_step)
         # The order of events at a step is the order here. A request to stop ends the evaluation, and the hook with it: only what depends on
         # its result comes after it.
@@ -162,12 +177,13 @@ class Trainer:
             RankWindows(training, ranks),
             opened.enter_context(recording),
             self._evaluation,
-            *(
-                [KeepBest(training, self._saving, progress, self._evaluation)]
-                if spec.evaluation.keep_best
-                else []
-            ),
+            *(observer for observer in (keep_best, self._early) if observer is not None),
         )
+
+    @property
+    def _early_stop(self) -> EarlyStop | None:
+        """The run's own decision to end before its last step."""
+        return None if self._early is None else self._early.ended
 
     @property
     def _measured_step(self) -> int:
@@ -257,7 +273,7 @@ class Trainer:
             stops = True
             self._saving.save(progress)
         self._saving.collect()
-        if stops or end.last:
+        if stops or end.last or self._early_stop is not None:
             for observer in self._observers:
                 observer.at_end()
         return stops
@@ -277,7 +293,12 @@ class Trainer:
         The save comes first: evaluation and hash need memory that training did not, and their failure shall not cost steps.
         """
         training, guardian, progress = self._training, self._guardian, self._progress
-        first = training.mesh.rank == 0
+        first, early = training.mesh.rank == 0, self._early_stop
+        if early is not None and progress.step < self._spec.train.steps:
+            body = EndedEarly(
+                progress.step, early.figure, early.stop_after, early.best_step, early.best_value
+            )
+            self._reporter.emit(body)
         if first:
             guardian.await_authority()
         self._saving.save(progress)
@@ -324,6 +345,7 @@ class Trainer:
             memory_bytes=self._memory_bytes,
             layout=layout.degrees | {"expert": layout.expert},
             weights_sha256=weights,
+            early_stop=self._early_stop if progress.step < self._spec.train.steps else None,
         )
 
     def _typical_speed(self) -> float | None:

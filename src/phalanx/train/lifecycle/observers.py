@@ -9,22 +9,36 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from phalanx.hardware.local.device import most_memory_bytes
 from phalanx.observe.event_log import newest_event
-from phalanx.observe.events import Evaluated, Evaluating, Message, Restored, RunStarted, Step, TaskEvaluated
+from phalanx.observe.events import (
+    Evaluated,
+    Evaluating,
+    Message,
+    Restored,
+    RunStarted,
+    Sampled,
+    Step,
+    TaskEvaluated,
+)
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
+from phalanx.run.directory.paths import EarlyStop, RunDirectory
 from phalanx.train.assemble import Training
-from phalanx.train.evaluation.best import BestRule, BestStep
+from phalanx.train.evaluation.best import BestRule, BestStep, without_better
 from phalanx.train.evaluation.held_out import HeldOutLoss, evaluate
+from phalanx.train.evaluation.samples import continue_prompts, prompt_of
 from phalanx.train.evaluation.scoring import score_sequences
 from phalanx.train.evaluation.tasks import (
     ScoredSequence,
+    SequenceScore,
     Task,
     figures,
     read_task,
@@ -174,7 +188,7 @@ class Scores:
 
 
 class Evaluator(Observer):
-    """Evaluations on held-out text and on the run's tasks, every ``evaluation.every_steps`` steps."""
+    """Evaluations on held-out text, on the run's tasks and on its samples, every ``evaluation.every_steps`` steps."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -188,11 +202,19 @@ class Evaluator(Observer):
         if not end.last and not end.report.flags.stop and is_due(end.step, spec.every_steps):
             self.run(end.step, spec.sequences)
 
+    def value(self, rule: BestRule, step: int) -> float | None:
+        """Return the figure of the newest evaluation, if it is that of ``step``."""
+        if self.newest is None or self.newest[0] != step:
+            return None
+        held_out, tasks = self.newest[1].held_out, self.newest[1].tasks
+        return rule.value(None if held_out is None else held_out.loss, tasks)
+
     def run(self, step: int, sequences: int) -> Scores:
-        """Score held-out text and tasks, and report them. Raises ``EvaluationStoppedError`` on a request to stop."""
+        """Score held-out text and tasks, write the samples, and report all. Raises ``EvaluationStoppedError`` on a request to stop."""
         with self._training.inputs.ledger.bucket(Bucket.EVAL):
             held_out = self._held_out(step, sequences)
             scores = Scores(held_out, {task.name: self._task(step, task, own) for task, own in self._read()})
+            self._write_samples(step)
             self.newest = step, scores
             return scores
 
@@ -261,6 +283,27 @@ class Evaluator(Observer):
         )
         return results
 
+    def _write_samples(self, step: int) -> None:
+        training, inputs, built = self._training, self._training.inputs, self._training.built
+        spec, tokenizer = inputs.spec, training.data.tokenizer
+        samples, begin_s = spec.evaluation.samples, time.perf_counter()
+
+        def score(sequences: Sequence[ScoredSequence], noise: Tensor | None) -> list[SequenceScore]:
+            return score_sequences(
+                *(built.model, built.runner, spec, sequences), stops=lambda: inputs.stop.made, noise=noise
+            )
+
+        prompts = [prompt_of(sample, tokenizer, spec.runtime.seed) for sample in samples]
+        texts = continue_prompts(
+            *(prompts, score, tokenizer, spec.train.seq_len, spec.model.vocab_size), self._progress(step)
+        )
+        for sample, tokens in zip(samples, texts, strict=True):
+            text = tokenizer.decode(tokens, at_start=not sample.prompt)
+            training.reporter.emit(
+                Sampled(step, sample.name, sample.prompt, text, tokens, sample.temperature)
+            )
+        self._ended(begin_s)
+
     def _progress(self, step: int) -> Callable[[int, int], None]:
         """Return a function that reports how far a long evaluation is."""
         reported_s = time.perf_counter()
@@ -300,20 +343,19 @@ class KeepBest(Observer):
         """Return the best evaluation of earlier starts whose checkpoint is still there."""
         directory = self._training.inputs.directory
         with suppress(OSError):
-            saved = [step for step in directory.committed_steps() if step <= self._progress.step]
-            task, _, _ = self._rule.figure.rpartition(".")
-            sha256 = hashlib.sha256(directory.task(task).read_bytes()).hexdigest() if task else ""
-            return self._rule.best_so_far(directory.events, saved, sha256)
+            values = _recorded_values(self._rule, directory, self._progress.step)
+            saved = directory.committed_steps()
+            return self._rule.best({step: value for step, value in values.items() if step in saved})
         return None
 
     def after_save(self, end: StepEnd) -> None:
-        newest = self._evaluator.newest
-        if newest is None or newest[0] != end.step or end.last:
-            return
-        held_out, tasks = newest[1].held_out, newest[1].tasks
-        value = self._rule.value(None if held_out is None else held_out.loss, tasks)
+        if not end.last:
+            self.compare(end.step)
+
+    def compare(self, step: int) -> None:
+        """Compare the evaluation of ``step``, if there is one."""
         before = self._best[0] if self._best else None
-        best = self._rule.better(end.step, value, before)
+        best = self._rule.better(step, self._evaluator.value(self._rule, step), before)
         if best is None or best == before:
             return
         self._best = [best]
@@ -324,6 +366,65 @@ class KeepBest(Observer):
                 "info",
                 f"step {best.step:,} is the best so far, {self._rule.figure} {best.value:.6g}: its checkpoint is kept",
             )
+        )
+
+
+def _recorded_values(rule: BestRule, directory: RunDirectory, last: int) -> dict[int, float]:
+    """Return the figure of each evaluation of earlier starts, up to the step ``last``. Raises ``OSError``."""
+    task, _, _ = rule.figure.rpartition(".")
+    sha256 = hashlib.sha256(directory.task(task).read_bytes()).hexdigest() if task else ""
+    values = rule.recorded(directory.events, sha256)
+    return {step: value for step, value in values.items() if step <= last}
+
+
+class StopEarly(Observer):
+    """Ends the run after ``evaluation.stop_after`` evaluations without a better one, at the same step on all ranks and in every start."""
+
+    def __init__(
+        self, training: Training, progress: TrainProgress, evaluator: Evaluator, keep_best: KeepBest
+    ) -> None:
+        self._training, self._progress = training, progress
+        self._evaluator, self._keep_best = evaluator, keep_best
+        self._spec = training.inputs.spec.evaluation
+        self._rule = BestRule(self._spec.keep_best)
+        recorded: dict[int, float] = {}
+        if training.mesh.rank == 0:
+            with suppress(OSError):
+                recorded = _recorded_values(self._rule, training.inputs.directory, progress.step)
+        self._values = broadcast_typed(recorded, dict[int, float])
+
+    def evaluate_restored(self) -> None:
+        """Evaluate the restored step, if a stop or a fault cut its evaluation short. Raises ``EvaluationStoppedError``.
+
+        So the run ends at the step at which it would have ended without the interruption.
+        """
+        step, restored = self._progress.step, self._training.restored
+        is_own = restored is not None and not restored.taken_over
+        is_last = step == self._training.inputs.spec.train.steps
+        if is_own and not is_last and is_due(step, self._spec.every_steps) and step not in self._values:
+            self._evaluator.run(step, self._spec.sequences)
+            self._keep_best.compare(step)
+            self._note(step)
+
+    def after_save(self, end: StepEnd) -> None:
+        self._note(end.step)
+
+    def _note(self, step: int) -> None:
+        value = self._evaluator.value(self._rule, step)
+        if value is not None:
+            self._values[step] = value
+
+    @property
+    def ended(self) -> EarlyStop | None:
+        """The decision to end the run; ``None`` while it trains on. The same on all ranks."""
+        best = self._rule.best(self._values)
+        if without_better(self._values, best) < self._spec.stop_after:
+            return None
+        return EarlyStop(
+            figure=self._rule.figure,
+            stop_after=self._spec.stop_after,
+            best_step=best.step if best else 0,
+            best_value=best.value if best else None,
         )
 
 

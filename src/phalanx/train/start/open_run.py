@@ -147,8 +147,17 @@ def choose(spec: RunSpec, fingerprint: str) -> RunDirectory:
     """The directory of a run: the one it names, or the first by its identity that is not finished."""
     if spec.run_dir:
         return RunDirectory(Path(spec.run_dir))
-    unfinished = (path for path in _candidates(spec, fingerprint) if not RunDirectory(path).result.exists())
+    unfinished = (
+        path
+        for path in _candidates(spec, fingerprint)
+        if not RunDirectory(path).result.exists() or _continues_early_stop(RunDirectory(path), spec)
+    )
     return RunDirectory(next(unfinished))
+
+
+def _continues_early_stop(directory: RunDirectory, spec: RunSpec) -> bool:
+    """Return True if the run ended early, by another rule than that of ``spec``."""
+    return directory.finished_result() is not None and directory.complete_result(spec) is None
 
 
 def open_run(
@@ -180,6 +189,8 @@ def open_run(
                 claimed = claim_store(spec, fingerprint, has_begun=holds_steps(directory))
                 changes += [line for line in claimed if line not in changes]
             _remove_temporaries(directory)
+            if _continues_early_stop(directory, spec):
+                directory.result.unlink()
             before = directory.read_record()
             attempt = max(next_attempt(directory.events), before.get("attempts", 0), directory.next_journal())
             record = {

@@ -179,39 +179,64 @@ def token_scores(
     tiles: RankTiles | None = None,
     *,
     cap: float = 0.0,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """Return the scores of each token, ``(2, batch, seq)``, fp32, without a gradient; the same on all ranks that share the vocabulary.
 
-    The first are the terms of ``summed_cross_entropy``, in nats, 0 for ignored targets. The second are 1 where the target has the largest
-    logit of all tokens, the first of equal ones, else 0: greedy decoding would choose it. Arguments are those of
-    ``summed_cross_entropy``.
+    The first are the terms of ``summed_cross_entropy``, in nats, 0 for ignored targets. The second are the next token that greedy
+    decoding would choose: the one with the largest logit, the first of equal ones. fp32 has each number below 2^24 exactly. Arguments are
+    those of ``summed_cross_entropy``, and ``noise`` ``(batch, vocab)``, fp32, which is added to a row's logits before the choice: with
+    Gumbel noise times a temperature, the choice is a sample at that temperature.
     """
     if rows is not None and rows.comm is not None:
         hidden = rows.comm.gather(hidden)  # (batch, seq, dim)
     if tiles is None:
-        return _scores_in_chunks(hidden, weight, targets, chunk, rows, cap)
+        return _scores_in_chunks(hidden, weight, targets, chunk, rows, cap, noise)
     count = len(tiles.tile_numbers)
     pieces = zip(hidden.chunk(count, 1), targets.chunk(count, 1), strict=True)
     scores = [
-        _scores_in_chunks(aligned(states), weight, labels, chunk, rows, cap) for states, labels in pieces
+        _scores_in_chunks(aligned(states), weight, labels, chunk, rows, cap, noise)
+        for states, labels in pieces
     ]
     return torch.cat(scores, 2)
 
 
 def _scores_in_chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, rows: VocabularyPiece | None, cap: float
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    rows: VocabularyPiece | None,
+    cap: float,
+    noise: Tensor | None,
 ) -> Tensor:
-    """Compute the losses of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``, and whether each target has the largest logit: ``(2, b, s)``, fp32."""
+    """Compute ``token_scores`` ``(2, b, s)`` of ``hidden`` ``(b, s, dim)`` and ``targets`` ``(b, s)``."""
+    row_of = torch.arange(targets.numel(), device=targets.device) // targets.shape[1]  # (n,)
     states, labels = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)  # (n, dim), (n,)
     parts = _parts(len(weight), rows)
     matrices, results = _matrices(weight, parts), []
-    for now, target in zip(torch.split(states, chunk), torch.split(labels, chunk), strict=True):
+    pieces = zip(
+        torch.split(states, chunk), torch.split(labels, chunk), torch.split(row_of, chunk), strict=True
+    )
+    for now, target, row in pieces:
         logits = [_logits(now, matrix, cap)[0] for matrix in matrices]  # each (chunk, rows of the part)
         # Before the losses, which are computed in the memory of the logits.
-        largest = _tokens_of_largest(logits, parts, rows) == target
+        noisy = logits if noise is None else _with_noise(logits, noise[row], parts, rows)
+        largest = _tokens_of_largest(noisy, parts, rows)
         _, losses = _scores_and_losses(logits, [_find(target, part, rows) for part in parts], rows)
         results.append(torch.stack((losses, largest.to(losses.dtype))))
     return torch.cat(results, 1).view(2, *targets.shape)
+
+
+def _with_noise(
+    logits: Sequence[Tensor], noise: Tensor, parts: Sequence[range], rows: VocabularyPiece | None
+) -> list[Tensor]:
+    """Add each part's columns of ``noise`` ``(n, vocab)`` to its logits ``(n, rows of the part)``."""
+    start = 0 if rows is None else rows.start
+    return [
+        scores + noise[:, start + part.start : start + part.stop]
+        for scores, part in zip(logits, parts, strict=True)
+    ]
 
 
 def _tokens_of_largest(

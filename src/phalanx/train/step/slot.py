@@ -55,6 +55,8 @@ class MicroBatch:
     """The documents of the full sequences; ``None`` without a document mask."""
     further: Sequence[Ahead] = ()
     """One for each prediction ahead."""
+    noise: Tensor | None = None
+    """``(batch, vocab)``, fp32: added to the logits of scores before the most probable token is chosen (``token_scores``)."""
 
     @property
     def counted(self) -> Tensor:
@@ -139,7 +141,9 @@ class Losses:
 
         def readout(hidden: Tensor, weight: Tensor) -> Tensor:
             chunk, cap = self.spec.train.loss_chunk, self.spec.model.logit_cap
-            return token_scores(hidden, weight, batch.targets, chunk, self.rows, self.tiles, cap=cap)
+            return token_scores(
+                hidden, weight, batch.targets, chunk, self.rows, self.tiles, cap=cap, noise=batch.noise
+            )
 
         result: Tensor = stage(
             x, readout, positions=batch.positions, documents=batch.documents, ahead=None, further=None

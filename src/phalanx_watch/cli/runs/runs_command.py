@@ -26,7 +26,7 @@ from phalanx_watch.runs.index import (
     checked_name,
     is_run,
     ordered,
-    read_condition,
+    read_conditions,
     selected,
     value_of,
 )
@@ -102,7 +102,7 @@ def list_command(options: ListOptions) -> None:
     for folder in places:
         demand_folder(folder)
     with explained(SelectionError):
-        demands = [read_condition(text) for text in options.conditions]
+        demands = [demand for text in options.conditions for demand in read_conditions(text)]
         columns = [checked_name(name.strip()) for name in options.columns.split(",") if name.strip()]
         rows = selected(RunIndex(places).rows(), demands, options.tags)
         if options.sort:

@@ -10,7 +10,7 @@ import uPlot from "./vendor/uPlot.esm.js";
 
 /** @typedef {{name: string, label: string, color: string, format?: (value: number | null) => string, tick?: (value: number | null) => string, sparse?: boolean, exact?: boolean, dashed?: boolean}} Line
  * `color` names one of the style sheet; `tick` is the format beside the axis; a sparse line passes over gaps; an exact one is never smoothed */
-/** @typedef {{x: number, kind: string, text: string, step?: number, t?: number}} Mark */
+/** @typedef {{x: number, kind: string, text: string, step?: number, t?: number, line?: string}} Mark `line` names the only line that it is on */
 /** @typedef {{y: (number | null)[], lo?: (number | null)[], hi?: (number | null)[]}} Values */
 /** @typedef {{x: number[], series: Record<string, Values>, reduced?: boolean, total?: number, marks?: Mark[]}} Curves */
 
@@ -27,6 +27,8 @@ export const MARKS = {
 };
 /** Marks that belong to the rhythm of every run stand at the foot of the chart only. */
 const QUIET = new Set(["checkpoint", "evaluation", "message", "messages"]);
+/** Curves that are not finite where a step is not. */
+export const JUDGED = new Set(["loss", "bits_per_byte", "grad_norm"]);
 const NEAR_PX = 6;
 const FEW_DOTS = 40;
 /** Share of the values, at each end, that "cut" leaves out of the axis. */
@@ -68,7 +70,7 @@ export function smoothed(values, weight) {
 
 export class Chart {
   /**
-   * @param {{title: string, lines: Line[], axis?: string, sync?: string, height?: number, zero?: boolean, marks?: boolean, binary?: boolean, below?: boolean, noted?: boolean,
+   * @param {{title: string, lines: Line[], axis?: string, sync?: string, height?: number, zero?: boolean, marks?: boolean, binary?: boolean, below?: boolean, noted?: boolean, nearest?: boolean, crosses?: boolean,
    *   onZoom?: (first: number | null, last: number | null) => void, say?: (text: string) => void}} options
    */
   constructor(options) {
@@ -79,6 +81,8 @@ export class Chart {
     this.cut = false;
     this.weight = 0;
     this.hiddenKinds = new Set();
+    /** Lines that are left out. @type {Set<string>} */
+    this.hiddenLines = new Set();
     /** @type {Curves} */
     this.curves = { x: [], series: {} };
     /** @type {any} */
@@ -100,6 +104,19 @@ export class Chart {
     );
     this.resize = new ResizeObserver(() => this.fit());
     this.resize.observe(this.canvas);
+  }
+
+  /** Leaves lines out. @param {Set<string>} names */
+  hide(names) {
+    if (names.size === this.hiddenLines.size && [...names].every((name) => this.hiddenLines.has(name))) return;
+    this.hiddenLines = names;
+    this.plot?.setData(this.data());
+  }
+
+  /** Lets the other lines fade. @param {string | null} name */
+  point(name) {
+    const index = this.options.lines.findIndex((line) => line.name === name);
+    this.plot?.setSeries(index < 0 ? null : 3 * index + 1, { focus: true });
   }
 
   close() {
@@ -161,7 +178,7 @@ export class Chart {
       x,
       ...this.options.lines.flatMap(({ name, exact }) => {
         const line = series[name];
-        if (!line) return [none, none, none];
+        if (!line || this.hiddenLines.has(name)) return [none, none, none];
         // A smoothed line stands before what was measured.
         const weight = exact ? 0 : this.weight;
         const beside = weight ? line.y : none;
@@ -191,6 +208,7 @@ export class Chart {
       height: this.canvas.clientHeight,
       padding: [10, 10, 0, 0],
       legend: { show: false },
+      focus: { alpha: 0.12 },
       cursor: {
         sync: this.options.sync ? { key: this.options.sync, setSeries: false } : undefined,
         drag: { x: Boolean(this.options.onZoom), y: false, setScale: false },
@@ -207,7 +225,7 @@ export class Chart {
       series: [{}, ...this.options.lines.flatMap((line) => this.strokes(line))],
       bands: this.options.lines.map((line, index) => ({ series: [3 * index + 3, 3 * index + 2], fill: color(`${line.color}-band`) })),
       hooks: {
-        draw: [(/** @type {any} */ plot) => this.drawMarks(plot)],
+        draw: [(/** @type {any} */ plot) => this.drawMarks(plot), (/** @type {any} */ plot) => this.drawNonFinite(plot)],
         setCursor: [(/** @type {any} */ plot) => this.readCursor(plot)],
         setSelect: [(/** @type {any} */ plot) => this.zoom(plot)],
         ready: [(/** @type {any} */ plot) => plot.over.addEventListener("dblclick", () => this.options.onZoom?.(null, null))],
@@ -275,6 +293,47 @@ export class Chart {
     ctx.restore();
   }
 
+  /** A cross on each line where a value was not finite, at the height of the value before. @param {any} plot */
+  drawNonFinite(plot) {
+    if (!this.options.crosses) return;
+    const { ctx, bbox } = plot;
+    const size = 4 * devicePixelRatio;
+    ctx.save();
+    ctx.strokeStyle = color("--mark-bad");
+    ctx.lineWidth = 2 * devicePixelRatio;
+    for (const mark of this.curves.marks ?? []) {
+      if (mark.kind !== "nonfinite" || !known(mark.x) || this.hiddenKinds.has(mark.kind)) continue;
+      for (const { name, exact, sparse } of this.options.lines) {
+        if (exact || this.hiddenLines.has(name) || (mark.line ? mark.line !== name : sparse)) continue;
+        const values = this.curves.series[name]?.y ?? [];
+        let index = this.curves.x.findLastIndex((x) => x <= mark.x);
+        while (index > 0 && !known(values[index])) index -= 1;
+        if (!known(values[index])) continue;
+        const [x, y] = [plot.valToPos(mark.x, "x", true), plot.valToPos(values[index], "y", true)];
+        if (x < bbox.left || x > bbox.left + bbox.width) continue;
+        ctx.beginPath();
+        ctx.moveTo(x - size, y - size);
+        ctx.lineTo(x + size, y + size);
+        ctx.moveTo(x - size, y + size);
+        ctx.lineTo(x + size, y - size);
+        ctx.stroke();
+      }
+    }
+    ctx.restore();
+  }
+
+  /** The line that is nearest to the cursor, with its value. @param {any} plot @param {number} at */
+  nearestLine(plot, at) {
+    const distances = this.options.lines.flatMap((line) => {
+      const values = this.curves.series[line.name]?.y ?? [];
+      let index = at;
+      while (index > 0 && !known(values[index])) index -= 1;
+      if (this.hiddenLines.has(line.name) || !known(values[index])) return [];
+      return [{ line, value: values[index], distance: Math.abs(plot.valToPos(values[index], "y") - plot.cursor.top) }];
+    });
+    return distances.sort((one, other) => one.distance - other.distance)[0];
+  }
+
   /** @param {any} plot */
   readCursor(plot) {
     const { idx, left } = plot.cursor;
@@ -285,8 +344,10 @@ export class Chart {
     this.tip.hidden = left < 0 || !inside;
     if (this.tip.hidden) return;
     const [, title, format] = this.axis;
+    const nearest = this.options.nearest ? this.nearestLine(plot, at) : null;
     put(
       this.tip,
+      nearest && el("div", { class: "entry" }, el("i", { style: { background: `var(${nearest.line.color})` } }), nearest.line.label, el("b", { text: (nearest.line.format ?? number)(nearest.value) })),
       el("b", { text: `${title === "steps" ? "step" : title} ${format(this.curves.x[at] ?? null)}` }),
       near.slice(0, 6).map((mark) => el("div", { class: "mark", style: { color: `var(${(MARKS[mark.kind] ?? MARKS.message)[0]})` }, text: mark.text || (MARKS[mark.kind]?.[1] ?? mark.kind) })),
       near.length > 6 && el("div", { class: "mark", text: `and ${near.length - 6} more` }),

@@ -1,21 +1,23 @@
 /** Several runs over one another: curves, which settings and environments differ, and whether they must have the same bits. */
 
-import uPlot from "./vendor/uPlot.esm.js";
 import { get, ofRun } from "./api.js";
-import { AXES, Chart } from "./chart.js";
+import { AXES, Chart, JUDGED } from "./chart.js";
 import { choice, command, el, empty, panel, put, select, table } from "./dom.js";
 import { anything, duration, fixed, folderOf, known, number, percent, plural, si, utilization } from "./format.js";
+import { linesOfGroups, linesOfRuns, meanAndBand } from "./groups.js";
+import { LineLegend } from "./legend.js";
 import { stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
+import { shortName } from "./settings.js";
+import uPlot from "./vendor/uPlot.esm.js";
 
 const POINTS = 800;
 /** More differences than this are folded away. */
 const MANY = 24;
 /** More settings than this do not fit into a run's label. */
 const MOST_IN_LABEL = 2;
-/** More runs than this have no legend below each small chart: the one on top names their colors. */
+/** More runs than this have no legend beside each chart, since the one on top names their colors, and a row in a table each. */
 const CROWD = 6;
-const COLORS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 /** @typedef {{name: string, title: string, format: (value: number | null) => string, tick?: (value: number | null) => string}} Metric */
 /** @type {Metric[]} */
@@ -47,6 +49,10 @@ export function compareView(host, page) {
   let rows = [];
   /** Settings of the run that differ. @type {any[]} */
   let settings = [];
+  /** Path of the setting by whose values runs are one line; empty: each run is. */
+  let group = page.params.get("group") ?? "";
+  /** @type {import("./groups.js").RunLine[]} */
+  let drawn = [];
   /** @type {Chart[]} */
   let charts = [];
 
@@ -55,7 +61,13 @@ export function compareView(host, page) {
     return { update: async () => {} };
   }
 
-  const legend = el("div", { class: "legendbox" });
+  const legend = new LineLegend({
+    order: page.params.get("order") ?? "",
+    onOrder: (order) => page.set({ order }),
+    onHide: (names) => charts.forEach((chart) => chart.hide(names)),
+    onPoint: (name) => charts.forEach((chart) => chart.point(name)),
+  });
+  const grouping = el("span");
   const bits = el("div");
   const grid = el("div", { class: ids.length > CROWD ? "charts compare crowded" : "charts compare" });
   const tables = el("div");
@@ -64,11 +76,12 @@ export function compareView(host, page) {
   const logBox = el("input", { type: "checkbox", checked: logX, on: { change: () => ((logX = logBox.checked), page.set({ logx: logX ? 1 : null }), draw()) } });
   put(
     host,
-    legend,
+    legend.element,
     bits,
     el(
       "div", { class: "bar" },
       select("curve", METRICS.map(({ name, title }) => [name, title]), main, (name) => ((main = name), page.set({ y: name }), rebuild())),
+      grouping,
       choice("Axis", AXES.map(([name, title]) => [name, title]), x, (name) => ((x = name), page.set({ x }), zoom(null, null))),
       el("label", { class: "field" }, el("span", { text: "smoothing" }), smoothing),
       el("label", { class: "field" }, logBox, el("span", { text: "logarithmic axis" })),
@@ -90,16 +103,21 @@ export function compareView(host, page) {
   function rebuild() {
     for (const chart of charts) chart.close();
     const names = [main, ...BESIDE.filter((name) => name !== main)];
+    const setting = settings.find(({ path }) => path === group);
+    drawn = setting ? linesOfGroups(setting, settings.map(({ path }) => path)) : linesOfRuns(ids, (index) => labelOf(ids[index], index));
+    grid.classList.toggle("crowded", drawn.length > CROWD);
     charts = names.map((name, place) => {
       const metric = /** @type {Metric} */ (METRICS.find((one) => one.name === name));
-      const lines = ids.map((id, index) => ({ name: id, label: labelOf(id, index), color: COLORS[index % COLORS.length], dashed: index >= COLORS.length, format: metric.format, tick: metric.tick, sparse: true, exact: metric.name.startsWith("eval") }));
-      const chart = new Chart({ title: metric.title, lines, axis: x, sync: "compare", height: place ? 150 : 320, noted: !place, marks: false, below: true, onZoom: zoom, say: page.say });
+      const lines = drawn.map(({ name: own, label, color }) => ({ name: own, label, color, format: metric.format, tick: metric.tick, sparse: true, exact: metric.name.startsWith("eval") }));
+      const chart = new Chart({ title: metric.title, lines, axis: x, sync: "compare", height: place ? 150 : 320, noted: !place, marks: false, below: true, nearest: drawn.length > CROWD, crosses: JUDGED.has(name), onZoom: zoom, say: page.say });
       chart.element.classList.toggle("wide", place === 0);
       chart.element.dataset.metric = name;
       if (place === 0) chart.log = logY;
       return chart;
     });
     put(grid, charts.map((chart) => chart.element));
+    const paths = settings.map(({ path }) => path);
+    put(grouping, paths.length > 0 && select("group", [["", "each run"], ...paths.map((path) => /** @type {[string, string]} */ ([path, `by ${shortName(path, paths)}`]))], group, (path) => ((group = path), page.set({ group }), rebuild())));
     draw();
   }
 
@@ -127,6 +145,20 @@ export function compareView(host, page) {
       chart.element.hidden = !joined.x.length && !chart.element.classList.contains("wide");
       chart.set(joined);
     }
+    drawLegend();
+  }
+
+  function drawLegend() {
+    const metric = /** @type {Metric} */ (METRICS.find((one) => one.name === main));
+    const { series } = joinedCurves(main);
+    legend.set(
+      drawn.map(({ name, label, color, runs }) => {
+        const value = series[name]?.y.findLast(known) ?? null;
+        const row = rows[runs[0]];
+        const parts = group ? [el("b", { text: label })] : [el("a", { href: runAddress(row.id) }, el("b", { text: label })), stateChip(row.state)];
+        return { name, label, color, value, text: `${metric.title.toLowerCase()} ${metric.format(value)}`, parts };
+      }),
+    );
   }
 
   /** @param {string} name @returns {import("./chart.js").Curves} */
@@ -136,8 +168,20 @@ export function compareView(host, page) {
       const kept = one.x.map((/** @type {number} */ at, /** @type {number} */ index) => [at, values[index] ?? null]).filter((/** @type {any[]} */ [at, value]) => known(value) && (!logX || at > 0));
       return [kept.map((/** @type {any[]} */ [at]) => at), kept.map((/** @type {any[]} */ [, value]) => value)];
     });
-    const [axis, ...lines] = /** @type {any} */ (uPlot).join(parts);
-    return { x: axis ?? [], series: Object.fromEntries(ids.map((id, index) => [id, { y: lines[index] ?? [] }])), reduced: curves.some((one) => one.reduced), total: curves.reduce((sum, one) => sum + (one.total ?? 0), 0) };
+    // Of a group: its mean, and its least and greatest, which are three lines over one axis.
+    const tables = drawn.map(({ runs }) => {
+      if (!group) return parts[runs[0]];
+      const { x: axis, y, lo, hi } = meanAndBand(runs.map((index) => ({ x: parts[index][0], y: parts[index][1] })));
+      return [axis, y, lo, hi];
+    });
+    const [axis, ...columns] = /** @type {any} */ (uPlot).join(tables);
+    const width = group ? 3 : 1;
+    const series = Object.fromEntries(drawn.map(({ name: own }, index) => {
+      const [y = [], lo, hi] = columns.slice(width * index, width * (index + 1));
+      return [own, group ? { y, lo: bridged(axis, lo), hi: bridged(axis, hi) } : { y }];
+    }));
+    const marks = drawn.flatMap(({ name: own, runs }) => runs.flatMap((index) => (curves[index]?.marks ?? []).filter((/** @type {any} */ mark) => mark.kind === "nonfinite").map((/** @type {any} */ mark) => ({ ...mark, line: own }))));
+    return { x: axis ?? [], series, marks, reduced: curves.some((one) => one.reduced), total: curves.reduce((sum, one) => sum + (one.total ?? 0), 0) };
   }
 
   return {
@@ -146,19 +190,33 @@ export function compareView(host, page) {
       const asked = ids.map((id) => get(ofRun(id, "curves"), { names, x, ...range, points: POINTS }, signal));
       const [comparison, all, ...found] = await Promise.all([get("/api/compare", { ids: ids.join(",") }, signal).catch((/** @type {Error} */ error) => ({ missing: true, error })), get("/api/runs", {}, signal), ...asked]);
       curves = found;
-      const before = rows.map((row, index) => labelOf(row.id, index)).join();
+      const before = [group, ...rows.map((row, index) => labelOf(row.id, index))].join();
       settings = (comparison.settings ?? []).filter((/** @type {any} */ one) => one.owner === "run");
       rows = ids.map((id) => all.runs.find((/** @type {any} */ row) => row.id === id) ?? { id, name: id, state: "unknown" });
-      put(legend, rows.map((row, index) => el("a", { class: "entry", href: runAddress(row.id) }, el("i", { class: index >= COLORS.length ? "dashed" : null, style: { background: `var(${COLORS[index % COLORS.length]})`, "--run": `var(${COLORS[index % COLORS.length]})` } }), el("b", { text: labelOf(row.id, index) }), stateChip(row.state), el("span", { class: "muted", text: `loss ${fixed(row.loss)}` }))));
+      if (!settings.some(({ path }) => path === group)) group = "";
       drawBits(bits, comparison.same_bits, rows);
       if (comparison.missing) put(tables, comparison.error && el("p", { class: "muted" }, `The runs' settings cannot be compared: ${comparison.error.message}`));
       else drawTables(tables, comparison, rows.map((row, index) => labelOf(row.id, index)));
-      if (!charts.length || before !== rows.map((row, index) => labelOf(row.id, index)).join()) rebuild();
+      if (!charts.length || before !== [group, ...rows.map((row, index) => labelOf(row.id, index))].join()) rebuild();
       else draw();
     },
     keys: [["a", "show all", () => zoom(null, null)]],
     close: () => charts.forEach((chart) => chart.close()),
   };
+}
+
+/** Values without the gaps between them, on straight lines: a band has none. @param {number[]} axis @param {(number | null)[]} values */
+function bridged(axis, values) {
+  const at = values.flatMap((value, index) => (known(value) ? [index] : []));
+  let next = 0;
+  return values.map((value, index) => {
+    if (known(value)) return value;
+    while (next < at.length && at[next] < index) next += 1;
+    if (next === 0 || next === at.length) return null;
+    const [left, right] = [at[next - 1], at[next]];
+    const share = (axis[index] - axis[left]) / (axis[right] - axis[left]);
+    return Number(values[left]) + share * (Number(values[right]) - Number(values[left]));
+  });
 }
 
 /** @param {Element} host @param {any} same @param {any[]} rows */
@@ -187,7 +245,7 @@ function drawTables(host, comparison, names) {
       ...names.map((_, index) => anything(one.values[index])),
     ]);
     if (!rows.length) return panel(title, el("p", { class: "muted", text: same }));
-    return el("details", { class: "panel fold", open: rows.length <= MANY }, el("summary", { text: `${title} (${rows.length})` }), table(["", ...(owned ? ["Belongs to"] : []), ...names], rows, title));
+    return el("details", { class: "panel fold", open: rows.length <= MANY }, el("summary", { text: `${title} (${rows.length})` }), turned(["", ...(owned ? ["Belongs to"] : []), ...names], rows, title));
   };
   put(
     host,
@@ -202,7 +260,15 @@ function drawTables(host, comparison, names) {
 function summaryTable(summary, names) {
   if (!summary?.length) return null;
   const rows = summary.map((row) => [anything(row.name).replaceAll("_", " "), ...names.map((_, index) => el("span", { class: row.best === index ? "best" : null, text: shown(row.name, row.values[index]) }))]);
-  return panel("Which is better where", table(["", ...names], rows, "Which is better where"));
+  return panel("Which is better where", turned(["", ...names], rows, "Which is better where"));
+}
+
+/** A table with a column for each run; of many runs, with a row for each. @param {any[]} head @param {any[][]} rows @param {string} title */
+function turned(head, rows, title) {
+  if (head.length <= CROWD + 2) return table(head, rows, title);
+  const all = [head, ...rows];
+  const [first, ...others] = head.map((_, index) => all.map((row) => row[index]));
+  return table(first, others, title);
 }
 
 /** A result in the unit that its name tells. @param {string} name @param {any} value */

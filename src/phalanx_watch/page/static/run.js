@@ -2,10 +2,11 @@
 
 import { exported, get, ofRun } from "./api.js";
 import { stackedBar } from "./bars.js";
-import { AXES, Chart, MARKS } from "./chart.js";
+import { AXES, Chart, JUDGED, MARKS } from "./chart.js";
 import { choice, command, el, empty, panel, put, say, style, table } from "./dom.js";
 import { MFU_HINT, age, anything, bytes, duration, fixed, folderOf, known, moment, number, percent, plural, si, utilization, whole } from "./format.js";
 import { problemBox } from "./problems.js";
+import { samplesBox } from "./samples.js";
 import { servedBox } from "./serving.js";
 import { folderName, layoutText, stateChip } from "./runs.js";
 import { runAddress } from "./router.js";
@@ -72,13 +73,15 @@ export function runView(host, page) {
   const shown = [...CHARTS];
   /** @param {typeof CHARTS[number]} of */
   const makeChart = ([title, lines, { zero, wide }]) => {
-    const chart = new Chart({ title, lines, zero, binary: lines[0].format === bytes, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, noted: Boolean(wide), say: page.say, onZoom: zoom });
+    const chart = new Chart({ title, lines, zero, binary: lines[0].format === bytes, axis: x, sync: `run-${page.id}`, height: wide ? 260 : 170, noted: Boolean(wide), crosses: JUDGED.has(lines[0].name), say: page.say, onZoom: zoom });
     chart.element.classList.toggle("wide", Boolean(wide));
     chart.weight = weight;
     chart.hiddenKinds = hidden;
     return chart;
   };
   const charts = CHARTS.map(makeChart);
+  const written = el("div", { class: "samples", hidden: true });
+  const drawSamples = samplesBox(written);
   const happened = el("div");
   const facts = el("div", { class: "facts" });
   const none = el("div", { hidden: true });
@@ -86,7 +89,7 @@ export function runView(host, page) {
   const memory = el("section", { class: "panel memory", hidden: true });
   const grid = el("div", { class: "charts" }, charts.map((chart) => chart.element), memory);
   const unread = el("p", { class: "note", role: "status" });
-  put(host, head, problems, served, unread, none, bar, grid, happened, facts);
+  put(host, head, problems, served, unread, none, bar, grid, written, happened, facts);
 
   /** @param {number | null} first @param {number | null} last */
   function zoom(first, last) {
@@ -175,6 +178,7 @@ export function runView(host, page) {
       if (!none.hidden) put(none, empty("No step yet", "The curves begin with the first step. Until then: ", command(`phalanx status ${run.path}`)));
       drawCurves(curves);
       drawFacts(facts, run);
+      if (run.has?.samples) drawSamples((await get(ofRun(page.id, "samples"), {}, signal)).samples);
     },
     keys: [
       ["a", "show all steps", () => zoom(null, null)],

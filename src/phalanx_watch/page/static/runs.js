@@ -6,6 +6,7 @@ import { command, el, empty, keyed, put, say, style } from "./dom.js";
 import { age, fixed, list, moment, percent, plural, si, utilization, whole, MFU_HINT } from "./format.js";
 import { Cursor } from "./keys.js";
 import { address, runAddress } from "./router.js";
+import { SettingColumns, shortName } from "./settings.js";
 import { Sparks } from "./spark.js";
 
 /**
@@ -20,6 +21,9 @@ import { Sparks } from "./spark.js";
  */
 
 /** @typedef {{name: string, title: string, text: (row: Row) => string, sort: (row: Row) => string | number | null, number?: boolean, hint?: string}} Column */
+
+/** More columns of settings than this scroll sideways. */
+const FITTING = 4;
 
 /** @type {Column[]} */
 const COLUMNS = [
@@ -64,17 +68,38 @@ export function problemCount(problems) {
 export function runsView(host, page) {
   /** @type {Row[]} */
   let rows = [];
+  let total = 0;
+  let where = page.params.get("where") ?? "";
   let sort = page.params.get("sort") ?? "";
   const chosen = new Set((page.params.get("chosen") ?? "").split(",").filter(Boolean));
   const search = el("input", { type: "search", placeholder: "Search name, tag, note, commit, state  ( / )", "aria-label": "Search runs", value: page.params.get("q") ?? "", on: { input: () => (page.set({ q: search.value }), draw()) } });
+  const filter = el("input", { type: "search", class: "filter", placeholder: "Filter, as loss<2 and optimizer.lr=0.001", "aria-label": "Filter runs by columns and settings", title: "Conditions as of phalanx runs list --where: NAME, one of < <= > >= = != ~, and a value", value: where, on: { change: () => ((where = filter.value.trim()), page.set({ where }), page.reload()) } });
+  const wrong = el("p", { class: "note wrong", role: "alert", hidden: true });
+  const settings = new SettingColumns(page.params.get("settings"), (chosen) => (page.set({ settings: chosen }), drawHead(), draw(), page.reload()));
   const count = el("span", { class: "muted", role: "status" });
   const compare = el("a", { class: "button primary", href: "#/", hidden: true });
   const body = el("tbody");
-  const head = el("tr", {}, el("th", { class: "pick" }, el("span", { class: "hidden", text: "Choose" })), COLUMNS.map(headCell));
+  /** @type {Column[]} */
+  let columns = [];
+  const head = el("tr");
   const holder = el("div", { class: "runs" }, el("table", { class: "rows" }, el("caption", { class: "hidden", text: "Runs" }), el("thead", {}, head), body));
   const none = el("div", { hidden: true });
-  put(host, el("div", { class: "bar" }, search, count, el("span", { class: "space" }), compare, copyMenu("the runs", copied, page.say)), holder, none);
+  put(host, el("div", { class: "bar" }, search, filter, count, el("span", { class: "space" }), compare, settings.element, copyMenu("the runs", copied, page.say)), wrong, holder, none);
   const cursor = new Cursor(() => [...body.children], (row) => (location.hash = runAddress(row.dataset.key ?? "")));
+
+  /** Columns of settings stand behind the curve; the rows are made again if they change. */
+  function drawHead() {
+    const { paths } = settings;
+    const own = paths.map((path) => /** @type {Column} */ ({ name: path, title: shortName(path, paths), hint: path, text: (row) => settings.text(path, row.id), sort: (row) => settings.sort(path, row.id), number: true }));
+    const before = columns.map(({ name }) => name).join();
+    const place = COLUMNS.findIndex(({ name }) => name === "curve") + 1;
+    columns = [...COLUMNS.slice(0, place), ...own, ...COLUMNS.slice(place)];
+    holder.classList.toggle("with-settings", own.length > 0);
+    holder.classList.toggle("scrolls", own.length > FITTING);
+    if (before === columns.map(({ name }) => name).join()) return;
+    put(head, el("th", { class: "pick" }, el("span", { class: "hidden", text: "Choose" })), columns.map(headCell));
+    put(body);
+  }
 
   /** @param {Column} column */
   function headCell(column) {
@@ -98,7 +123,7 @@ export function runsView(host, page) {
       const text = [row.name, row.path, row.state, row.commit, row.note, row.weights_sha256, ...(row.tags ?? [])].join(" ").toLowerCase();
       return words.every((word) => text.includes(word));
     });
-    const column = COLUMNS.find(({ name }) => name === sort.replace("-", ""));
+    const column = columns.find(({ name }) => name === sort.replace("-", ""));
     const value = column ? column.sort : (/** @type {Row} */ row) => row.updated ?? 0;
     const sign = column && !sort.startsWith("-") ? 1 : -1;
     return found.sort((one, other) => sign * order(value(one), value(other), sign));
@@ -111,10 +136,10 @@ export function runsView(host, page) {
       const name = cell.dataset.column;
       cell.setAttribute("aria-sort", sort === name ? "ascending" : sort === `-${name}` ? "descending" : "none");
     }
-    say(count, found.length === rows.length ? plural(rows.length, "run") : `${found.length} of ${plural(rows.length, "run")}`);
+    say(count, found.length === total ? plural(total, "run") : `${found.length} of ${plural(total, "run")}`);
     holder.hidden = !found.length;
     none.hidden = Boolean(found.length);
-    if (rows.length && !found.length) put(none, empty("No run matches", "Every word of the search must occur in a run's name, path, tags, note, commit or state. Escape leaves the search."));
+    if (total && !found.length) put(none, empty("No run matches", "Every word of the search must occur in a run's name, path, tags, note, commit or state, and every condition of the filter must hold."));
     drawCompare();
   }
 
@@ -148,7 +173,7 @@ export function runsView(host, page) {
         },
       },
       el("td", { class: "pick" }, box),
-      COLUMNS.map((column) => el("td", { class: [column.number ? "number" : "", `c-${column.name}`].join(" "), data: { label: column.title } })),
+      columns.map((column) => el("td", { class: [column.number ? "number" : "", column.hint === column.name ? "c-setting" : `c-${column.name}`].join(" "), data: { label: column.title, column: column.name } })),
     );
     made.querySelector(".c-name").append(el("a", { href: runAddress(row.id) }), el("span", { class: "flag", hidden: true }), el("span", { class: "under" }));
     made.querySelector(".c-curve").append(spark);
@@ -162,7 +187,9 @@ export function runsView(host, page) {
     const box = /** @type {HTMLInputElement} */ (made.querySelector("input"));
     box.checked = chosen.has(row.id);
     made.toggleAttribute("data-chosen", box.checked);
-    for (const column of COLUMNS) if (!["name", "step", "state", "tags", "curve"].includes(column.name)) say(cell(column.name), column.text(row));
+    columns.forEach((column, index) => {
+      if (!["name", "step", "state", "tags", "curve"].includes(column.name)) say(made.children[index + 1], column.text(row));
+    });
     const [link, flag, under] = cell("name").children;
     say(link, row.name || row.path);
     const problems = problemCount(row.problems);
@@ -191,7 +218,9 @@ export function runsView(host, page) {
 
   function copied() {
     const found = selected();
-    return Object.fromEntries(["id", "path", "name", "state", "step", "steps", "loss", "bits_per_byte", "tokens_per_s", "mfu", "goodput", "started", "updated", "ranks", "commit", "note", "weights_sha256"].map((name) => [name, found.map((row) => /** @type {any} */ (row)[name])]));
+    const own = Object.fromEntries(settings.paths.map((path) => [path, found.map((row) => settings.sort(path, row.id))]));
+    const results = Object.fromEntries(["id", "path", "name", "state", "step", "steps", "loss", "bits_per_byte", "tokens_per_s", "mfu", "goodput", "started", "updated", "ranks", "commit", "note", "weights_sha256"].map((name) => [name, found.map((row) => /** @type {any} */ (row)[name])]));
+    return { ...results, ...own };
   }
 
   const sparks = new Sparks();
@@ -199,10 +228,21 @@ export function runsView(host, page) {
 
   return {
     async update(signal) {
-      const answer = await get("/api/runs", {}, signal);
+      const found = await Promise.all([get("/api/runs", { where }, signal), get("/api/settings", { where, names: settings.paths.join(",") }, signal)]).catch((/** @type {Error} */ error) => {
+        if (!where || /** @type {any} */ (error).status !== 400) throw error;
+        say(wrong, error.message);
+        holder.hidden = !rows.length;
+        return null;
+      });
+      wrong.hidden = found !== null;
+      if (!found) return;
+      const [answer, differing] = found;
       rows = answer.runs;
+      total = answer.total;
+      settings.set(differing);
+      drawHead();
       draw();
-      if (!rows.length) {
+      if (!total) {
         const folders = list((answer.folders ?? []).map(String));
         put(none, empty("No runs yet", `No run directory was found in ${folders || "the folders that are shown"}. Start one, and it appears here: `, command("phalanx train configs/quickstart.toml"), " To look elsewhere: ", command("phalanx ui DIR")));
       }
