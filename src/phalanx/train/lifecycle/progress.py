@@ -182,7 +182,7 @@ def judge_spike(
         return BadStep(event, problem)
     action = "continue" if too_many else "skip"
     remedy = (
-        f"look at the batch with `phalanx data show {run} --step {step}`; "
+        f"`phalanx spike {run} {step}` names the cause; "
         f"`phalanx train {run} --from {progress.step} --set train.on_spike={action}` "
         + ("takes it as it is" if too_many else "leaves its samples out")
     )

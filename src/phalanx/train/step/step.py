@@ -96,9 +96,19 @@ class StepReport:
     """If the step was not applied: the ranks whose own losses were not finite."""
     withheld: bool = False
     """True if all was finite and the update was not applied all the same, because of ``Stepper.withholds``."""
-    worst_slot: int = 0
-    """The slot with the largest mean loss, and that loss."""
-    worst_slot_loss: float | None = None
+    slot_losses: tuple[float, ...] = ()
+    """The mean loss of each slot, in nats a token; 0 for a slot without targets."""
+
+    @property
+    def worst_slot(self) -> int:
+        """The slot with the largest mean loss."""
+        return max(range(len(self.slot_losses)), key=lambda slot: self.slot_losses[slot], default=0)
+
+    @property
+    def worst_slot_loss(self) -> float | None:
+        """The mean loss of that slot; ``None`` if it is not finite."""
+        loss = self.slot_losses[self.worst_slot] if self.slot_losses else math.nan
+        return loss if math.isfinite(loss) else None
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,7 @@ class Stepper:
         flags: StepFlags = StepFlags(),
         *,
         before_update: Callable[[], None] = lambda: None,
+        on_gradients: Callable[[float], None] = lambda _scale: None,
         audit: Audit | None = None,
     ) -> StepReport:
         """Run step ``number``, from 1. A collective of all ranks of the mesh.
@@ -147,6 +158,8 @@ class Stepper:
             number: The step, which sets the learning rate.
             flags: This rank's own requests.
             before_update: Called before the weights change; a checkpoint may still be copying them.
+            on_gradients: Called on every rank once gradients are summed, whether an update follows or not. The argument is the factor
+                from these sums to the gradient of the mean loss.
             audit: Checks the step's slots for silent data corruption.
         """
         spec = self.built.spec
@@ -164,8 +177,9 @@ class Stepper:
                 audit.ended(number)
         # 2. What all ranks must know before the update: mean loss, token count, flags, gradient norm.
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
-            loss, count, raised, worst = self._reduce_losses(losses, tokens, flags)
+            loss, count, raised, slot_losses = self._reduce_losses(losses, tokens, flags)
             norm = self._gradient_norm(self._slot_tokens / count)
+        on_gradients(self._slot_tokens / count)
         lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps)
         finite = math.isfinite(loss) and math.isfinite(norm)
         sources = _NonFiniteSources() if finite else self._nonfinite_sources(losses)
@@ -195,8 +209,7 @@ class Stepper:
             nonfinite_parameters=sources.parameters,
             nonfinite_ranks=sources.ranks,
             withheld=withheld,
-            worst_slot=worst[0],
-            worst_slot_loss=worst[1],
+            slot_losses=slot_losses,
         )
 
     @contextmanager
@@ -286,8 +299,8 @@ class Stepper:
 
     def _reduce_losses(
         self, losses: Tensor, tokens: Tensor, flags: StepFlags
-    ) -> tuple[float, int, StepFlags, tuple[int, float | None]]:
-        """Return the batch's mean loss, its token count, the joined flags of all ranks, and the slot with the largest loss. One all-reduce.
+    ) -> tuple[float, int, StepFlags, tuple[float, ...]]:
+        """Return the batch's mean loss, its token count, the joined flags of all ranks, and each slot's mean loss. One all-reduce.
 
         ``losses`` and ``tokens`` are this rank's ``(pieces,)``. The mean is NaN if any piece is not finite.
         """
@@ -301,19 +314,17 @@ class Stepper:
         count = round(math.fsum(values[pieces:]))
         loss = math.fsum(values[:pieces]) / count if all(map(math.isfinite, values)) else math.nan
         joined = StepFlags(*(number > 0 for number in numbers[2 * pieces :]))
-        return loss, count, joined, self._worst_slot(values[:pieces], values[pieces:])
+        return loss, count, joined, self._slot_losses(values[:pieces], values[pieces:])
 
-    def _worst_slot(self, losses: Sequence[float], tokens: Sequence[float]) -> tuple[int, float | None]:
-        """Return the slot with the largest mean loss, and that loss, from the pieces' summed losses and token counts."""
+    def _slot_losses(self, losses: Sequence[float], tokens: Sequence[float]) -> tuple[float, ...]:
+        """Return each slot's mean loss from the pieces' summed losses and token counts."""
         context = self._mesh.layout.context
-        means = [
+        return tuple(
             math.fsum(losses[start : start + context]) / count
             if (count := sum(tokens[start : start + context]))
             else 0.0
             for start in range(0, len(losses), context)
-        ]
-        worst = max(range(len(means)), key=lambda slot: means[slot])
-        return worst, means[worst] if math.isfinite(means[worst]) else None
+        )
 
     def _gradient_norm(self, scale: float) -> float:
         """Return the norm of the full gradient, times ``scale``, by exact addition. A collective."""
