@@ -22,7 +22,7 @@ from phalanx.data.reading.sources import DatasetPlace, open_places
 from phalanx.data.stored.index import TRAIN
 from phalanx.data.tokenizers.tokenizer import Tokenizer
 from phalanx.observe.event_log import newest_event, read_events
-from phalanx.observe.events import LossSpike, NonFinite
+from phalanx.observe.events import ChildTaken, LossSpike, NonFinite
 from phalanx.run.directory.paths import RunDirectory, RunDirectoryError
 from phalanx.run.read import RUN_FILE
 from phalanx.run.spec import RunSpec
@@ -198,6 +198,16 @@ def _state_before(
             f"{directory.path} has no checkpoint before step {step:,}; {those}, and all steps from its beginning with --from-start. "
             "checkpoint.keep_every keeps more of them"
         )
+    taken = [event.body for event in read_events(directory.events) if isinstance(event.body, ChildTaken)]
+    for fork in taken:
+        if fork.step < step <= fork.end:
+            raise RunDirectoryError(
+                f"step {step:,} is of the child {fork.candidate} that the run took at its fork; steps up to {fork.step:,} and after {fork.end:,} "
+                "can be replayed"
+            )
+        if fork.end < step:
+            # A replay trains no children, so it begins with the state of the one that was taken.
+            states = [number for number in states if number >= fork.end] or states[-1:]
     # From a state one step farther back the step before is replayed too, whose gradients are compared.
     farther = [number for number in states if number < step - 1]
     return farther[-1] if farther and step - farther[-1] <= _FAR else states[-1]

@@ -11,11 +11,13 @@ import pytest
 
 from phalanx.cli.data.order import data_origin, read_data_run
 from phalanx.data.origin.where import readings_of_step
+from phalanx.run.spike_section import SpikeSpec
 from phalanx.train.compare.runs import Unconfirmed
 from phalanx_process import last_json, run
 from phalanx_watch.cli.spike_command import spike_lines
 from phalanx_watch.cli.spike_report import SpikeReport
 from ranks import Ranks
+from run.specs import replace_at
 from spiking_runs import SPIKE, fast_run, make_noise, spiking_run
 from tiny_runs import make_dataset, tiny_run, train_on_this_rank
 
@@ -119,3 +121,15 @@ def test_without_a_spike_or_a_checkpoint_before_it_the_remedy_is_named(
     assert "--from-start" in early.stderr
     late = run(["spike", "calm", "25"], folder)
     assert "ends after step 24" in late.stderr
+
+
+def test_after_a_fork_steps_are_replayed_with_the_rate_of_the_child_that_was_taken(
+    ranks: Ranks, dataset: Path, folder: Path
+) -> None:
+    spec = replace(fast_run(dataset, folder / "forked"), spike=SpikeSpec(fork_steps=8, base_every_steps=2))
+    ranks.run(1, train_on_this_rank, replace_at(spec, "train.on_spike", "fork"))
+    report = examined(folder, "forked", 15)
+    assert (report["unconfirmed"], report["from_step"]) == ([], 12)
+    inside = run(["spike", "forked", "9"], folder)
+    assert inside.returncode == 1
+    assert "steps up to 5 and after 12 can be replayed" in inside.stderr

@@ -326,7 +326,15 @@ def replay(
         for current in built.rounds
     )
     withholds = partial(progress.withholds, spec.train)
-    stepper = Stepper(built, batches, Ledger(time.monotonic_ns()), progress.updates, withholds)
+    stepper = Stepper(
+        built,
+        batches,
+        Ledger(time.monotonic_ns()),
+        progress.updates,
+        withholds,
+        progress.rate_scale,
+        progress.clip_scale,
+    )
     for step in steps:
         before_step(step, built)
         if witness is not None:

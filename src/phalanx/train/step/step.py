@@ -132,6 +132,10 @@ class Stepper:
     """Updates applied so far; Adam's bias correction counts them."""
     withholds: Callable[[float, float], bool] = lambda _loss, _norm: False
     """Function of a step's loss and gradient norm: True if its update must not be applied. Its result is the same on every rank."""
+    rate_scale: float = 1.0
+    """Factor of the learning rate of the schedule; forks at loss spikes lower it."""
+    clip_scale: float = 1.0
+    """Factor of ``optimizer.clip_norm``; forks at loss spikes lower it."""
 
     def __post_init__(self) -> None:
         model, train = self.built.model, self.built.spec.train
@@ -180,7 +184,7 @@ class Stepper:
             loss, count, raised, slot_losses = self._reduce_losses(losses, tokens, flags)
             norm = self._gradient_norm(self._slot_tokens / count)
         on_gradients(self._slot_tokens / count)
-        lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps)
+        lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps) * self.rate_scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         sources = _NonFiniteSources() if finite else self._nonfinite_sources(losses)
         withheld = finite and self.withholds(loss, norm)
@@ -190,7 +194,7 @@ class Stepper:
             with self.ledger.bucket(Bucket.STEP_OPTIMIZER):
                 before_update()
                 self.updates += 1
-                limit = spec.optimizer.clip_norm
+                limit = spec.optimizer.clip_norm * self.clip_scale
                 clipping = min(1.0, limit / norm) if limit and norm else 1.0
                 self.built.optimizer.step(self.updates, lr, self._slot_tokens / count * clipping)
                 self._wait_for_device()
