@@ -1,4 +1,4 @@
-"""A tiny run whose loss jumps in one step: its data there are another dataset's, of bytes that the first never has."""
+"""Tiny runs whose loss jumps: in one step their data are another dataset's, of bytes that the first never has; or their rate is too high."""
 
 from __future__ import annotations
 
@@ -22,17 +22,31 @@ def make_noise(folder: Path) -> Path:
     return folder
 
 
-def spiking_run(dataset: Path, noise: Path, run_dir: Path) -> RunSpec:
-    """The run: it goes on after the spike, which it judges by a short window."""
-    base = tiny_run(dataset, run_dir, STEPS, spike_window=8)
+def spiking_run(dataset: Path, noise: Path, run_dir: Path, noise_share: float = 1.0) -> RunSpec:
+    """The run: it goes on after the spike, which it judges by a short window. ``noise_share`` of the sequences of its step are noise."""
+    # A part of a batch raises the loss less, and the loss of so short a run still falls over the window.
+    base = tiny_run(dataset, run_dir, STEPS, spike_window=8, spike_deviations=8.0 * noise_share**1.5)
     sources = (
-        SourceSpec("words", str(dataset), (1.0, 0.0, 1.0), epochs=0),
-        SourceSpec("noise", str(noise), (0.0, 1.0, 0.0), epochs=0),
+        SourceSpec("words", str(dataset), (1.0, 1.0 - noise_share, 1.0), epochs=0),
+        SourceSpec("noise", str(noise), (0.0, noise_share, 0.0), epochs=0),
     )
     return dataclasses.replace(
         base,
         train=dataclasses.replace(base.train, micro_batch_size=2),
         data=DataSpec(stages=(0, SPIKE - 1, SPIKE), sources=sources),
         checkpoint=CheckpointSpec(every_steps=2, keep_last=1),
+        evaluation=EvalSpec(every_steps=0, final_sequences=4),
+    )
+
+
+def fast_run(dataset: Path, run_dir: Path, steps: int = STEPS) -> RunSpec:
+    """A run without warm-up whose rate is too high: its updates raise the loss."""
+    base = tiny_run(dataset, run_dir, steps, spike_window=8)
+    return dataclasses.replace(
+        base,
+        train=dataclasses.replace(base.train, micro_batch_size=2),
+        optimizer=dataclasses.replace(base.optimizer, lr=0.5),
+        schedule=dataclasses.replace(base.schedule, warmup_steps=0),
+        checkpoint=CheckpointSpec(every_steps=2, keep_last=10),
         evaluation=EvalSpec(every_steps=0, final_sequences=4),
     )

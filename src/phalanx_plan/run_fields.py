@@ -263,6 +263,13 @@ _TRAINING = {
         },
     ),
     **_in(
+        "spike",
+        _all(
+            "candidates fork_steps base_every_steps rate_factor clip_factor most_forks",
+            _irrelevant("a fork at a loss spike is an exception"),
+        ),
+    ),
+    **_in(
         "optimizer",
         {
             "name": _own(

@@ -84,6 +84,7 @@ IN_OTHER_PROCESS = {
     "import": "import exported --out imported --json",
     "score": "score runs/tiny short.txt --json",
     "eval": "eval runs/tiny --file questions.jsonl --json",
+    "spike": "spike runs/tiny 2 --json",
 }
 """Commands that compute with PyTorch."""
 

@@ -53,6 +53,10 @@ TASKS = {
         "watch": ("phalanx_watch.cli", "Watch a run while it trains, or afterwards."),
         "ui": ("phalanx_watch.cli", "A page over all runs: curves, comparisons, where the time went."),
         "why": ("phalanx_watch.cli", "Problems of a run: cause, start and remedy."),
+        "spike": (
+            "phalanx_watch.cli",
+            "The cause of a loss spike: batch, rate, format or layer, by an exact replay.",
+        ),
         "logs": (
             "phalanx.cli.launch",
             "Logs of a run's processes: merged, filtered, grouped, followed.",

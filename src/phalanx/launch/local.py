@@ -253,20 +253,34 @@ class ReplayError(RuntimeError):
     """A replay could not be done; the message has the reason."""
 
 
-def replay_run(path: Path, log: Logged, steps: tuple[int, int], ranks: int, folder: Path) -> Replay:
+def replay_run(
+    path: Path,
+    log: Logged,
+    steps: tuple[int, int],
+    ranks: int,
+    folder: Path,
+    *,
+    is_measured: bool = False,
+    in_fp32: bool = False,
+    on_wait: Callable[[], None] = lambda: None,
+) -> Replay:
     """Replays the run in ``path`` from the state of the first of ``steps`` to the second, in the new directory ``folder``.
 
-    ``ranks`` 0 means as many as the run had at the last of these steps. Raises ``ReplayError``.
+    ``ranks`` 0 means as many as the run had at the last of these steps. ``is_measured`` is as in ``ReplayOrder``. With ``in_fp32`` the steps are
+    computed in fp32, whatever the run's own format is. ``on_wait`` is called now and then. Raises ``ReplayError``.
     """
     directory = RunDirectory(path)
     spec, record = read_resolved(directory), directory.read_record()
     spec = dataclasses.replace(spec, data=found_again(spec.data, record, same_end=False))
+    if in_fp32:
+        wide = dataclasses.replace(spec.precision, compute="fp32", matmul="compute")
+        spec = dataclasses.replace(spec, precision=wide)
     started = log.started.ranks if log.started is not None else spec.parallel.ranks
-    order = ReplayOrder(steps[1], steps[0], str(directory.checkpoints.resolve()))
+    order = ReplayOrder(steps[1], steps[0], str(directory.checkpoints.resolve()), is_measured)
     fingerprint = str(record.get("data_fingerprint", ""))
     count = ranks or log.ranks.get(steps[1], started) or 1
     # A fleet that lost nodes may have computed these steps under a smaller degree.
-    return replay_locally(divided_over(spec, count), order, count, folder, fingerprint)
+    return replay_locally(divided_over(spec, count), order, count, folder, fingerprint, on_wait)
 
 
 def replay_locally(
@@ -319,4 +333,7 @@ def replay_locally(
     seen = [
         msgspec.msgpack.decode(seen_file(folder, rank).read_bytes(), type=RankReplay) for rank in range(ranks)
     ]
-    return Replay(seen[0].layout, [replay.observed for replay in seen], seen[0].numbers)
+    first = seen[0]
+    return Replay(
+        first.layout, [replay.observed for replay in seen], first.numbers, first.measures, first.scores
+    )

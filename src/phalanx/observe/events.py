@@ -304,8 +304,8 @@ class LossSpike(msgspec.Struct, frozen=True):
     """Median of the losses in the window before."""
     deviations: float
     """Deviations of the loss or the norm, whichever has more, above its median."""
-    action: Literal["continue", "stop", "skip"]
-    """The action that ``train.on_spike`` names. After "skip" and "stop" the step changed no weight."""
+    action: Literal["continue", "stop", "skip", "fork"]
+    """The action that ``train.on_spike`` names. After "skip" and "stop" the step changed no weight; after "fork" a child decides."""
     first_sample: int
     """The first sample of the step's batch, in the run's order."""
     samples: int
@@ -318,6 +318,54 @@ class LossSpike(msgspec.Struct, frozen=True):
     """The slot with the largest loss, if losses by slot are known."""
     slot_loss: float | None = None
     """The loss of that slot, in nats per token."""
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A loss spike began a fork: children of the run are trained from an earlier state."""
+
+    step: int
+    """The step of the spike."""
+    base: int
+    """The step whose state each child begins with."""
+    end: int
+    """The last step of each child."""
+    candidates: list[str]
+    """The cures, in the order in which their children are trained."""
+
+
+@dataclass(frozen=True)
+class ChildTrained:
+    """A child of a fork has reached its last step."""
+
+    step: int
+    """The step of the spike."""
+    candidate: str
+    """The cure of this child."""
+    loss: float | None
+    """Mean loss over the second half of its steps since the spike, in nats per token; ``None`` if it was not finite."""
+    spikes: int = 0
+    """Spikes in its steps."""
+    again: bool = False
+    """True if an earlier start had trained it, and its checkpoint was read."""
+
+
+@dataclass(frozen=True)
+class ChildTaken:
+    """A fork has ended: the run goes on as one of its children."""
+
+    step: int
+    """The step of the spike."""
+    candidate: str
+    """The cure of the child."""
+    end: int
+    """The step that the run has reached by it."""
+    loss: float
+    """Mean loss over the second half of its steps since the spike, in nats per token."""
+    rate_scale: float
+    """Factor of the learning rate from here on, of all forks together."""
+    clip_scale: float
+    """Factor of ``optimizer.clip_norm`` from here on, of all forks together."""
 
 
 @dataclass(frozen=True)
@@ -443,6 +491,9 @@ Known = (
     | CheckpointCopied
     | NonFinite
     | LossSpike
+    | Forked
+    | ChildTrained
+    | ChildTaken
     | RanksChanged
     | Message
     | EpochLeft

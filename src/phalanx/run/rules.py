@@ -28,6 +28,7 @@ from phalanx.run.spec import (
     SourceSpec,
     TrainSpec,
 )
+from phalanx.run.spike_section import fork_problems
 
 
 def check(spec: RunSpec) -> list[Problem]:
@@ -45,6 +46,7 @@ def check(spec: RunSpec) -> list[Problem]:
         *mixture_problems(spec.data),
         *evaluation_problems(spec.evaluation, spec.train.seq_len),
         *_train(spec.train),
+        *fork_problems(spec.spike, spec.train, spec.optimizer, spec.fleet),
         *_origin(spec.checkpoint),
         *_store(spec.checkpoint),
         *_interval(spec.checkpoint, spec.fleet),

@@ -39,9 +39,9 @@ class TrainSpec:
     """Action when the loss or the gradient is infinite or NaN: stop the run, or skip the step."""
     max_skipped: Annotated[int, FLEET, POSITIVE] = 10
     """Consecutive skipped steps after which the run stops even if on_nonfinite or on_spike is "skip"."""
-    on_spike: Annotated[Literal["continue", "stop", "skip"], LATER] = "continue"
-    """Action when a step's loss or gradient norm is far above that of the steps before: continue with a warning; stop before the step, saved; or skip
-    the step, so that its samples are left out. The checkpoint before a spike is kept."""
+    on_spike: Annotated[Literal["continue", "stop", "skip", "fork"], LATER] = "continue"
+    """Action when a step's loss or gradient norm is far above that of the steps before: continue with a warning; stop before the step, saved; skip
+    the step, so that its samples are left out; or fork, by [spike]. The checkpoint before a spike is kept."""
     spike_window: Annotated[int, LATER, ValueRange(at_least=8, at_most=1024)] = 128
     """Number of last steps that define the usual loss and gradient norm; half of them must be done before any step can be a spike."""
     spike_deviations: Annotated[float, LATER, ValueRange(above=0)] = 8.0

@@ -30,6 +30,7 @@ from phalanx.run.sections import (
     TrainSpec,
 )
 from phalanx.run.sections_statistics import StatisticsSpec
+from phalanx.run.spike_section import SpikeSpec
 
 # ``[model]``, with its subtables: the transformer, which belongs to the run.
 
@@ -273,6 +274,7 @@ class RunSpec:
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     train: TrainSpec = field(default_factory=TrainSpec)
+    spike: SpikeSpec = field(default_factory=SpikeSpec)
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)

@@ -76,6 +76,7 @@ def spike(observed: Observed) -> Iterator[Reason]:
             ),
             "skip": "its samples were left out: the step changed no weight",
             "stop": "the run ended before it, saved",
+            "fork": "the run forks: it goes on as the child with the lowest loss (event ChildTaken)",
         }[worst.action],
         next=_way_back(observed, worst, before, back),
     )
@@ -232,8 +233,7 @@ def _spike(event: Event) -> LossSpike:
 
 
 def _way_back(observed: Observed, worst: LossSpike, before: list[int], back: bool | None) -> str:
-    slot = f" --slot {worst.slot}" if worst.slot is not None else ""
-    look = f"phalanx data show {observed.run} --step {worst.step}{slot}"
+    look = f"phalanx spike {observed.run} {worst.step}"
     if worst.action == "stop":
         return f"{look}; then leave it out: phalanx train {observed.run} --from {worst.step - 1} --set train.on_spike=skip"
     if worst.action == "continue" and back is False and before:

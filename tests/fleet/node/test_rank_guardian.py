@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -78,6 +79,29 @@ def test_what_a_gpu_holds_after_its_epoch_was_broken_off_is_no_result(
     else:
         with pytest.raises(ParkedError):
             guardian.computed()
+
+
+def test_a_rank_that_computes_apart_from_the_run_hangs_only_if_one_of_its_steps_takes_too_long(
+    tmp_path: Path, memory: SnapshotMemory
+) -> None:
+    spec = RunSpec()
+    impatient = dataclasses.replace(spec, fleet=dataclasses.replace(spec.fleet, stall_s=1e-9))
+    for one, hangs in ((spec, False), (impatient, True)):
+        guardian = RankGuardian(
+            one,
+            memory.worker_segments(0),
+            "",
+            None,
+            lambda _message: None,
+            Orders(StopRequest()),
+            CPU,
+            ClaimRegister(RunDirectory(tmp_path), 0),
+        )
+        assert guardian.waiting_s() == 0
+        with guardian.apart():
+            guardian.computed()
+            assert (guardian.waiting_s() == 0) is hangs
+        assert guardian.waiting_s() == 0
 
 
 def test_nobody_is_accused_by_what_a_gpu_holds_after_its_epoch_was_broken_off() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,22 @@ def test_mixtures_recomputed_layers_and_narrow_formats_can_be_witnessed(
     order = ReplayOrder(to_step=2)
     found = compare_replays(on(ranks, 1, spec, order), on(ranks, 3, spec, order))
     assert (found.parting, found.left_out) == (None, ())
+
+
+@pytest.mark.parametrize(("count", "sharding"), [(2, "zero3"), (3, "none")])
+def test_measures_of_a_step_have_the_same_bits_on_other_ranks_and_add_up(
+    count: int, sharding: str, ranks: Ranks, spec: RunSpec
+) -> None:
+    order = ReplayOrder(to_step=3, is_measured=True)
+    alone, other = (
+        ranks.run(1, replayed, spec, order)[0],
+        ranks.run(count, replayed, on_layout(spec, sharding, 0), order),
+    )
+    assert all((seen.measures, seen.scores) == (alone.measures, alone.scores) for seen in other)
+    measures, numbers = alone.measures[3], alone.numbers[3]
+    norm = math.sqrt(math.fsum(value**2 for value in measures.layer_norms.values()))
+    assert norm == pytest.approx(numbers["grad_norm"])
+    assert math.fsum(measures.slot_losses) / len(measures.slot_losses) == pytest.approx(numbers["loss"])
+    assert alone.scores is not None
+    assert math.fsum(alone.scores.sequences) / len(alone.scores.sequences) == pytest.approx(numbers["loss"])
+    assert set(measures.layer_norms) == {"embedding", "blocks.0", "blocks.1", "norm"}

@@ -62,7 +62,7 @@ def test_a_spike_is_told_with_its_batch_and_the_checkpoint_before_it_is_kept(
 
 def test_watching_for_spikes_changes_no_bit(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
     hashes = set()
-    for action in ("continue", "stop", "skip"):
+    for action in ("continue", "stop", "skip", "fork"):
         spec = tiny_run(dataset, tmp_path / action, 10, on_spike=action, spike_window=8)
         spec = replace_at(spec, "train.micro_batch_size", 2)
         hashes.add(ranks.run(1, train_on_this_rank, spec)[0]["weights_sha256"])

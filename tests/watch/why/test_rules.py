@@ -216,7 +216,7 @@ def test_a_spike_is_named_with_its_batch_and_slot_until_a_window_and_ten_minutes
     assert (found.code, found.severity, found.where) == ("loss-spike", "warning", "step 31, slot 3")
     assert "samples 480 to 495" in found.evidence[1]
     assert "the loss is back" in found.evidence[2]
-    assert found.next == f"phalanx data show {run.directory.path} --step 31 --slot 3"
+    assert found.next == f"phalanx spike {run.directory.path} 31"
     run.write(steps(61, 31 + 128))
     assert run.codes() == ["loss-spike"]
     run.write(steps(32 + 128, 31 + 300))

@@ -323,6 +323,7 @@ def _fate(directory: RunDirectory, step: int) -> str:
     outcome = {
         "continue": "it was applied",
         "skip": "these samples were left out",
+        "fork": "the run forked at it, and went on as one of its children",
         "stop": "the run ended before it",
     }[body.action]
     worst = f"; the largest loss is that of slot {body.slot}, {body.slot_loss:.4g}" if body.slot_loss else ""

@@ -12,12 +12,15 @@ from phalanx.observe.events import (
     CheckpointCopied,
     CheckpointFailed,
     CheckpointSaved,
+    ChildTaken,
+    ChildTrained,
     EndedEarly,
     EpochLeft,
     Evaluated,
     Evaluating,
     Event,
     Finished,
+    Forked,
     LossSpike,
     MemoryMeasured,
     Message,
@@ -201,11 +204,26 @@ def _note(event: Event) -> Note | None:
         case LossSpike(
             step=step, loss=loss, typical_loss=usual, grad_norm=norm, typical_grad_norm=usual_norm
         ):
-            outcomes = {"continue": "training goes on", "skip": "skipped", "stop": "the run ends before it"}
+            outcomes = {
+                "continue": "training goes on",
+                "skip": "skipped",
+                "stop": "the run ends before it",
+                "fork": "the run forks",
+            }
             text = f"loss {loss:.4g} (usual {usual:.4g}), gradient norm {norm:.3g} (usual {usual_norm:.3g})"
             return Note(
                 event.t, "warning", f"loss spike in step {step:,}, {outcomes[event.body.action]}: {text}"
             )
+        case Forked(step=step, base=base, end=end, candidates=candidates):
+            text = f"fork at step {step:,}: {', '.join(candidates)} are trained from step {base:,} to step {end:,}"
+            return Note(event.t, "info", text)
+        case ChildTrained(step=step, candidate=candidate, loss=child_loss, again=again):
+            figure = "not finite" if child_loss is None else f"{child_loss:.4g}"
+            when = ", trained before" if again else ""
+            return Note(event.t, "info", f"fork at step {step:,}: child {candidate} has loss {figure}{when}")
+        case ChildTaken(step=step, candidate=candidate, end=end, loss=loss):
+            text = f"fork at step {step:,}: the run goes on as child {candidate}, loss {loss:.4g}, from step {end:,}"
+            return Note(event.t, "info", text)
         case Message(level=level, text=text):
             return Note(event.t, level, text)
         case EpochLeft(text=text):

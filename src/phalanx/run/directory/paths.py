@@ -7,6 +7,7 @@
         steps.bin         a cache of the numbers of logged steps, for fast curves (observe/event_log.py)
         ranks.bin         measurements of each rank by window (observe/rank_stream.py)
         checkpoints/      committed steps: step-00000100/checkpoint.json and so on
+        forks/            checkpoints of the children of a fork at a loss spike, while it lasts
         tasks/            copies of the files of evaluation.tasks
         tokenizer/        a copy of the tokenizer, so that the folder is enough to generate text
         published/        the publisher's files of an imported model, without the weights
@@ -234,9 +235,14 @@ class RunDirectory:
         own = (
             *(self.lock, self.run_file, self.record, self.events, self.steps, self.ranks, self.checkpoints),
             *(self.tokenizer, self.published, self.logs, self.curve, self.result, self.profiles),
-            *(self.labels, self.code, self.machines, self.packs, self.serving, self.tasks),
+            *(self.labels, self.code, self.machines, self.packs, self.serving, self.tasks, self.forks),
         )
         return {path.name for path in own}
+
+    @property
+    def forks(self) -> Path:
+        """Checkpoints of the children of a fork at a loss spike, until one of them is taken."""
+        return self.path / "forks"
 
     @property
     def tasks(self) -> Path:

@@ -55,6 +55,36 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class StepMeasures:
+    """Figures of a replayed step, the same on every rank and layout."""
+
+    lr: float
+    slot_losses: tuple[float, ...]
+    """The mean loss of each slot, in nats a token."""
+    layer_norms: dict[str, float]
+    """The gradient norm of each layer, before clipping; the first part of the parameters' names, a block with its number."""
+    is_applied: bool
+    """True if the weights were updated."""
+
+
+@dataclass(frozen=True)
+class BatchScores:
+    """Losses of batches under the weights before the last replayed step, by a forward pass alone."""
+
+    first_sample: int
+    """The first sample of the last step, in the run's order."""
+    tokens: dict[int, tuple[float | None, ...]]
+    """By position in the last step's batch: the loss of each token behind the first, ``None`` for a token that is no target. Only sequences of
+    the slots with the largest losses."""
+    sequences: tuple[float, ...]
+    """The mean loss of each sequence of the last step's batch."""
+    batch_before: float | None
+    """The mean loss of the batch of the step before; ``None`` if there is no such batch."""
+    history: list[list[float]]
+    """Loss and gradient norm of each of the steps before, by which the run judges spikes; the oldest first."""
+
+
+@dataclass(frozen=True)
 class Replay:
     """Observations of all ranks of a run, and the numbers that the run would have logged."""
 
@@ -64,6 +94,9 @@ class Replay:
     """By rank, in the order in which the rank saw them."""
     numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Loss and gradient norm, by step."""
+    measures: Mapping[int, StepMeasures] = field(default_factory=dict)
+    """By step, if the steps were measured."""
+    scores: BatchScores | None = None
 
 
 @dataclass(frozen=True)
@@ -231,6 +264,8 @@ class ReplayOrder:
     """The step whose state is restored; 0 is the beginning."""
     checkpoints: str = ""
     """The folder of the run's checkpoints; not needed from the beginning."""
+    is_measured: bool = False
+    """Measure the steps (``StepMeasures``, ``BatchScores``) and take no checksums of tensors."""
 
 
 @dataclass(frozen=True)
@@ -242,11 +277,19 @@ class RankReplay:
     observed: list[Observation]
     numbers: dict[int, dict[str, float]]
     """Loss and gradient norm of each step."""
+    measures: dict[int, StepMeasures] = field(default_factory=dict)
+    """By step, if the steps are measured."""
+    scores: BatchScores | None = None
 
 
 def order_file(folder: Path) -> Path:
     """The file with the ``ReplayOrder``."""
     return folder / "replay.json"
+
+
+def reached_file(folder: Path) -> Path:
+    """The file with the number of the step that is being computed."""
+    return folder / "replay-step"
 
 
 def seen_file(folder: Path, rank: int) -> Path:

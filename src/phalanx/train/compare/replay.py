@@ -1,4 +1,4 @@
-"""Replay of a run's steps on this rank under a witness, without touching the run.
+"""Replay of a run's steps on this rank under a witness or a meter, without touching the run.
 
 The state is read from one of the run's checkpoints, or is the initial one; samples, slots, schedule and layout are the run's own. Nothing is
 saved and nothing is evaluated.
@@ -34,6 +34,7 @@ from phalanx.run.layout import SPLIT_BACKWARD, stages_per_rank
 from phalanx.run.spec import RunSpec
 from phalanx.train.assemble import take_over
 from phalanx.train.compare.observation import Moment, Observation, RankReplay, ReplayOrder
+from phalanx.train.compare.step_meter import StepMeter
 from phalanx.train.compose import build_model
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.start.open_run import check_data
@@ -311,11 +312,12 @@ def replay(
             taken = take_over(spec.checkpoint, directory, built, shards)
             progress = TrainProgress.from_extra(taken.extra) if taken else progress
     dist.barrier()
-    witness = ModuleWitness(built)
+    witness = None if order.is_measured else ModuleWitness(built)
     observed: list[Observation] = []
     numbers: dict[int, dict[str, float]] = {}
     data = RunData.of_run(spec)
     check_data(directory, data.fingerprint)
+    meter = StepMeter(built, data, order.to_step) if order.is_measured else None
     per_slot, first_sample = spec.train.batch_size // spec.train.slots, progress.next_sample
     steps = range(progress.step + 1, order.to_step + 1)
     batches = (
@@ -324,14 +326,28 @@ def replay(
         for current in built.rounds
     )
     withholds = partial(progress.withholds, spec.train)
-    stepper = Stepper(built, batches, Ledger(time.monotonic_ns()), progress.updates, withholds)
+    stepper = Stepper(
+        built,
+        batches,
+        Ledger(time.monotonic_ns()),
+        progress.updates,
+        withholds,
+        progress.rate_scale,
+        progress.clip_scale,
+    )
     for step in steps:
-        witness.step = step
         before_step(step, built)
-        witness.see_weights("weight")
-        report = stepper.run(step, before_update=witness.see_gradients)
+        if witness is not None:
+            witness.step = step
+            witness.see_weights("weight")
+            report = stepper.run(step, before_update=witness.see_gradients)
+            witness.see_weights("updated")
+            observed += witness.take()
+        elif meter is not None:
+            meter.before_step(step, progress)
+            report = stepper.run(step, on_gradients=meter.see_gradients)
+            meter.after_step(step, report)
         progress.advance(report, stepper.updates, spec.train, progress.spike(report, spec.train))
-        witness.see_weights("updated")
-        observed += witness.take()
         numbers[step] = {"loss": report.loss, "grad_norm": report.grad_norm}
-    return RankReplay(mesh.layout.degrees, observed, numbers)
+    measures, scores = ({}, None) if meter is None else (meter.measures, meter.scores())
+    return RankReplay(mesh.layout.degrees, observed, numbers, measures, scores)

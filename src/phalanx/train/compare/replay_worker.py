@@ -11,7 +11,7 @@ import msgspec
 from phalanx.process.stop_signals import StopRequest
 from phalanx.run.directory.files import write_atomically
 from phalanx.run.directory.paths import RunDirectory, read_resolved
-from phalanx.train.compare.observation import ReplayOrder, order_file, seen_file
+from phalanx.train.compare.observation import ReplayOrder, order_file, reached_file, seen_file
 from phalanx.train.lifecycle.worker import main
 
 
@@ -28,7 +28,12 @@ def replay_rank(run_dir: Path, _attempt: int, _stop: StopRequest) -> object:
     assert place is not None
     device = device_for(spec.runtime.device, place.local_rank)
     make_deterministic(spec, device)
-    seen = replay(spec, order, directory, device)
+
+    def report_step(step: int, _built: object) -> None:
+        if place.rank == 0:
+            write_atomically(reached_file(run_dir), str(step).encode())
+
+    seen = replay(spec, order, directory, device, report_step)
     write_atomically(seen_file(run_dir, place.rank), msgspec.msgpack.encode(seen))
     return seen
 

@@ -387,11 +387,14 @@ def judge_replays(
     """Compares two replays with each other and with what the runs logged; ``steps`` are ``steps_to_replay``."""
     unconfirmed = []
     for run, replay, log in zip("AB", replays, logs, strict=True):
-        unconfirmed += _unconfirmed(run, replay.numbers, log)[:1]
+        unconfirmed += unconfirmed_numbers(run, replay.numbers, log)[:1]
     return Verdict(*steps, compare_replays(*replays), tuple(unconfirmed))
 
 
-def _unconfirmed(run: str, numbers: Mapping[int, Mapping[str, float]], log: Logged) -> list[Unconfirmed]:
+def unconfirmed_numbers(
+    run: str, numbers: Mapping[int, Mapping[str, float]], log: Logged
+) -> list[Unconfirmed]:
+    """Return the replayed numbers whose bits are others than those that the run has logged."""
     return [
         Unconfirmed(run, step, name, logged, value)
         for step, table in sorted(numbers.items())

@@ -48,6 +48,10 @@ class Guardian(Protocol):
         that is no hang, and must be ended (``RunData.give_up``) when the rank has to leave the epoch at once."""
 
     @abstractmethod
+    def apart(self) -> AbstractContextManager[None]:
+        """Inside, the rank computes steps that are none of the run's (a fork), and calls ``computed`` after each: that is no hang."""
+
+    @abstractmethod
     def safe(self) -> bool:
         """True if this rank's newest snapshot would survive the loss of this node."""
 
@@ -114,6 +118,9 @@ class NoGuardian(Guardian):
 
     def reads(self, data: RunData) -> None:
         pass
+
+    def apart(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def safe(self) -> bool:
         return True

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from phalanx.data.errors import DataError
-from phalanx.data.reading.prefetch import WaitEndedError
+from phalanx.data.reading.prefetch import Prefetch, WaitEndedError
 from phalanx.hardware.local.device import on_gpu
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import EndedEarly, Finished, MemoryMeasured, Step, Stopped
@@ -24,6 +28,7 @@ from phalanx.run.directory.paths import EarlyStop, RunResult
 from phalanx.train.assemble import Training
 from phalanx.train.evaluation.scoring import EvaluationStoppedError
 from phalanx.train.lifecycle.ending import RunFailedError
+from phalanx.train.lifecycle.fork import Fork, ForkStoppedError
 from phalanx.train.lifecycle.observers import (
     Evaluator,
     KeepBest,
@@ -55,6 +60,7 @@ def train(training: Training) -> RunResult | None:
     Raises:
         NonFiniteError: By ``train.on_nonfinite`` or ``train.max_skipped``.
         LossSpikeError: By ``train.on_spike`` or ``train.max_skipped``.
+        ForkFailedError: A checkpoint that a fork needs cannot be read or written.
         UnsavedError: The last checkpoint failed; the run can be started again from an older one.
     """
     return Trainer(training).run()
@@ -64,6 +70,10 @@ class Trainer:
     """One attempt of a run on one rank, from its restored state to its last step."""
 
     _stepper: Stepper
+    _step_log: StepLog
+    _batches: ExitStack
+    """Closes the reading of samples ahead."""
+    _read_from: Callable[[SampleSupply], Prefetch[NDArray[np.int64]]]
     _audit: Audit | None
     _layers: LayerMeter
     _observers: tuple[Observer, ...]
@@ -119,8 +129,10 @@ class Trainer:
                 training.inputs.stop.step_ended()
                 self._guardian.computed()
                 self._step_s.append(time.perf_counter() - begin_s)
-                self._advance(report)
-                stops = self._conclude(report)
+                if (concluded := self._advance(report)) is None:
+                    self._stop()
+                    return None
+                stops = self._conclude(concluded)
                 if stops and progress.step < self._spec.train.steps:
                     self._stop()
                     return None
@@ -134,18 +146,31 @@ class Trainer:
         guardian.reads(training.data)
         # Of several ranks the others may be in a collective, and cannot save. Agents call their workers back themselves.
         alone = training.mesh.ranks == 1 and training.inputs.warm is None
-        batches = opened.enter_context(
-            supply.prefetch(
-                training.mesh.rank,
-                self._reporter.warn,
-                enough=(lambda: training.inputs.stop.made) if alone else None,
+        self._batches = opened.enter_context(ExitStack())
+
+        def read_from(place: SampleSupply) -> Prefetch[NDArray[np.int64]]:
+            return self._batches.enter_context(
+                place.prefetch(
+                    training.mesh.rank,
+                    self._reporter.warn,
+                    enough=(lambda: training.inputs.stop.made) if alone else None,
+                )
             )
-        )
+
+        self._read_from = read_from
 
         def withholds(loss: float, grad_norm: float) -> bool:
             return progress.withholds(spec.train, loss, grad_norm)
 
-        self._stepper = Stepper(training.built, batches, self._ledger, progress.updates, withholds)
+        self._stepper = Stepper(
+            training.built,
+            read_from(supply),
+            self._ledger,
+            progress.updates,
+            withholds,
+            progress.rate_scale,
+            progress.clip_scale,
+        )
         windows = spec.observe.ranks_every_steps, guardian.window_steps()
         ranks = RankTimes(self._stepper, training.inputs.attempt, windows)
         self._saving.keep_before_spikes(progress)
@@ -172,8 +197,9 @@ class Trainer:
         recording = Recording(training, self._stepper, lambda: ranks.slowest, self._measured_step)
         # The order of events at a step is the order here. A request to stop ends the evaluation, and the hook with it: only what depends on
         # its result comes after it.
+        self._step_log = StepLog(training)
         self._observers = (
-            StepLog(training),
+            self._step_log,
             RankWindows(training, ranks),
             opened.enter_context(recording),
             self._evaluation,
@@ -233,12 +259,16 @@ class Trainer:
         self._reporter.emit(MemoryMeasured(number, self._memory_bytes, least))
         return report
 
-    def _advance(self, report: StepReport) -> None:
-        """Count a step as done, unless its loss forbids it: then save the weights as they were before, and raise as ``train`` does."""
+    def _advance(self, report: StepReport) -> StepReport | None:
+        """Count a step as done, and return its report; after a fork, that of the last step of the child that was taken.
+
+        If the loss forbids the step, save the weights as they were before, and raise as ``train`` does. Return ``None`` on a request to stop
+        in a fork.
+        """
         progress, train = self._progress, self._spec.train
         spike, bad = progress.spike(report, train), None
         if spike is not None:
-            bad = judge_spike(train, progress, report, spike, self._training.inputs.directory.path)
+            bad = judge_spike(self._spec, progress, report, spike, self._training.inputs.directory.path)
         elif not report.applied:
             self._guardian.not_finite(progress.step + 1, report)
             bad = judge_nonfinite(train, progress, report)
@@ -247,9 +277,42 @@ class Trainer:
             if bad.remedy:
                 self._saving.save(progress)
                 raise bad.error(saved=self._saving.settle())
+        if spike is not None and train.on_spike == "fork":
+            return self._fork(report)
         progress.advance(report, self._stepper.updates, train, spike)
         if spike is not None:
             self._saving.keep_before_spikes(progress)
+        return report
+
+    def _fork(self, report: StepReport) -> StepReport | None:
+        """Go on as the best child of the state before the spike, saved. Return the report of its last step; ``None`` on a request to stop."""
+        progress, stepper, training = self._progress, self._stepper, self._training
+        spike = progress.step + 1
+        self._saving.save(progress)
+        self._saving.settle()
+        fork = Fork(training, self._saving, progress)
+        with self._ledger.bucket(Bucket.EVAL), self._guardian.apart():
+            try:
+                child = fork.run()
+            except ForkStoppedError:
+                return None
+        vars(progress).update(vars(child.progress))
+        stepper.updates = progress.updates
+        stepper.rate_scale, stepper.clip_scale = progress.rate_scale, progress.clip_scale
+        self._batches.close()
+        stepper.batches = self._read_from(
+            SampleSupply(training.data, self._spec, training.built.rounds, progress)
+        )
+        self._saving.keep_before_spikes(progress)
+        self._saving.save(progress)
+        if self._saving.settle():
+            fork.clean()
+        *earlier, last = (step for step in child.steps if step.step >= spike)
+        for step in earlier:
+            self._step_log.after_step(
+                StepEnd(step.step, step.tokens, step.report(report), self._step_s[-1], last=False)
+            )
+        return last.report(report)
 
     def _conclude(self, report: StepReport) -> bool:
         """Do what is due after a step: observers, snapshot, checkpoint, observers. Return True if the run is to stop."""

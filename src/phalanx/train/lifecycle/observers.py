@@ -139,7 +139,7 @@ class StepLog(Observer):
             )
         )
         # The first logged steps wait for the store's first responses.
-        if training.data.cached and not is_first and wait_s >= _MUCH_WAITING * logged_s:
+        if training.data.cached and not is_first and wait_s > _MUCH_WAITING * logged_s:
             self._warn_of_waiting(end.step, wait_s, logged_s)
 
     def _warn_of_waiting(self, step: int, wait_s: float, logged_s: float) -> None:

@@ -28,7 +28,7 @@ _SPIKES_KEPT = 3
 """So many of the newest spikes keep the checkpoint before them: a run that spikes all day must not fill its disk."""
 _LEFT_OUT_KEPT = 256
 """So many of the newest stretches of samples that were left out are listed; the event stream has them all."""
-_SINCE_0_1 = {"recent", "spikes", "left_out"}
+_SINCE_0_1 = {"recent", "spikes", "left_out", "rate_scale", "clip_scale", "forks"}
 
 
 def is_due(step: int, every: int) -> bool:
@@ -55,6 +55,13 @@ class TrainProgress:
     """First and last step of the newest spikes."""
     left_out: list[list[int]] = field(default_factory=list)
     """First sample and number of the newest stretches that changed no weight because of a spike."""
+
+    rate_scale: float = 1.0
+    """Factor of the learning rate, by the children that were taken at forks."""
+    clip_scale: float = 1.0
+    """Factor of ``optimizer.clip_norm``, by the children that were taken at forks."""
+    forks: list[list[int]] = field(default_factory=list)
+    """Step of the spike, step of the state that was gone back to, and last step of the children, of each fork."""
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> TrainProgress:
@@ -155,12 +162,16 @@ def judge_nonfinite(train: TrainSpec, progress: TrainProgress, report: StepRepor
 
 
 def judge_spike(
-    train: TrainSpec, progress: TrainProgress, report: StepReport, spike: Spike, run: Path
+    spec: RunSpec, progress: TrainProgress, report: StepReport, spike: Spike, run: Path
 ) -> BadStep:
-    """Decide on a spike: continue with or without its update, or end the run. ``run`` is the run's directory, for the remedy."""
-    step = progress.step + 1
-    too_many = train.on_spike == "skip" and progress.skipped_in_a_row + 1 >= train.max_skipped
-    often = f", and {train.max_skipped} steps in a row were not applied" if too_many else ""
+    """Decide on a spike: continue with or without its update, fork, or end the run. ``run`` is the run's directory, for the remedy."""
+    train, step = spec.train, progress.step + 1
+    often = ""
+    if train.on_spike == "skip" and progress.skipped_in_a_row + 1 >= train.max_skipped:
+        often = f", and {train.max_skipped} steps in a row were not applied"
+    if train.on_spike == "fork" and len(progress.forks) >= spec.spike.most_forks:
+        often = f", and the run has forked {len(progress.forks)} times (spike.most_forks)"
+    too_many = bool(often)
     problem = (
         f"the {spike.figure} is {spike.deviations:.3g} deviations above what is usual{often}: loss {report.loss:.4g} (usual "
         f"{spike.typical_loss:.4g}), gradient norm {report.grad_norm:.4g} (usual {spike.typical_grad_norm:.4g})"
@@ -183,7 +194,7 @@ def judge_spike(
         return BadStep(event, problem)
     action = "continue" if too_many else "skip"
     remedy = (
-        f"look at the batch with `phalanx data show {run} --step {step}`; "
+        f"`phalanx spike {run} {step}` names the cause; "
         f"`phalanx train {run} --from {progress.step} --set train.on_spike={action}` "
         + ("takes it as it is" if too_many else "leaves its samples out")
     )

@@ -16,6 +16,7 @@ from phalanx.observe.throughput import format_duration
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.spec import CheckpointSpec, RunSpec
 from phalanx.train.assemble import Training
+from phalanx.train.lifecycle.fork_plan import bases_needed
 from phalanx.train.lifecycle.guardian import EpochSupersededError
 from phalanx.train.lifecycle.progress import TrainProgress, is_due
 
@@ -25,6 +26,8 @@ _LOOK_S = 0.2
 def save_due(spec: RunSpec, step: int) -> bool:
     """Return True if the run file has this step saved; where it leaves the interval open, those are what is kept or copied for good."""
     checkpoint = spec.checkpoint
+    if spec.train.on_spike == "fork" and is_due(step, spec.spike.base_every_steps):
+        return True
     if checkpoint.every_steps:
         return is_due(step, checkpoint.every_steps)
     for_good = is_due(step, checkpoint.store_keep_every) and _is_copied(spec, step)
@@ -62,6 +65,8 @@ class Saving:
         self._best_steps: list[int] = []
         """The step of the best evaluation; before it the one of before, until the checkpoint of the newer one is durable."""
         self._spikes: list[int] = []
+        self._bases: list[int] = []
+        """Steps whose checkpoints a fork may go back to."""
 
     def wanted(self) -> bool:
         """Return True if this rank's choice of interval has a save due now."""
@@ -73,6 +78,9 @@ class Saving:
             return
         self._last_step = progress.step
         training = self._training
+        if self._spec.train.on_spike == "fork":
+            self._bases = bases_needed(self._spec, progress)
+            self._keep()
         with training.inputs.ledger.bucket(Bucket.CKPT_BLOCKING):
             receipt = training.saver.save(progress.step, training.shards, self.extra(progress))
         self._stalls_s[progress.step] = receipt.stall_s
@@ -98,7 +106,8 @@ class Saving:
         self._keep()
 
     def _keep(self) -> None:
-        self._training.saver.keep_before([*self._spikes, *(step + 1 for step in self._best_steps)])
+        exact = [*self._best_steps, *self._bases]
+        self._training.saver.keep_before([*self._spikes, *(step + 1 for step in exact)])
 
     def fence(self) -> None:
         """Wait until no save or snapshot copies the weights any more: they are about to change."""

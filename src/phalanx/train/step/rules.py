@@ -19,7 +19,7 @@ from statistics import median
 from phalanx.observe.throughput import usual_deviation
 from phalanx.run.spec import ScheduleSpec, TrainSpec
 
-_LEAST_LOSS_DEVIATION = 0.005
+LEAST_LOSS_DEVIATION = 0.005
 """Minimum deviation, as a share of the usual loss, for windows that hardly vary. With 8 deviations a spike is at least 4 % up, less
 than any published spike.
 """
@@ -63,8 +63,8 @@ class SpikeRule:
         if 2 * len(history) < self.window or not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return None
         losses, norms = zip(*history, strict=True)
-        usual_loss, above_loss = _above(losses, loss, _LEAST_LOSS_DEVIATION)
-        usual_norm, above_norm = _above(norms, grad_norm, _LEAST_NORM_DEVIATION)
+        usual_loss, above_loss = deviations_above(losses, loss, LEAST_LOSS_DEVIATION)
+        usual_norm, above_norm = deviations_above(norms, grad_norm, _LEAST_NORM_DEVIATION)
         most = max(above_loss, above_norm)
         if not most > self.deviations:
             return None
@@ -79,7 +79,7 @@ class SpikeRule:
         return kept[-self.window :]
 
 
-def _above(values: Sequence[float], value: float, least: float) -> tuple[float, float]:
+def deviations_above(values: Sequence[float], value: float, least: float) -> tuple[float, float]:
     """Return the median of ``values``, and the number of deviations by which ``value`` is above it."""
     usual = median(values)
     deviation = max(usual_deviation(values, usual), least * abs(usual))

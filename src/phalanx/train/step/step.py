@@ -111,9 +111,19 @@ class StepReport:
     """If the step was not applied: the ranks whose own losses were not finite."""
     withheld: bool = False
     """True if all was finite and the update was not applied all the same, because of ``Stepper.withholds``."""
-    worst_slot: int = 0
-    """The slot with the largest mean loss, and that loss."""
-    worst_slot_loss: float | None = None
+    slot_losses: tuple[float, ...] = ()
+    """The mean loss of each slot, in nats a token; 0 for a slot without targets."""
+
+    @property
+    def worst_slot(self) -> int:
+        """The slot with the largest mean loss."""
+        return max(range(len(self.slot_losses)), key=lambda slot: self.slot_losses[slot], default=0)
+
+    @property
+    def worst_slot_loss(self) -> float | None:
+        """The mean loss of that slot; ``None`` if it is not finite."""
+        loss = self.slot_losses[self.worst_slot] if self.slot_losses else math.nan
+        return loss if math.isfinite(loss) else None
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,10 @@ class Stepper:
     """Function of a step's loss and gradient norm: True if its update must not be applied. Its result is the same on every rank."""
     expert_tokens: Tensor | None = field(default=None, init=False)
     """Tokens of each expert in the newest step, over all ranks: ``(routers, experts)``, int64; ``None`` without experts."""
+    rate_scale: float = 1.0
+    """Factor of the learning rate of the schedule; forks at loss spikes lower it."""
+    clip_scale: float = 1.0
+    """Factor of ``optimizer.clip_norm``; forks at loss spikes lower it."""
 
     def __post_init__(self) -> None:
         model, train = self.built.model, self.built.spec.train
@@ -156,6 +170,7 @@ class Stepper:
         flags: StepFlags = StepFlags(),
         *,
         before_update: Callable[[], None] = lambda: None,
+        on_gradients: Callable[[float], None] = lambda _scale: None,
         audit: Audit | None = None,
         statistics: StepStatistics | None = None,
     ) -> StepReport:
@@ -165,6 +180,8 @@ class Stepper:
             number: The step, which sets the learning rate.
             flags: This rank's own requests.
             before_update: Called before the weights change; a checkpoint may still be copying them.
+            on_gradients: Called on every rank once gradients are summed, whether an update follows or not. The argument is the factor
+                from these sums to the gradient of the mean loss.
             audit: Checks the step's slots for silent data corruption.
             statistics: Measures the step's gradients, weights and update.
         """
@@ -183,9 +200,10 @@ class Stepper:
                 audit.ended(number)
         # 2. What all ranks must know before the update: mean loss, token count, flags, gradient norm.
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
-            loss, count, raised, worst = self._reduce_losses(losses, tokens, flags)
+            loss, count, raised, slot_losses = self._reduce_losses(losses, tokens, flags)
             norm = self._gradient_norm(self._slot_tokens / count)
-        lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps)
+        on_gradients(self._slot_tokens / count)
+        lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps) * self.rate_scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         sources = _NonFiniteSources() if finite else self._nonfinite_sources(losses)
         withheld = finite and self.withholds(loss, norm)
@@ -199,7 +217,7 @@ class Stepper:
             with self.ledger.bucket(Bucket.STEP_OPTIMIZER):
                 before_update()
                 self.updates += 1
-                limit = spec.optimizer.clip_norm
+                limit = spec.optimizer.clip_norm * self.clip_scale
                 clipping = min(1.0, limit / norm) if limit and norm else 1.0
                 scale = self._slot_tokens / count * clipping
                 self.built.optimizer.step(self.updates, lr, scale, keep_change=measured)
@@ -222,8 +240,7 @@ class Stepper:
             nonfinite_parameters=sources.parameters,
             nonfinite_ranks=sources.ranks,
             withheld=withheld,
-            worst_slot=worst[0],
-            worst_slot_loss=worst[1],
+            slot_losses=slot_losses,
         )
 
     @contextmanager
@@ -313,8 +330,8 @@ class Stepper:
 
     def _reduce_losses(
         self, losses: Tensor, tokens: Tensor, flags: StepFlags
-    ) -> tuple[float, int, StepFlags, tuple[int, float | None]]:
-        """Return the batch's mean loss, its token count, the joined flags of all ranks, and the slot with the largest loss. One all-reduce.
+    ) -> tuple[float, int, StepFlags, tuple[float, ...]]:
+        """Return the batch's mean loss, its token count, the joined flags of all ranks, and each slot's mean loss. One all-reduce.
 
         ``losses`` and ``tokens`` are this rank's ``(pieces,)``. The mean is NaN if any piece is not finite.
         """
@@ -328,19 +345,17 @@ class Stepper:
         count = round(math.fsum(values[pieces:]))
         loss = math.fsum(values[:pieces]) / count if all(map(math.isfinite, values)) else math.nan
         joined = StepFlags(*(number > 0 for number in numbers[2 * pieces :]))
-        return loss, count, joined, self._worst_slot(values[:pieces], values[pieces:])
+        return loss, count, joined, self._slot_losses(values[:pieces], values[pieces:])
 
-    def _worst_slot(self, losses: Sequence[float], tokens: Sequence[float]) -> tuple[int, float | None]:
-        """Return the slot with the largest mean loss, and that loss, from the pieces' summed losses and token counts."""
+    def _slot_losses(self, losses: Sequence[float], tokens: Sequence[float]) -> tuple[float, ...]:
+        """Return each slot's mean loss from the pieces' summed losses and token counts."""
         context = self._mesh.layout.context
-        means = [
+        return tuple(
             math.fsum(losses[start : start + context]) / count
             if (count := sum(tokens[start : start + context]))
             else 0.0
             for start in range(0, len(losses), context)
-        ]
-        worst = max(range(len(means)), key=lambda slot: means[slot])
-        return worst, means[worst] if math.isfinite(means[worst]) else None
+        )
 
     def _gradient_norm(self, scale: float) -> float:
         """Return the norm of the full gradient, times ``scale``, by exact addition. A collective."""

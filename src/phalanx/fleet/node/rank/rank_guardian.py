@@ -12,8 +12,8 @@ from __future__ import annotations
 import ssl
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import msgspec
@@ -111,6 +111,7 @@ all for a moment.
 """
 OVERTIME_S = 60.0
 """Extra time for a request to an object store after its time limit."""
+_SHORT_WAIT_S = 0.001
 _MOST_FAILURES = 3
 """Number of attempts to restore a step from memory before all ranks use the disk."""
 
@@ -191,6 +192,8 @@ class RankGuardian(Guardian):
         self._failed: dict[int, int] = {}
         """The number of failed attempts to read snapshots, for the last step that failed."""
         self._watch: StragglerWatch | None = None
+        self._apart_s: float | None = None
+        """When the last step apart from the run ended; None if the rank computes none."""
         self.epoch, self.step, self.phase, self.since_s = -1, NO_STEP, "warm", time.monotonic()
 
     def enters(self, bind: link.JoinEpoch, hooks: Hooks, connections: Connections) -> None:
@@ -322,12 +325,25 @@ class RankGuardian(Guardian):
         """Return seconds for which this rank has waited for an object store, which has ``data.timeout_s`` to
         answer; 0 if it does not wait.
 
-        After that time it counts as hanging rather than waiting, and 0 is returned too. Called by the
+        After that time it counts as hanging rather than waiting, and 0 is returned too. A rank that computes
+        steps apart from the run waits too, until one takes longer than ``fleet.stall_s``. Called by the
         heartbeat thread.
         """
         data = self._data
         waited_s = 0.0 if data is None else data.waiting_s()
+        apart_s = self._apart_s
+        if apart_s is not None and time.monotonic() - apart_s < self._spec.fleet.stall_s:
+            # A wait too short to be reported: the deadline of the run's step is extended.
+            waited_s = max(waited_s, _SHORT_WAIT_S)
         return waited_s if waited_s < self._spec.data.timeout_s + OVERTIME_S else 0.0
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._apart_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._apart_s = None
 
     def safe(self) -> bool:
         return may_begin(self._newest, self._orders.safe_step(self.epoch))
@@ -363,6 +379,8 @@ class RankGuardian(Guardian):
         self._progress(step)
 
     def computed(self) -> None:
+        if self._apart_s is not None:
+            self._apart_s = time.monotonic()
         # On gloo an aborted collective raises an error. On a GPU its kernel just ends, and the memory it
         # leaves looks like a result.
         if on_gpu(self._device):

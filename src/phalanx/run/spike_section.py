@@ -1,0 +1,62 @@
+"""The table ``[spike]`` of the run file: what ``train.on_spike = "fork"`` tries, and how it chooses.
+
+All fields belong to the run: which state a fork goes back to, and which child it takes, reaches the bits of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from phalanx.run.fields import LATER, POSITIVE, Problem, ValueRange
+from phalanx.run.sections import FleetSpec, OptimizerSpec, TrainSpec
+
+Candidate = Literal["skip", "rate", "clip", "continue"]
+
+
+@dataclass(frozen=True)
+class SpikeSpec:
+    """Forks at loss spikes, with train.on_spike = "fork": several cures are trained from one state, and the run goes on as the best of them."""
+
+    candidates: Annotated[tuple[Literal["skip", "rate", "clip", "continue"], ...], LATER] = ("skip", "rate")
+    """Cures, each of which trains a child: "skip" leaves the batch of the spike out, "rate" lowers the learning rate for the rest of the run, "clip"
+    lowers the largest gradient norm for the rest of the run, "continue" changes nothing. Of children with equal losses the first is taken."""
+    fork_steps: Annotated[int, LATER, ValueRange(at_least=2, at_most=10**6)] = 32
+    """Steps that each child trains from the spike on. The child with the lowest mean loss over the second half of them is taken."""
+    base_every_steps: Annotated[int, LATER, ValueRange(at_least=1, at_most=10**6)] = 64
+    """Steps between the states that a fork may go back to. Each is saved, and kept until two newer ones are."""
+    rate_factor: Annotated[float, LATER, ValueRange(above=0, below=1)] = 0.5
+    """Factor of the learning rate of "rate"."""
+    clip_factor: Annotated[float, LATER, ValueRange(above=0, below=1)] = 0.5
+    """Factor of optimizer.clip_norm of "clip"."""
+    most_forks: Annotated[int, LATER, POSITIVE] = 8
+    """Forks of a run; one spike more stops it, as train.on_spike = "stop" does."""
+
+
+def fork_problems(
+    spike: SpikeSpec, train: TrainSpec, optimizer: OptimizerSpec, fleet: FleetSpec
+) -> Iterator[Problem]:
+    """Yield the reasons for which a run cannot fork at its spikes; none if it does not."""
+    if train.on_spike != "fork":
+        return
+    if not spike.candidates or len(set(spike.candidates)) < len(spike.candidates):
+        yield Problem(
+            "spike.candidates",
+            "has a candidate twice" if spike.candidates else "is empty, so that a fork has nothing to try",
+            'name each once, as in ["skip", "rate"]',
+        )
+    if "clip" in spike.candidates and not optimizer.clip_norm:
+        yield Problem(
+            "spike.candidates",
+            '"clip" lowers optimizer.clip_norm, and 0 is no clipping',
+            'set optimizer.clip_norm, or leave "clip" out',
+            ("optimizer.clip_norm",),
+        )
+    if fleet.audit_every_steps:
+        yield Problem(
+            "train.on_spike",
+            f"the steps of a fork are not audited, and fleet.audit_every_steps = {fleet.audit_every_steps} asks for all steps to be",
+            'set fleet.audit_every_steps = 0, or train.on_spike = "skip"',
+            ("fleet.audit_every_steps",),
+        )

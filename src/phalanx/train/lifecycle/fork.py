@@ -1,0 +1,209 @@
+"""A fork at a loss spike (``train.on_spike = "fork"``): children of the run, one after the other on the same ranks, one of which it goes on as.
+
+1. The run has saved its state before the spike.
+2. For each candidate the base is restored, and a child is trained to the fork's end (``phalanx.train.lifecycle.fork_plan``). Only the child's
+   cure differs: its samples, their order and its arithmetic are the run's own.
+3. The child's state is saved in ``forks/``, with the numbers of its steps.
+4. The best child's state is restored.
+
+A run that is killed in a fork resumes before the spike and meets it again. Children that were saved are read, the others are trained again
+with the same bits. So the same child is taken, on any layout.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import torch.distributed as dist
+
+from phalanx.checkpoint.committed.restore import restore
+from phalanx.checkpoint.format.errors import CheckpointError
+from phalanx.checkpoint.save.saver import AsyncSaver
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.observe.events import ChildTaken, ChildTrained, Forked
+from phalanx.observe.ledger import Ledger
+from phalanx.parallel.process_group.typed_gather import broadcast_typed, gather_typed
+from phalanx.run.spike_section import Candidate
+from phalanx.train.assemble import Training
+from phalanx.train.lifecycle.ending import RunFailedError
+from phalanx.train.lifecycle.fork_plan import ChildStep, begin_child, best_child, child_loss, plan_fork
+from phalanx.train.lifecycle.progress import LossSpikeError, SampleSupply, TrainProgress
+from phalanx.train.lifecycle.saving import Saving
+from phalanx.train.step.step import StepFlags, Stepper, StepReport
+
+_STEPS = "child_steps"
+"""The key of a child's steps in its checkpoint's ``extra``."""
+
+
+class ForkStoppedError(Exception):
+    """A request to stop came to some rank; raised on every rank alike. The state in memory is that of a child."""
+
+
+class ForkFailedError(RunFailedError):
+    """A fork could not be finished: a checkpoint could not be read or written."""
+
+
+@dataclass(frozen=True)
+class TrainedChild:
+    """A trained child of a fork."""
+
+    candidate: Candidate
+    progress: TrainProgress
+    steps: list[ChildStep]
+
+
+class Fork:
+    """The fork at the spike that is the next step of ``progress``, on one rank. All methods are collectives."""
+
+    def __init__(self, training: Training, saving: Saving, progress: TrainProgress) -> None:
+        self._training, self._saving = training, saving
+        self._spec = training.inputs.spec
+        self._plan = plan_fork(self._spec, progress)
+        self._root = training.inputs.directory.forks / f"step-{self._plan.spike:08d}"
+
+    def run(self) -> TrainedChild:
+        """Train the children and return the best one; this rank's state is its state then.
+
+        Raises:
+            ForkStoppedError: On a request to stop.
+            ForkFailedError: A checkpoint cannot be read or written.
+            LossSpikeError: No child has a finite loss.
+        """
+        plan, reporter = self._plan, self._training.reporter
+        candidates = self._spec.spike.candidates
+        reporter.emit(Forked(plan.spike, plan.base, plan.end, list(candidates)))
+        losses: dict[Candidate, float] = {}
+        for candidate in candidates:
+            child, is_read = self._saved(candidate), True
+            if child is None:
+                child, is_read = self._train(candidate), False
+            loss = losses[candidate] = child_loss(plan, child.steps)
+            spikes = sum(first > plan.base for first, _ in child.progress.spikes)
+            recorded = loss if math.isfinite(loss) else None
+            reporter.emit(ChildTrained(plan.spike, candidate, recorded, spikes, again=is_read))
+        best = best_child(losses)
+        if best is None:
+            remedy = f"go back farther: phalanx train {self._training.inputs.directory.path} --from STEP --set optimizer.lr=..."
+            raise LossSpikeError(
+                f"step {plan.spike}: no child of the fork has a finite loss; the state before the spike is saved. {remedy}",
+                remedy,
+            )
+        self._restore(DiskTier(self._root / best), plan.end)
+        child = self._saved(best)
+        assert child is not None, "it was saved before it was restored"
+        progress = child.progress
+        reporter.emit(
+            ChildTaken(plan.spike, best, plan.end, losses[best], progress.rate_scale, progress.clip_scale)
+        )
+        return child
+
+    def clean(self) -> None:
+        """Remove the children's checkpoints, once the run has saved the state of the one that it took."""
+        if self._training.mesh.rank == 0:
+            self._training.inputs.guardian.authorize()
+            shutil.rmtree(self._root, ignore_errors=True)
+            with suppress(OSError):
+                self._root.parent.rmdir()
+
+    def _saved(self, candidate: Candidate) -> TrainedChild | None:
+        """Return the child of a candidate, if it was saved whole, in this start or an earlier one."""
+        tier, end = DiskTier(self._root / candidate), self._plan.end
+        # Rank 0 lists the folder: a shared file system may show it to other ranks later.
+        extra = dict(tier.extra(end)) if self._training.mesh.rank == 0 and tier.has(end) else {}
+        extra = broadcast_typed(extra, dict[str, object])
+        if not extra:
+            return None
+        steps = msgspec.convert(extra[_STEPS], list[ChildStep])
+        return TrainedChild(candidate, TrainProgress.from_extra(extra), steps)
+
+    def _train(self, candidate: Candidate) -> TrainedChild:
+        """Train the child of a candidate from the base to the fork's end, and save it."""
+        training, spec, plan, built = self._training, self._spec, self._plan, self._training.built
+        extra = self._restore(DiskTier(training.inputs.directory.checkpoints), plan.base)
+        child = begin_child(spec, TrainProgress.from_extra(extra), plan, candidate)
+        supply = SampleSupply(training.data, spec, built.rounds, child)
+        batches = (
+            supply.samples(step, current.slot)
+            for step in range(plan.base + 1, plan.end + 1)
+            for current in built.rounds
+        )
+        # Its time is booked as a whole: the seconds of its steps are none of the run's.
+        stepper = Stepper(
+            built,
+            batches,
+            Ledger(time.monotonic_ns()),
+            child.updates,
+            lambda _loss, _norm: candidate == "skip" and child.step + 1 == plan.spike,
+            child.rate_scale,
+            child.clip_scale,
+        )
+        steps: list[ChildStep] = []
+        while child.step < plan.end:
+            flags = StepFlags(stop=training.inputs.stop.made)
+            report = stepper.run(child.step + 1, flags, before_update=self._saving.fence)
+            training.inputs.guardian.computed()
+            if report.flags.stop:
+                raise ForkStoppedError
+            child.advance(report, stepper.updates, spec.train, child.spike(report, spec.train))
+            steps.append(_child_step(child, report))
+        self._save(candidate, child, steps)
+        return TrainedChild(candidate, child, steps)
+
+    def _restore(self, tier: DiskTier, step: int) -> dict[str, object]:
+        """Fill this rank's state from a checkpoint, and return its ``extra``. Raises ``ForkFailedError`` on every rank alike."""
+        training, error, extra = self._training, "", dict[str, object]()
+        self._saving.fence()
+        try:
+            extra = restore(tier, step, training.shards, rank=training.mesh.rank)
+        except CheckpointError as problem:
+            error = str(problem)
+        errors = sorted({text for text in gather_typed(error, str) if text})
+        if errors:
+            run = training.inputs.directory.path
+            remedy = f"leave the batch out instead: phalanx train {run} --from {self._plan.spike - 1} --set train.on_spike=skip"
+            raise ForkFailedError(
+                f"step {self._plan.spike} is a spike, and the state of step {step} that a fork needs cannot be read: {errors[0]}. {remedy}",
+                remedy,
+            )
+        return extra
+
+    def _save(self, candidate: Candidate, child: TrainProgress, steps: list[ChildStep]) -> None:
+        """Save the state of a child, and wait until it is durable. Raises ``ForkFailedError`` on every rank alike."""
+        training, inputs = self._training, self._training.inputs
+        saver = AsyncSaver(
+            DiskTier(self._root / candidate),
+            training.mesh.rank,
+            training.mesh.ranks,
+            attempt=inputs.attempt,
+            timeout_s=self._spec.checkpoint.timeout_s,
+            authorize=inputs.guardian.authorize,
+        )
+        try:
+            saver.save(
+                child.step,
+                training.shards,
+                {**self._saving.extra(child), _STEPS: msgspec.to_builtins(steps)},
+            )
+            saver.wait()
+            errors = [str(outcome.error) for outcome in saver.poll() if outcome.status == "failed"]
+        finally:
+            saver.close()
+        failures = gather_typed(errors, list[str])
+        dist.barrier()
+        if any(failures):
+            remedy = "make room and start the run again: it resumes before the spike, with the children that were saved"
+            text = next(error for of_rank in failures for error in of_rank)
+            raise ForkFailedError(
+                f"child {candidate} of the fork at step {self._plan.spike} could not be saved: {text}; {remedy}",
+                remedy,
+            )
+
+
+def _child_step(child: TrainProgress, report: StepReport) -> ChildStep:
+    loss, norm = (value if math.isfinite(value) else None for value in (report.loss, report.grad_norm))
+    return ChildStep(child.step, loss, norm, report.lr, child.tokens, report.applied)

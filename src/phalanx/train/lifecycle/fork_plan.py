@@ -1,0 +1,107 @@
+"""Decisions of a fork at a loss spike: the state that its children begin with, their steps, and the child that is taken.
+
+All of it follows from the run file and from recorded numbers, never from times, so every fleet decides alike. The *base* is the newest state
+that is at least two steps older than the spike, on the grid of ``spike.base_every_steps``: the update just before a spike may be its cause. States
+that an earlier fork has left behind are none. Without such a state the base is the state just before the spike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from phalanx.run.directory.paths import step_of
+from phalanx.run.spec import RunSpec
+from phalanx.run.spike_section import Candidate
+from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx.train.step.step import StepReport
+
+
+@dataclass(frozen=True)
+class ForkPlan:
+    """The steps of a fork."""
+
+    spike: int
+    """The step of the spike."""
+    base: int
+    """The step whose state each child begins with."""
+    end: int
+    """The last step of each child."""
+
+
+@dataclass(frozen=True)
+class ChildStep:
+    """The numbers of a child's step. What is not finite is ``None``, so that checkpoints can hold it."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    """Tokens of the run up to this step."""
+    is_applied: bool
+
+    def report(self, of_spike: StepReport) -> StepReport:
+        """Return the report of this step, with the requests and the number of tokens of the step of the spike."""
+        loss, norm = (math.nan if value is None else value for value in (self.loss, self.grad_norm))
+        return replace(
+            of_spike,
+            loss=loss,
+            grad_norm=norm,
+            lr=self.lr,
+            applied=self.is_applied,
+            withheld=False,
+            slot_losses=(),
+        )
+
+
+def plan_fork(spec: RunSpec, progress: TrainProgress) -> ForkPlan:
+    """Return the steps of a fork at the spike that is the next step of ``progress``."""
+    spike = progress.step + 1
+    base = _base(spec, progress, spike)
+    return ForkPlan(spike, base, min(progress.step + spec.spike.fork_steps, spec.train.steps))
+
+
+def bases_needed(spec: RunSpec, progress: TrainProgress) -> list[int]:
+    """Return the steps whose checkpoints must be kept when ``progress`` is saved, for a spike that may follow."""
+    steps = (_base(spec, progress, progress.step + 1), progress.step // _grid(spec) * _grid(spec))
+    return sorted({step for step in steps if step > 0})
+
+
+def _base(spec: RunSpec, progress: TrainProgress, spike: int) -> int:
+    start = spec.checkpoint.init_from
+    begin = (step_of(Path(start)) or 0) if spec.checkpoint.init_with == "training" and start else 0
+    on_grid = (spike - 2) // _grid(spec) * _grid(spec)
+    base = max(on_grid, *(end for _, _, end in progress.forks), begin)
+    return base if base > begin else spike - 1
+
+
+def _grid(spec: RunSpec) -> int:
+    return spec.spike.base_every_steps
+
+
+def begin_child(spec: RunSpec, base: TrainProgress, plan: ForkPlan, candidate: Candidate) -> TrainProgress:
+    """Return the progress with which the child of a candidate begins."""
+    child = TrainProgress(**vars(base))
+    child.forks = [*base.forks, [plan.spike, plan.base, plan.end]]
+    if candidate == "rate":
+        child.rate_scale *= spec.spike.rate_factor
+    if candidate == "clip":
+        child.clip_scale *= spec.spike.clip_factor
+    return child
+
+
+def child_loss(plan: ForkPlan, steps: Sequence[ChildStep]) -> float:
+    """Return the mean loss over the second half of the steps from the spike on; infinite if one is not finite."""
+    first = plan.spike + (plan.end - plan.spike + 1) // 2
+    losses = [step.loss for step in steps if step.step >= min(first, plan.end)]
+    finite = [loss for loss in losses if loss is not None]
+    return math.fsum(finite) / len(finite) if len(finite) == len(losses) else math.inf
+
+
+def best_child(losses: Mapping[Candidate, float]) -> Candidate | None:
+    """Return the candidate with the lowest loss, of equal ones the first; ``None`` if none is finite."""
+    best = min(losses, key=lambda candidate: losses[candidate])
+    return best if math.isfinite(losses[best]) else None

@@ -1,0 +1,38 @@
+"""Rules of forks at loss spikes: what a run file cannot ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from phalanx.run.rules import check
+from phalanx.run.spec import RunSpec
+from phalanx.run.spike_section import SpikeSpec
+from run.specs import replace_at
+
+FORKING = replace_at(RunSpec(), "train.on_spike", "fork")
+
+
+@pytest.mark.parametrize(
+    ("candidates", "clip_norm", "audit_every_steps", "path"),
+    [
+        ((), 1.0, 0, "spike.candidates"),
+        (("skip", "skip"), 1.0, 0, "spike.candidates"),
+        (("clip",), 0.0, 0, "spike.candidates"),
+        (("skip",), 0.0, 10, "train.on_spike"),
+    ],
+)
+def test_a_fork_that_cannot_be_is_refused_with_its_field(
+    candidates: tuple[str, ...], clip_norm: float, audit_every_steps: int, path: str
+) -> None:
+    spike = SpikeSpec(candidates=candidates)  # type: ignore[arg-type]
+    spec = replace_at(dataclasses.replace(FORKING, spike=spike), "optimizer.clip_norm", clip_norm)
+    spec = replace_at(spec, "fleet.audit_every_steps", audit_every_steps)
+    assert path in [problem.path for problem in check(spec)]
+    unforked = replace_at(spec, "train.on_spike", "skip")
+    assert path not in [problem.path for problem in check(unforked)]
+
+
+def test_the_defaults_fork() -> None:
+    assert check(FORKING) == check(RunSpec())

@@ -1,0 +1,163 @@
+"""Forks at loss spikes in runs of real ranks: the right cure is taken, with the same bits on every fleet, killed or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.checkpoint.tiers.disk import DiskTier
+from phalanx.observe.event_log import read_events
+from phalanx.observe.events import ChildTaken, ChildTrained, Forked, Step
+from phalanx.run.spec import MoeSpec, RunSpec
+from phalanx.run.spike_section import SpikeSpec
+from ranks import Ranks
+from run.specs import replace_at
+from spiking_runs import SPIKE, STEPS, fast_run, make_noise, spiking_run
+from tiny_runs import train_on_this_rank
+
+FORK = SpikeSpec(fork_steps=4, base_every_steps=4)
+BASE, END = 8, SPIKE + 3
+"""The state that a fork at ``SPIKE`` goes back to, at least two steps before it; and the last step of its children."""
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_noise(tmp_path_factory.mktemp("noise") / "noise")
+
+
+@pytest.fixture
+def spiking(dataset: Path, noise: Path, tmp_path: Path) -> RunSpec:
+    """A run whose data in one step are noise, and which forks there."""
+    return forking(spiking_run(dataset, noise, tmp_path / "run"), FORK)
+
+
+def forking(spec: RunSpec, spike: SpikeSpec) -> RunSpec:
+    return dataclasses.replace(replace_at(spec, "train.on_spike", "fork"), spike=spike)
+
+
+def in_folder(spec: RunSpec, run_dir: Path) -> RunSpec:
+    return dataclasses.replace(spec, run_dir=str(run_dir))
+
+
+def events(spec: RunSpec, *kinds: type) -> list[Any]:
+    bodies = (event.body for event in read_events(Path(spec.run_dir) / "events.jsonl"))
+    return [body for body in bodies if isinstance(body, kinds)]
+
+
+def trained(ranks: Ranks, count: int, spec: RunSpec) -> str:
+    return str(ranks.run(count, train_on_this_rank, spec)[0]["weights_sha256"])
+
+
+def test_after_a_bad_batch_the_run_goes_on_as_one_that_left_it_out(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    forked = trained(ranks, 2, spiking)
+    skipping = replace_at(in_folder(spiking, tmp_path / "skip"), "train.on_spike", "skip")
+    assert forked == trained(ranks, 1, skipping)
+    (begun,), (taken,) = events(spiking, Forked), events(spiking, ChildTaken)
+    assert (begun.step, begun.base, begun.end, begun.candidates) == (SPIKE, BASE, END, ["skip", "rate"])
+    assert (taken.step, taken.candidate, taken.end, taken.rate_scale) == (SPIKE, "skip", END, 1.0)
+    children = {child.candidate: child.loss for child in events(spiking, ChildTrained)}
+    assert children["skip"] == min(children.values())
+    extra = DiskTier(tmp_path / "run" / "checkpoints").extra(STEPS)
+    assert extra["forks"] == [[SPIKE, BASE, END]]
+    assert extra["left_out"] == [[(SPIKE - 1) * 16, 16]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optimizer.name": "muon"},
+        {"optimizer.name": "soap", "optimizer.precondition_every": 3},
+        {"optimizer.name": "shampoo", "optimizer.precondition_every": 3},
+        {"optimizer.name": "adafactor", "train.spike_deviations": 1.0},
+        {"optimizer.state": "int8"},
+        {"optimizer.state": "bf16", "precision.compute": "bf16"},
+        {"memory.offload_optimizer": "host"},
+        {"memory.offload_optimizer": "file"},
+        {"model.moe": MoeSpec(experts=4, per_token=2, ffn_dim=32, balance_bias=True)},
+        {"parallel.pipeline": 2, "parallel.ranks": 2, "model.tie_embeddings": False},
+    ],
+    ids=str,
+)
+def test_going_back_restores_all_of_the_state(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    spec = replace_at(spiking, "train.spike_deviations", 4.0)
+    for path, value in fields.items():
+        spec = replace_at(spec, path, value)
+    if "memory.offload_optimizer" in fields:
+        spec = replace_at(spec, "memory.offload_path", str(tmp_path / "offload"))
+    # Whichever is taken, the other child was trained on the same ranks before or after it.
+    forked = in_folder(spec, tmp_path / "forked")
+    forked = dataclasses.replace(forked, spike=dataclasses.replace(FORK, candidates=("continue", "skip")))
+    weights = trained(ranks, 2, forked)
+    (taken,) = events(forked, ChildTaken)
+    alone = replace_at(in_folder(spec, tmp_path / "alone"), "train.on_spike", taken.candidate)
+    assert weights == trained(ranks, 2, alone)
+
+
+def test_each_step_is_logged_once_and_the_children_leave_no_checkpoint(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    trained(ranks, 1, spiking)
+    assert [step.step for step in events(spiking, Step)] == list(range(1, STEPS + 1))
+    assert not (tmp_path / "run" / "forks").exists()
+    steps = DiskTier(tmp_path / "run" / "checkpoints").steps()
+    assert {SPIKE - 1, END, STEPS} <= set(steps)
+
+
+def test_of_a_rate_that_is_too_high_the_lower_one_is_taken_and_kept(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    fast = forking(fast_run(dataset, tmp_path / "fast"), SpikeSpec(fork_steps=8, base_every_steps=2))
+    forked = trained(ranks, 2, fast)
+    (taken,) = events(fast, ChildTaken)
+    assert (taken.candidate, taken.rate_scale) == ("rate", 0.5)
+    (begun,) = events(fast, Forked)
+    start = DiskTier(tmp_path / "fast" / "checkpoints").folder(begun.base)
+    branch = replace_at(in_folder(fast, tmp_path / "branch"), "train.on_spike", "continue")
+    branch = dataclasses.replace(
+        branch,
+        optimizer=dataclasses.replace(branch.optimizer, lr=fast.optimizer.lr / 2),
+        checkpoint=dataclasses.replace(branch.checkpoint, init_from=str(start), init_with="training"),
+    )
+    assert forked == trained(ranks, 1, branch)
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    "computed",
+    [
+        pytest.param(SPIKE + 3, id="in the first child"),
+        pytest.param(SPIKE + (END - BASE) + 2, id="in the second child"),
+        pytest.param(SPIKE + 2 * (END - BASE) + 1, id="after the child was taken"),
+    ],
+)
+def test_a_run_that_is_killed_in_a_fork_takes_the_same_child_on_other_ranks(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path, computed: int
+) -> None:
+    whole = trained(ranks, 1, in_folder(spiking, tmp_path / "whole"))
+    ranks.run(2, train_on_this_rank, spiking, computed)
+    assert trained(ranks, 3, spiking) == whole
+    assert [taken.candidate for taken in events(spiking, ChildTaken)][-1] == "skip"
+    again = {child.candidate for child in events(spiking, ChildTrained) if child.again}
+    assert again == ({"skip"} if computed == SPIKE + (END - BASE) + 2 else set())
+
+
+def test_a_run_stops_at_a_spike_once_it_has_forked_often_enough(ranks: Ranks, spiking: RunSpec) -> None:
+    once = dataclasses.replace(
+        spiking, spike=dataclasses.replace(FORK, candidates=("continue",), most_forks=1, fork_steps=2)
+    )
+    stages = (0, SPIKE - 1, SPIKE, SPIKE + 2, SPIKE + 3)
+    sources = tuple(
+        dataclasses.replace(source, weights=(*source.weights, *source.weights[1:]))
+        for source in once.data.sources
+    )
+    twice = dataclasses.replace(once, data=dataclasses.replace(once.data, stages=stages, sources=sources))
+    with pytest.raises(AssertionError, match=r"has forked 1 times \(spike.most_forks\)"):
+        ranks.run(1, train_on_this_rank, twice)

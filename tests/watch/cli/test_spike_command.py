@@ -1,0 +1,135 @@
+"""``phalanx spike`` on runs with a planted cause: noise in a batch, and a rate that is too high."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from phalanx.cli.data.order import data_origin, read_data_run
+from phalanx.data.origin.where import readings_of_step
+from phalanx.run.spike_section import SpikeSpec
+from phalanx.train.compare.runs import Unconfirmed
+from phalanx_process import last_json, run
+from phalanx_watch.cli.spike_command import spike_lines
+from phalanx_watch.cli.spike_report import SpikeReport
+from ranks import Ranks
+from run.specs import replace_at
+from spiking_runs import SPIKE, fast_run, make_noise, spiking_run
+from tiny_runs import make_dataset, tiny_run, train_on_this_rank
+
+NOISY = 0.25
+"""Share of noise in the batch of the spike."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("spikes")
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> Path:
+    return make_dataset(folder / "words")
+
+
+@pytest.fixture(scope="module")
+def noisy(ranks: Ranks, dataset: Path, folder: Path) -> Path:
+    """A run on two ranks, a few of whose sequences in one step are noise."""
+    spec = spiking_run(dataset, make_noise(folder / "noise"), folder / "noisy", NOISY)
+    ranks.run(2, train_on_this_rank, spec)
+    return folder / "noisy"
+
+
+def examined(folder: Path, *words: object) -> dict[str, Any]:
+    return last_json(run(["spike", *map(str, words), "--json"], folder))
+
+
+@pytest.fixture(scope="module")
+def of_noise(noisy: Path, folder: Path) -> dict[str, Any]:
+    """The report on the newest spike of the run, replayed on as many ranks as it had."""
+    return examined(folder, noisy)
+
+
+def test_a_bad_batch_is_named_with_its_slots_and_documents_by_a_replay_of_the_recorded_bits(
+    noisy: Path, of_noise: dict[str, Any]
+) -> None:
+    report = of_noise
+    findings = report["findings"]
+    assert (report["step"], findings["cause"]) == (SPIKE, "bad batch")
+    assert report["compared"] > 0
+    assert report["unconfirmed"] == []
+    spec, index = read_data_run(noisy, ())
+    readings = readings_of_step(spec, index, SPIKE, data_origin(spec))
+    noise = [reading for reading in readings if reading.source == "noise"]
+    assert len(noise) == NOISY * len(readings)
+    assert {slot["slot"] for slot in findings["slots"] if slot["stands_out"]} == {
+        reading.slot for reading in noise
+    }
+    worst = report["documents"][: len(noise)]
+    assert {(document["slot"], document["record"]) for document in worst} == {
+        (reading.slot, reading.record) for reading in noise
+    }
+    assert all("~^&*" in document["text"] for document in worst)
+    assert report["sources"] == {"words": 12, "noise": 4}
+    assert f"--from {SPIKE - 1} --set train.on_spike=skip" in report["remedy"]
+
+
+def test_the_figures_have_the_same_bits_on_other_ranks(
+    noisy: Path, folder: Path, of_noise: dict[str, Any]
+) -> None:
+    alone = examined(folder, noisy, SPIKE, "--ranks", 1)
+    assert (alone["ranks"], of_noise["ranks"]) == (1, 2)
+    assert alone == {**of_noise, "ranks": 1}
+
+
+def test_the_text_begins_with_the_verdict_and_says_that_the_replay_is_exact(of_noise: dict[str, Any]) -> None:
+    lines = list(spike_lines(msgspec.convert(of_noise, SpikeReport)))
+    assert lines[0].endswith(": bad batch\x1b[0m")
+    assert any("recorded numbers have the same bits" in line for line in lines)
+    other = Unconfirmed("run", SPIKE, "loss", 1.0, 2.0)
+    changed = replace(msgspec.convert(of_noise, SpikeReport), unconfirmed=(other,))
+    assert any("NOT with the recorded bits: loss of step 13" in line for line in spike_lines(changed))
+
+
+def test_a_rate_that_is_too_high_is_named_and_not_its_batch(
+    ranks: Ranks, dataset: Path, folder: Path
+) -> None:
+    ranks.run(1, train_on_this_rank, fast_run(dataset, folder / "fast"))
+    report = examined(folder, "fast")
+    assert (report["findings"]["cause"], report["unconfirmed"]) == ("rate", [])
+    assert report["findings"]["batch_before"] > report["findings"]["usual_loss"]
+    assert not any(slot["stands_out"] for slot in report["findings"]["slots"])
+    assert "--set optimizer.lr=0.25" in report["remedy"]
+
+
+def test_without_a_spike_or_a_checkpoint_before_it_the_remedy_is_named(
+    ranks: Ranks, dataset: Path, folder: Path
+) -> None:
+    spec = tiny_run(dataset, folder / "calm", 24)
+    ranks.run(1, train_on_this_rank, spec)
+    calm = run(["spike", "calm"], folder)
+    assert (calm.returncode, "phalanx spike calm STEP" in calm.stderr) == (1, True)
+    for step in (2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22):
+        for file in (folder / "calm" / "checkpoints" / f"step-{step:08d}").glob("checkpoint.json"):
+            file.unlink()
+    early = run(["spike", "calm", "23"], folder)
+    assert early.returncode == 1
+    assert "no checkpoint before step 23; steps after 24 can be replayed" in early.stderr
+    assert "--from-start" in early.stderr
+    late = run(["spike", "calm", "25"], folder)
+    assert "ends after step 24" in late.stderr
+
+
+def test_after_a_fork_steps_are_replayed_with_the_rate_of_the_child_that_was_taken(
+    ranks: Ranks, dataset: Path, folder: Path
+) -> None:
+    spec = replace(fast_run(dataset, folder / "forked"), spike=SpikeSpec(fork_steps=8, base_every_steps=2))
+    ranks.run(1, train_on_this_rank, replace_at(spec, "train.on_spike", "fork"))
+    report = examined(folder, "forked", 15)
+    assert (report["unconfirmed"], report["from_step"]) == ([], 12)
+    inside = run(["spike", "forked", "9"], folder)
+    assert inside.returncode == 1
+    assert "steps up to 5 and after 12 can be replayed" in inside.stderr
