@@ -116,23 +116,27 @@ def examine_spike(
     spec, index = read_data_run(run, ())
     origin = data_origin(spec)
     step = newest_spike(directory) if step is None else step
-    start = _state_before(directory, spec, origin, step, from_start=from_start)
+    states = _states_before(directory, spec, origin, step, from_start=from_start)
+    # From a state one step farther back the step before is replayed too, whose gradients are compared.
+    farther = [number for number in states if step - _FAR <= number < step - 1]
+    start = farther[-1] if farther else states[-1]
     log = _logged(directory, step)
-    steps = start if start > origin.step else 0, step
 
-    def replayed(folder: Path, *, in_fp32: bool) -> Replay:
+    def replayed(folder: Path, state: int, *, in_fp32: bool) -> Replay:
         waits = _Waiting(folder, step, progress)
+        steps = state if state > origin.step else 0, step
         return replay_run(
             run, log, steps, ranks, folder, is_measured=True, in_fp32=in_fp32, on_wait=waits.report
         )
 
     with tempfile.TemporaryDirectory(prefix="phalanx-spike-") as folder:
         progress(f"replaying steps {start + 1:,} to {step:,}")
-        replay = replayed(Path(folder) / "replay", in_fp32=False)
+        replay = replayed(Path(folder) / "replay", start, in_fp32=False)
         wide = None
         if spec.precision.compute != "fp32" or spec.precision.matmul != "compute":
-            progress(f"repeating steps {start + 1:,} to {step:,} in fp32")
-            wide = replayed(Path(folder) / "fp32", in_fp32=True)
+            # The nearer the state, the less the weights of the two formats have parted before the step.
+            progress(f"repeating steps {states[-1] + 1:,} to {step:,} in fp32")
+            wide = replayed(Path(folder) / "fp32", states[-1], in_fp32=True)
     findings = judge_spike_replay(step, replay, spec.train, wide)
     assert replay.scores is not None
     readings = readings_of_step(spec, index, step, origin)
@@ -169,10 +173,10 @@ def newest_spike(directory: RunDirectory) -> int:
     return step
 
 
-def _state_before(
+def _states_before(
     directory: RunDirectory, spec: RunSpec, origin: DataOrigin, step: int, *, from_start: bool
-) -> int:
-    """Return the step from whose state the replay begins. Raises ``RunDirectoryError`` with the steps that can be replayed."""
+) -> list[int]:
+    """Return the steps from whose states ``step`` can be replayed, ascending. Raises ``RunDirectoryError`` if there are none."""
     if step <= origin.step:
         parent = Path(spec.checkpoint.init_from).parent.parent
         raise RunDirectoryError(
@@ -208,9 +212,7 @@ def _state_before(
         if fork.end < step:
             # A replay trains no children, so it begins with the state of the one that was taken.
             states = [number for number in states if number >= fork.end] or states[-1:]
-    # From a state one step farther back the step before is replayed too, whose gradients are compared.
-    farther = [number for number in states if number < step - 1]
-    return farther[-1] if farther and step - farther[-1] <= _FAR else states[-1]
+    return states
 
 
 def _logged(directory: RunDirectory, step: int) -> Logged:

@@ -149,6 +149,18 @@ def test_a_run_that_is_killed_in_a_fork_takes_the_same_child_on_other_ranks(
     assert again == ({"skip"} if computed == SPIKE + (END - BASE) + 2 else set())
 
 
+@pytest.mark.servers
+def test_a_child_whose_checkpoint_is_damaged_is_trained_again(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    whole = trained(ranks, 1, in_folder(spiking, tmp_path / "whole"))
+    ranks.run(1, train_on_this_rank, spiking, SPIKE + (END - BASE) + 2)
+    (index,) = (tmp_path / "run" / "forks").glob("*/skip/*/checkpoint.json")
+    index.write_text(index.read_text()[:-20])
+    assert trained(ranks, 2, spiking) == whole
+    assert not any(child.again for child in events(spiking, ChildTrained))
+
+
 def test_a_run_stops_at_a_spike_once_it_has_forked_often_enough(ranks: Ranks, spiking: RunSpec) -> None:
     once = dataclasses.replace(
         spiking, spike=dataclasses.replace(FORK, candidates=("continue",), most_forks=1, fork_steps=2)

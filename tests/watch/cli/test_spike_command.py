@@ -123,6 +123,7 @@ def test_without_a_spike_or_a_checkpoint_before_it_the_remedy_is_named(
     assert "ends after step 24" in late.stderr
 
 
+@pytest.mark.slow
 def test_after_a_fork_steps_are_replayed_with_the_rate_of_the_child_that_was_taken(
     ranks: Ranks, dataset: Path, folder: Path
 ) -> None:
@@ -133,3 +134,19 @@ def test_after_a_fork_steps_are_replayed_with_the_rate_of_the_child_that_was_tak
     inside = run(["spike", "forked", "9"], folder)
     assert inside.returncode == 1
     assert "steps up to 5 and after 12 can be replayed" in inside.stderr
+
+
+@pytest.mark.slow
+def test_a_run_in_a_narrow_format_is_repeated_in_fp32_from_the_newest_state(
+    ranks: Ranks, dataset: Path, noisy: Path, folder: Path
+) -> None:
+    spec = spiking_run(dataset, noisy.parent / "noise", folder / "narrow")
+    ranks.run(1, train_on_this_rank, replace_at(spec, "precision.compute", "bf16"))
+    done = run(["spike", "narrow", "--json"], folder)
+    report = last_json(done)
+    assert f"repeating steps {SPIKE} to {SPIKE} in fp32" in done.stderr
+    assert (report["findings"]["cause"], report["unconfirmed"]) == ("bad batch", [])
+    in_fp32, loss = report["findings"]["in_fp32"], report["findings"]["loss"]
+    assert in_fp32["is_spike"]
+    assert in_fp32["loss"] != loss
+    assert in_fp32["loss"] == pytest.approx(loss, rel=1e-2)

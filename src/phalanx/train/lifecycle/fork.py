@@ -113,8 +113,14 @@ class Fork:
     def _saved(self, candidate: Candidate) -> TrainedChild | None:
         """Return the child of a candidate, if it was saved whole, in this start or an earlier one."""
         tier, end = DiskTier(self._root / candidate), self._plan.end
+        extra = dict[str, object]()
         # Rank 0 lists the folder: a shared file system may show it to other ranks later.
-        extra = dict(tier.extra(end)) if self._training.mesh.rank == 0 and tier.has(end) else {}
+        if self._training.mesh.rank == 0 and tier.has(end):
+            try:
+                extra = dict(tier.extra(end))
+            except CheckpointError as error:
+                tier.set_aside(end)
+                self._training.reporter.warn(f"child {candidate} of a fork is trained again: {error}")
         extra = broadcast_typed(extra, dict[str, object])
         if not extra:
             return None
@@ -165,7 +171,11 @@ class Fork:
         errors = sorted({text for text in gather_typed(error, str) if text})
         if errors:
             run = training.inputs.directory.path
-            remedy = f"leave the batch out instead: phalanx train {run} --from {self._plan.spike - 1} --set train.on_spike=skip"
+            remedy = (
+                f"remove {self._root} and start the run again: its children are trained again"
+                if tier.root.is_relative_to(self._root)
+                else f"leave the batch out instead: phalanx train {run} --from {self._plan.spike - 1} --set train.on_spike=skip"
+            )
             raise ForkFailedError(
                 f"step {self._plan.spike} is a spike, and the state of step {step} that a fork needs cannot be read: {errors[0]}. {remedy}",
                 remedy,
