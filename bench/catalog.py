@@ -40,6 +40,13 @@ BENCHES: dict[str, Needs] = {
         ("--dim", "--layers", "--seq-len"),
         slow=True,
     ),
+    "train.statistics": Needs(
+        "the price of the statistics of layers (writes docs/evidence/statistics.md)",
+        4.0,
+        10.0,
+        ("--dim", "64", "--layers", "1", "--seq-len", "32", "--steps", "2"),
+        ("--dim", "--layers", "--seq-len"),
+    ),
     "train.document_mask": Needs(
         "attention within documents beside plain causal attention",
         2.0,
