@@ -33,6 +33,7 @@ from phalanx.observe.events import (
     Event,
     Finished,
     IncidentKind,
+    MachineUsed,
     MemoryMeasured,
     Message,
     NonFinite,
@@ -137,7 +138,7 @@ MOST_SAMPLES = 2_000
 MOST_OTHERS = 200_000
 """Most lines other than steps whose offsets are kept."""
 MOST_MEMORY_KINDS = 16
-_MOST_SPARSE = {"memory": MOST_MEMORY_KINDS, "task": 256}
+_MOST_SPARSE = {"memory": MOST_MEMORY_KINDS, "machine": 16, "task": 256}
 """Largest number of curves whose names begin so."""
 USUAL_BUDGET_S = 1.5
 _NEWEST = 256
@@ -357,6 +358,9 @@ class RunSeries:
                 self._note(body.step, f"task.{body.task}.{figure}", value, before)
         elif isinstance(body, Sampled):
             self.samples.append((event, body))
+        elif isinstance(body, MachineUsed):
+            for name, value in body.figures.items():
+                self._note(body.step, f"machine.{name}", value, before)
         elif isinstance(body, MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
                 self._note(body.step, f"memory.{kind}", size, before)

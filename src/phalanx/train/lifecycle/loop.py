@@ -23,15 +23,13 @@ from phalanx.run.directory.paths import EarlyStop, RunResult
 from phalanx.train.assemble import Training
 from phalanx.train.evaluation.scoring import EvaluationStoppedError
 from phalanx.train.lifecycle.ending import RunFailedError
+from phalanx.train.lifecycle.evaluations import Evaluator, KeepBest, Scores, StopEarly
 from phalanx.train.lifecycle.observers import (
-    Evaluator,
-    KeepBest,
+    MachineLog,
     Observer,
     RankWindows,
-    Scores,
     StepEnd,
     StepLog,
-    StopEarly,
     report_start,
 )
 from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_nonfinite, judge_spike
@@ -164,6 +162,7 @@ class Trainer:
         self._observers = (
             StepLog(training),
             RankWindows(training, ranks),
+            MachineLog(training),
             opened.enter_context(recording),
             self._evaluation,
             *(observer for observer in (keep_best, self._early) if observer is not None),
