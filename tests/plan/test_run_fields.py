@@ -19,6 +19,7 @@ from phalanx.hardware.catalog import cluster
 from phalanx.run.spec import (
     CheckpointSpec,
     DataSpec,
+    EvalSpec,
     FleetSpec,
     MlaSpec,
     ModelSpec,
@@ -26,13 +27,14 @@ from phalanx.run.spec import (
     OptimizerSpec,
     ParallelSpec,
     PrecisionSpec,
+    PromptSpec,
     RopeScalingSpec,
     RunSpec,
     RuntimeSpec,
     TrainSpec,
 )
 from phalanx_plan.api import plan_json
-from phalanx_plan.run_fields import RUN_FIELDS, notes_of
+from phalanx_plan.run_fields import RUN_FIELDS, evaluation_share, notes_of
 from phalanx_plan.search.plan import make_plan
 from phalanx_plan.search.query import Aim
 
@@ -424,3 +426,12 @@ def test_the_trainer_reads_every_field() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
         }
     assert not unread
+
+
+def test_the_note_on_evaluations_counts_the_forward_passes_of_samples() -> None:
+    spec = RunSpec(
+        train=TrainSpec(steps=100, batch_size=32, slots=8),
+        evaluation=EvalSpec(every_steps=10, sequences=1, samples=(PromptSpec("a", tokens=50),)),
+    )
+    # 50 passes of a micro-batch of four sequences, and one sequence of held-out text
+    assert evaluation_share(spec) == pytest.approx((1 + 50 * 4) / 3 / (10 * 32))

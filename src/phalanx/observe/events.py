@@ -144,6 +144,19 @@ class MemoryMeasured:
 
 
 @dataclass(frozen=True)
+class MachineUsed:
+    """Use of the first rank's machine since the last such event, by all of its processes."""
+
+    step: int
+    """The step after which it was measured."""
+    node: str
+    """Host name of the machine."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """By name, as far as they are known: ``cpu`` and ``gpu`` (share in use, 0 to 1), ``memory_bytes``, ``received_bytes_per_s``,
+    ``sent_bytes_per_s`` and ``gpu_watts``."""
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """The held-out text was scored with the weights after ``step``."""
 
@@ -481,6 +494,7 @@ Known = (
     | Restored
     | Step
     | MemoryMeasured
+    | MachineUsed
     | Evaluated
     | TaskEvaluated
     | LayerStatistics

@@ -155,7 +155,7 @@ def _values(run: RunSeries, name: str, rows: Integers) -> Floats:
         return run.table.column(name)[rows].astype(np.float64)
     sparse = run.table.sparse.get(name)
     if sparse is None:
-        if name.startswith(("memory.", "task.")):
+        if name.startswith(("memory.", "machine.", "task.")):
             return np.full(len(rows), np.nan)
         listed = ", ".join((*NAMES, *sorted(run.table.sparse)))
         raise NoSuchCurveError(f"there is no curve {name[:100]!r}; there are {listed}")

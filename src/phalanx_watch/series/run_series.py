@@ -34,6 +34,7 @@ from phalanx.observe.events import (
     Finished,
     IncidentKind,
     LayerStatistics,
+    MachineUsed,
     MemoryMeasured,
     Message,
     NonFinite,
@@ -138,7 +139,7 @@ MOST_SAMPLES = 2_000
 MOST_OTHERS = 200_000
 """Most lines other than steps whose offsets are kept."""
 MOST_MEMORY_KINDS = 16
-_MOST_SPARSE = {"memory": MOST_MEMORY_KINDS, "task": 256}
+_MOST_SPARSE = {"memory": MOST_MEMORY_KINDS, "machine": 16, "task": 256}
 """Largest number of curves whose names begin so."""
 USUAL_BUDGET_S = 1.5
 _NEWEST = 256
@@ -362,6 +363,9 @@ class RunSeries:
             self.measured[body.step] = offset
         elif isinstance(body, Sampled):
             self.samples.append((event, body))
+        elif isinstance(body, MachineUsed):
+            for name, value in body.figures.items():
+                self._note(body.step, f"machine.{name}", value, before)
         elif isinstance(body, MemoryMeasured):
             for kind, size in list(body.most.items())[:MOST_MEMORY_KINDS]:
                 self._note(body.step, f"memory.{kind}", size, before)

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from statistics import median
 
 from phalanx.fleet.core.state import FleetPhase
-from phalanx.observe.events import CheckpointSaved, Evaluated, Evaluating, IncidentKind, Message, Step
+from phalanx.observe.events import (
+    CheckpointSaved,
+    EndedEarly,
+    Evaluated,
+    Evaluating,
+    IncidentKind,
+    Message,
+    Step,
+)
 from phalanx.observe.throughput import format_duration, usual_deviation
 from phalanx_watch.why.observed import (
     DATA_SHARE,
@@ -287,7 +295,8 @@ def _doing(observed: Observed) -> _Doing:
     if (waiting := _data(observed)) is not None:
         return waiting
     _, step = observed.steps[-1]
-    if step.step >= step.steps:
+    early = observed.newest(EndedEarly)
+    if step.step >= step.steps or (early is not None and early[1].step == step.step):
         return _Doing("ending (saving, evaluating and hashing the weights)", WORK_PATIENCE_S)
     spec = observed.spec
     if spec is not None and spec.evaluation.every_steps and step.step % spec.evaluation.every_steps == 0:

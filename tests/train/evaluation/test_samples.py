@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from model.initialized import initialized
 from phalanx.data.tokenizers.tokenizer import BytesTokenizer
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import Sampled
+from phalanx.run.directory.paths import RunDirectory, step_folder
 from phalanx.run.evaluation import EvalSpec, PromptSpec, evaluation_problems
 from phalanx.run.spec import RunSpec
 from phalanx.train.evaluation.samples import Prompt, continue_prompts
@@ -140,6 +142,21 @@ def test_a_run_that_is_stopped_writes_the_texts_of_one_that_is_not(
     ranks.run(2, train_on_this_rank, broken, 3)
     ranks.run(1, train_on_this_rank, broken)
     assert set(map(str, sampled(tmp_path / "broken"))) == set(map(str, sampled(tmp_path / "whole")))
+
+
+def test_a_run_that_lost_steps_writes_the_same_texts_again(
+    ranks: Ranks, dataset: Path, tmp_path: Path
+) -> None:
+    killed = with_samples(tiny_run(dataset, tmp_path / "killed"))
+    ranks.run(2, train_on_this_rank, killed, 5)
+    before = sampled(tmp_path / "killed")
+    directory = RunDirectory(tmp_path / "killed")
+    for step in directory.committed_steps()[1:]:  # as if the run had been killed before these were durable
+        shutil.rmtree(step_folder(directory.checkpoints, step))
+    ranks.run(1, train_on_this_rank, killed)
+    again = [event for event in sampled(tmp_path / "killed")[len(before) :] if event.step == 4]
+    assert len(again) == len(SAMPLES)
+    assert again == [event for event in before if event.step == 4]
 
 
 def test_impossible_samples_are_refused_with_their_field() -> None:

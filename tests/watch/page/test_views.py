@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from observe.rank_frames import drawn_frame, write
 from observe.recorded import step
 from phalanx.fleet.control.fleet_file import Member, write_fleet_file
-from phalanx.observe.events import Event, Sampled
+from phalanx.observe.events import Event, MachineUsed, Sampled
 from phalanx.observe.logs.line import LogLine, encode
 from phalanx.observe.rank_stream import RankStream
 from phalanx.run.directory.paths import RunDirectory
@@ -217,3 +217,11 @@ def test_samples_are_listed_newest_first_and_a_step_that_is_done_again_counts_on
         ("b", [(20, "four"), (10, "two")]),
     ]
     assert client.get(f"/api/run/{run_id(run_dir)}").json()["has"]["samples"]
+
+
+def test_use_of_the_machine_is_curves_of_a_run(client: TestClient, run_dir: Path) -> None:
+    figures = {"cpu": 0.5, "memory_bytes": 2.0**30}
+    write_events(run_dir, [Event(2e9, 5, MachineUsed(20, "node", figures))])
+    series = client.get(f"/api/run/{run_id(run_dir)}/curves?names=machine.cpu,machine.gpu").json()["series"]
+    assert 0.5 in series["machine.cpu"]["y"]
+    assert set(series["machine.gpu"]["y"]) == {None}

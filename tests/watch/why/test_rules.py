@@ -13,6 +13,7 @@ from phalanx.fleet.core.state import FleetPhase
 from phalanx.observe.events import (
     CheckpointFailed,
     CheckpointSaved,
+    EndedEarly,
     Evaluated,
     Evaluating,
     IncidentKind,
@@ -72,6 +73,11 @@ def test_a_run_that_logs_every_tenth_step_is_given_ten_of_those(tmp_path: Path) 
     run.write([step(10 * n, logged_s=20.0) for n in range(1, 13)], every_s=20)
     assert run.codes(199) == []
     assert run.codes(201) == ["stalled"]
+
+
+def test_a_run_that_ends_early_may_save_and_evaluate_as_long_as_one_that_did_all_steps(run: Watched) -> None:
+    run.write([EndedEarly(30, "loss", 3, 10, 2.0)])
+    assert run.codes(201) == []
 
 
 def test_an_evaluation_is_no_stall_and_one_that_never_ends_is(run: Watched) -> None:

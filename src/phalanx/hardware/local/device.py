@@ -129,6 +129,22 @@ def temperature_c(device: torch.device) -> float | None:
         return None
 
 
+def gpu_use(device: torch.device) -> dict[str, float]:
+    """Use of a GPU: ``gpu``, the share of the last moments in which it computed (0 to 1), and ``gpu_watts``, its power.
+
+    Empty for a CPU, and where NVML is missing or does not know them.
+    """
+    if not on_gpu(device):
+        return {}
+    try:
+        return {
+            "gpu": torch.cuda.utilization(device) / 100,
+            "gpu_watts": torch.cuda.power_draw(device) / 1000,
+        }
+    except Exception:  # as for the temperature
+        return {}
+
+
 def device_name(device: torch.device) -> str | None:
     """The name of a GPU as its driver gives it; ``None`` for a CPU."""
     return torch.cuda.get_device_name(device) if on_gpu(device) else None

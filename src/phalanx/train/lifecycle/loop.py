@@ -28,16 +28,14 @@ from phalanx.run.directory.paths import EarlyStop, RunResult
 from phalanx.train.assemble import Training
 from phalanx.train.evaluation.scoring import EvaluationStoppedError
 from phalanx.train.lifecycle.ending import RunFailedError
+from phalanx.train.lifecycle.evaluations import Evaluator, KeepBest, Scores, StopEarly
 from phalanx.train.lifecycle.fork import Fork, ForkStoppedError
 from phalanx.train.lifecycle.observers import (
-    Evaluator,
-    KeepBest,
+    MachineLog,
     Observer,
     RankWindows,
-    Scores,
     StepEnd,
     StepLog,
-    StopEarly,
     report_start,
 )
 from phalanx.train.lifecycle.progress import SampleSupply, TrainProgress, judge_nonfinite, judge_spike
@@ -201,6 +199,7 @@ class Trainer:
         self._observers = (
             self._step_log,
             RankWindows(training, ranks),
+            MachineLog(training),
             opened.enter_context(recording),
             self._evaluation,
             *(observer for observer in (keep_best, self._early) if observer is not None),

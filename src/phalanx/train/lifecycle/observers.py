@@ -1,60 +1,39 @@
-"""Observers of training, which report and change no bit of the weights: events of steps, numbers of all ranks, the held-out loss.
+"""Observers of training, which report and change no bit of the weights: events of steps, numbers of all ranks, use of the machine.
 
 The loop calls each hook of all its observers in the order of its tuple, on every rank alike, so that a hook may contain collectives.
-Profiles are recorded by another observer, ``phalanx.train.profile.recording``.
+Others evaluate (``phalanx.train.lifecycle.evaluations``) and record profiles (``phalanx.train.profile.recording``).
 """
 
 from __future__ import annotations
 
-import hashlib
+import platform
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from phalanx.hardware.local.device import most_memory_bytes
+from phalanx.hardware.local.device import gpu_use, most_memory_bytes
+from phalanx.hardware.local.machine_use import MachineMeter
 from phalanx.observe.event_log import newest_event
 from phalanx.observe.events import (
-    Evaluated,
-    Evaluating,
-    Message,
+    MachineUsed,
     Restored,
     RunStarted,
-    Sampled,
     Step,
-    TaskEvaluated,
 )
 from phalanx.observe.ledger import Bucket
 from phalanx.observe.throughput import typical
-from phalanx.parallel.process_group.typed_gather import broadcast_typed
-from phalanx.run.directory.paths import EarlyStop, RunDirectory
 from phalanx.train.assemble import Training
-from phalanx.train.evaluation.best import BestRule, BestStep, without_better
-from phalanx.train.evaluation.held_out import HeldOutLoss, evaluate
-from phalanx.train.evaluation.samples import continue_prompts, prompt_of
-from phalanx.train.evaluation.scoring import score_sequences
-from phalanx.train.evaluation.tasks import (
-    ScoredSequence,
-    SequenceScore,
-    Task,
-    figures,
-    read_task,
-    scores_by_item,
-    sequences_of,
-)
-from phalanx.train.lifecycle.progress import TrainProgress, is_due
+from phalanx.train.lifecycle.progress import is_due
 from phalanx.train.lifecycle.reporter import start_record, watch_machines
-from phalanx.train.lifecycle.saving import Saving
 from phalanx.train.measure.numerics import Numerics, differing
 from phalanx.train.start.checks import disk_notes, start_notes
 from phalanx.train.step.meters import RankTimes
 from phalanx.train.step.step import StepReport
 
-_REPORT_EVALUATION_S = 5.0
-"""Time between two events on how far an evaluation is."""
+_MACHINE_S = 10.0
+"""Least time between two events on the use of the machine."""
+_MACHINE_EVENTS = 500
+"""The time between them is at least this part of the time of the start."""
 _MUCH_WAITING = 0.05
 """Part of the time of steps from which waiting for samples is reported."""
 
@@ -164,6 +143,25 @@ class StepLog(Observer):
         return dict(totals)
 
 
+class MachineLog(Observer):
+    """The use of the first rank's machine: every ten seconds at first, ever less often in a long start, so that its events stay few."""
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._meter = training, MachineMeter()
+        self._began_s = self._logged_s = time.monotonic()
+
+    def after_step(self, end: StepEnd) -> None:
+        now_s = time.monotonic()
+        pause_s = max(_MACHINE_S, (now_s - self._began_s) / _MACHINE_EVENTS)
+        if not self._training.reporter.speaks or now_s - self._logged_s < pause_s:
+            return
+        self._logged_s = now_s
+        use, gpu = self._meter.read(), gpu_use(self._training.mesh.device)
+        figures = {**use, **gpu}
+        if figures:
+            self._training.reporter.emit(MachineUsed(end.step, platform.node(), figures))
+
+
 class RankWindows(Observer):
     """The numbers of all ranks at the end of each window, for the rank file and for the guardian."""
 
@@ -175,257 +173,6 @@ class RankWindows(Observer):
         if frame is not None:
             self._training.reporter.measured(frame)
             self._training.inputs.guardian.measured(frame)
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The results of an evaluation."""
-
-    held_out: HeldOutLoss | None
-    """``None`` without held-out text."""
-    tasks: Mapping[str, Mapping[str, float]]
-    """The figures of each task, by its name."""
-
-
-class Evaluator(Observer):
-    """Evaluations on held-out text, on the run's tasks and on its samples, every ``evaluation.every_steps`` steps."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self.newest: tuple[int, Scores] | None = None
-        """The step of the newest evaluation of this start, and its results."""
-        self._tasks: list[tuple[Task, list[ScoredSequence]]] | None = None
-        """The run's tasks with their sequences, from the first evaluation on."""
-
-    def after_save(self, end: StepEnd) -> None:
-        spec = self._training.inputs.spec.evaluation
-        if not end.last and not end.report.flags.stop and is_due(end.step, spec.every_steps):
-            self.run(end.step, spec.sequences)
-
-    def value(self, rule: BestRule, step: int) -> float | None:
-        """Return the figure of the newest evaluation, if it is that of ``step``."""
-        if self.newest is None or self.newest[0] != step:
-            return None
-        held_out, tasks = self.newest[1].held_out, self.newest[1].tasks
-        return rule.value(None if held_out is None else held_out.loss, tasks)
-
-    def run(self, step: int, sequences: int) -> Scores:
-        """Score held-out text and tasks, write the samples, and report all. Raises ``EvaluationStoppedError`` on a request to stop."""
-        with self._training.inputs.ledger.bucket(Bucket.EVAL):
-            held_out = self._held_out(step, sequences)
-            scores = Scores(held_out, {task.name: self._task(step, task, own) for task, own in self._read()})
-            self._write_samples(step)
-            self.newest = step, scores
-            return scores
-
-    def _held_out(self, step: int, sequences: int) -> HeldOutLoss | None:
-        training, inputs, built = self._training, self._training.inputs, self._training.built
-        begin_s, report = time.perf_counter(), self._progress(step)
-        evaluation = evaluate(
-            *(built.model, built.runner, training.data, inputs.spec, sequences, report),
-            lambda: inputs.stop.made,
-        )
-        seconds = self._ended(begin_s)
-        if evaluation is not None:
-            by_source = dict(evaluation.sources)
-            training.reporter.emit(
-                Evaluated(step, evaluation.loss, evaluation.bits_per_byte, seconds, by_source)
-            )
-        return evaluation
-
-    def _read(self) -> list[tuple[Task, list[ScoredSequence]]]:
-        """The tasks, from their copies in the run directory."""
-        if self._tasks is None:
-            inputs, tokenizer = self._training.inputs, self._training.data.tokenizer
-            self._tasks = [
-                (task, sequences_of(task, tokenizer, inputs.spec.train.seq_len))
-                for spec in inputs.spec.evaluation.tasks
-                for task in [read_task(inputs.directory.task(spec.name), spec.name, spec.kind, spec.items)]
-            ]
-            for task, _ in self._tasks:
-                self._compare_file(task)
-        return self._tasks
-
-    def _compare_file(self, task: Task) -> None:
-        """Warn if the file of a task is another one than in the run's newest evaluation."""
-        reporter = self._training.reporter
-        if not reporter.speaks:
-            return
-        before = newest_event(
-            self._training.inputs.directory.events,
-            lambda event: isinstance(event.body, TaskEvaluated) and event.body.task == task.name,
-        )
-        body = None if before is None else before.body
-        if isinstance(body, TaskEvaluated) and body.sha256 != task.sha256:
-            reporter.warn(
-                f"task {task.name}: its file is another one than in the evaluation of step {body.step:,}; figures from here on cannot be "
-                "compared with those before"
-            )
-
-    def _task(self, step: int, task: Task, sequences: list[ScoredSequence]) -> dict[str, float]:
-        training, inputs, built = self._training, self._training.inputs, self._training.built
-        begin_s, report = time.perf_counter(), self._progress(step)
-        scores = score_sequences(
-            *(built.model, built.runner, inputs.spec, sequences, report), lambda: inputs.stop.made
-        )
-        results = figures(task, scores_by_item(task, sequences, scores))
-        training.reporter.emit(
-            TaskEvaluated(
-                step=step,
-                task=task.name,
-                scored_as=task.kind,
-                items=len(task.items),
-                figures=results,
-                cut=sum(sequence.cut for sequence in sequences),
-                sha256=task.sha256,
-                seconds=self._ended(begin_s),
-            )
-        )
-        return results
-
-    def _write_samples(self, step: int) -> None:
-        training, inputs, built = self._training, self._training.inputs, self._training.built
-        spec, tokenizer = inputs.spec, training.data.tokenizer
-        samples, begin_s = spec.evaluation.samples, time.perf_counter()
-
-        def score(sequences: Sequence[ScoredSequence], noise: Tensor | None) -> list[SequenceScore]:
-            return score_sequences(
-                *(built.model, built.runner, spec, sequences), stops=lambda: inputs.stop.made, noise=noise
-            )
-
-        prompts = [prompt_of(sample, tokenizer, spec.runtime.seed) for sample in samples]
-        texts = continue_prompts(
-            *(prompts, score, tokenizer, spec.train.seq_len, spec.model.vocab_size), self._progress(step)
-        )
-        for sample, tokens in zip(samples, texts, strict=True):
-            text = tokenizer.decode(tokens, at_start=not sample.prompt)
-            training.reporter.emit(
-                Sampled(step, sample.name, sample.prompt, text, tokens, sample.temperature)
-            )
-        self._ended(begin_s)
-
-    def _progress(self, step: int) -> Callable[[int, int], None]:
-        """Return a function that reports how far a long evaluation is."""
-        reported_s = time.perf_counter()
-
-        def report(scored: int, total: int) -> None:
-            nonlocal reported_s
-            if time.perf_counter() - reported_s > _REPORT_EVALUATION_S:
-                reported_s = time.perf_counter()
-                self._training.reporter.emit(Evaluating(step, scored, total))
-
-        return report
-
-    def _ended(self, begin_s: float) -> float:
-        """Return the seconds of a part of the evaluation; its waits are no step's."""
-        self._training.inputs.guardian.computed()
-        # Gathering weights and waiting for stages here was evaluation, not a step's.
-        for clock in self._training.built.waits.values():
-            clock.forget()
-        return time.perf_counter() - begin_s
-
-
-class KeepBest(Observer):
-    """Saves and keeps the checkpoint of the best evaluation, by ``evaluation.keep_best``."""
-
-    def __init__(
-        self, training: Training, saving: Saving, progress: TrainProgress, evaluator: Evaluator
-    ) -> None:
-        self._training, self._saving, self._progress, self._evaluator = training, saving, progress, evaluator
-        self._rule = BestRule(training.inputs.spec.evaluation.keep_best)
-        # The other ranks learn it from rank 0: all must save the same steps.
-        recorded = self._recorded() if training.mesh.rank == 0 else None
-        self._best = broadcast_typed([recorded] if recorded else [], list[BestStep])
-        if self._best:
-            saving.keep_best(self._best[0].step, is_durable=True)
-
-    def _recorded(self) -> BestStep | None:
-        """Return the best evaluation of earlier starts whose checkpoint is still there."""
-        directory = self._training.inputs.directory
-        with suppress(OSError):
-            values = _recorded_values(self._rule, directory, self._progress.step)
-            saved = directory.committed_steps()
-            return self._rule.best({step: value for step, value in values.items() if step in saved})
-        return None
-
-    def after_save(self, end: StepEnd) -> None:
-        if not end.last:
-            self.compare(end.step)
-
-    def compare(self, step: int) -> None:
-        """Compare the evaluation of ``step``, if there is one."""
-        before = self._best[0] if self._best else None
-        best = self._rule.better(step, self._evaluator.value(self._rule, step), before)
-        if best is None or best == before:
-            return
-        self._best = [best]
-        self._saving.save(self._progress)
-        self._saving.keep_best(best.step)
-        self._training.reporter.emit(
-            Message(
-                "info",
-                f"step {best.step:,} is the best so far, {self._rule.figure} {best.value:.6g}: its checkpoint is kept",
-            )
-        )
-
-
-def _recorded_values(rule: BestRule, directory: RunDirectory, last: int) -> dict[int, float]:
-    """Return the figure of each evaluation of earlier starts, up to the step ``last``. Raises ``OSError``."""
-    task, _, _ = rule.figure.rpartition(".")
-    sha256 = hashlib.sha256(directory.task(task).read_bytes()).hexdigest() if task else ""
-    values = rule.recorded(directory.events, sha256)
-    return {step: value for step, value in values.items() if step <= last}
-
-
-class StopEarly(Observer):
-    """Ends the run after ``evaluation.stop_after`` evaluations without a better one, at the same step on all ranks and in every start."""
-
-    def __init__(
-        self, training: Training, progress: TrainProgress, evaluator: Evaluator, keep_best: KeepBest
-    ) -> None:
-        self._training, self._progress = training, progress
-        self._evaluator, self._keep_best = evaluator, keep_best
-        self._spec = training.inputs.spec.evaluation
-        self._rule = BestRule(self._spec.keep_best)
-        recorded: dict[int, float] = {}
-        if training.mesh.rank == 0:
-            with suppress(OSError):
-                recorded = _recorded_values(self._rule, training.inputs.directory, progress.step)
-        self._values = broadcast_typed(recorded, dict[int, float])
-
-    def evaluate_restored(self) -> None:
-        """Evaluate the restored step, if a stop or a fault cut its evaluation short. Raises ``EvaluationStoppedError``.
-
-        So the run ends at the step at which it would have ended without the interruption.
-        """
-        step, restored = self._progress.step, self._training.restored
-        is_own = restored is not None and not restored.taken_over
-        is_last = step == self._training.inputs.spec.train.steps
-        if is_own and not is_last and is_due(step, self._spec.every_steps) and step not in self._values:
-            self._evaluator.run(step, self._spec.sequences)
-            self._keep_best.compare(step)
-            self._note(step)
-
-    def after_save(self, end: StepEnd) -> None:
-        self._note(end.step)
-
-    def _note(self, step: int) -> None:
-        value = self._evaluator.value(self._rule, step)
-        if value is not None:
-            self._values[step] = value
-
-    @property
-    def ended(self) -> EarlyStop | None:
-        """The decision to end the run; ``None`` while it trains on. The same on all ranks."""
-        best = self._rule.best(self._values)
-        if without_better(self._values, best) < self._spec.stop_after:
-            return None
-        return EarlyStop(
-            figure=self._rule.figure,
-            stop_after=self._spec.stop_after,
-            best_step=best.step if best else 0,
-            best_value=best.value if best else None,
-        )
 
 
 def report_start(training: Training) -> None:

@@ -34,6 +34,10 @@ const CHARTS = [
   ["Waiting for data", [{ name: "data_wait_share", label: "of the step", color: "--c5", format: (value) => percent(value) }], { zero: true, optional: true }],
   ["Memory by kind", MEMORY_LINES, { zero: true, optional: true }],
   ["Peak memory", [{ name: "peak_memory_bytes", label: "peak", color: "--c4", exact: true, format: bytes }], { zero: true, optional: true }],
+  ["Machine use", [{ name: "machine.cpu", label: "CPU", color: "--c1", format: (value) => percent(value), sparse: true, exact: true }, { name: "machine.gpu", label: "GPU", color: "--c3", format: (value) => percent(value), sparse: true, exact: true }], { zero: true, optional: true }],
+  ["Memory of the machine", [{ name: "machine.memory_bytes", label: "in use", color: "--c4", format: bytes, sparse: true, exact: true }], { zero: true, optional: true }],
+  ["Network", [{ name: "machine.received_bytes_per_s", label: "received/s", color: "--c2", format: bytes, sparse: true, exact: true }, { name: "machine.sent_bytes_per_s", label: "sent/s", color: "--c6", format: bytes, sparse: true, exact: true }], { zero: true, optional: true }],
+  ["GPU power", [{ name: "machine.gpu_watts", label: "first rank's", color: "--c5", format: (value) => `${number(value, 3)} W`, sparse: true, exact: true }], { zero: true, optional: true }],
   ["Expert balance", [{ name: "balance", label: "largest over mean", color: "--c8", format: (value) => fixed(value, 2) }], { zero: true, optional: true }],
 ];
 const NAMES = CHARTS.flatMap(([, lines]) => lines.map(({ name }) => name));
