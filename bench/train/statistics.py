@@ -177,7 +177,7 @@ def report(rows: Sequence[str], every_steps: int) -> str:
         (
             "# Statistics of layers: their price",
             "",
-            "Made by `python -m bench.train.statistics --write docs/evidence/statistics.md`: a measured step of a run over the same step of a run that does not "
+            "Made by `python -m bench.train.statistics --steps 7 --write docs/evidence/statistics.md`: a measured step of a run over the same step of a run that does not "
             "measure, in pairs, in turn on the same CPU. Ratios are medians, with the least and the greatest pair. "
             f"The mean is that of a run with `statistics.every_steps = {every_steps}`, the default.",
             "",

@@ -14,4 +14,4 @@ class StatisticsSpec:
 
     every_steps: Annotated[int, FLEET, NOT_NEGATIVE] = 100
     """Steps between two measurements of every layer; a step that is not finite is measured too. 0 means never. A measured step takes
-    about a quarter longer."""
+    up to a third longer."""
