@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from phalanx.run.evaluation import NAME, evaluation_problems
 from phalanx.run.factory import is_factory_name
 from phalanx.run.fields import Problem, divisors_near
 from phalanx.run.kinds import latent_attention, whole_model
 from phalanx.run.peers import AddressError, read_host
+from phalanx.run.sections.evaluation import NAME, evaluation_problems
+from phalanx.run.sections.spike import fork_problems
 from phalanx.run.smaller_degrees import problems_on, smaller_degree_problems
 from phalanx.run.spec import (
     CheckpointSpec,
@@ -28,7 +29,6 @@ from phalanx.run.spec import (
     SourceSpec,
     TrainSpec,
 )
-from phalanx.run.spike_section import fork_problems
 
 
 def check(spec: RunSpec) -> list[Problem]:

@@ -1,6 +1,6 @@
 """``RunSpec``: the one description that planner, trainer, scheduler and dashboard read.
 
-Every section is a table of the run file (TOML), declared in ``phalanx.run.sections``; every field has a type, a default, a range and a
+Every section is a table of the run file (TOML), declared in ``phalanx.run.sections.training``; every field has a type, a default, a range and a
 sentence. ``phalanx.run.read`` turns a file into a ``RunSpec`` and reports all mistakes at once;
 ``phalanx.run.rules`` holds the rules that span several fields.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from phalanx.run.evaluation import EvalSpec, PromptSpec, TaskSpec
 from phalanx.run.fields import FLEET, LATER, NOT_NEGATIVE, POSITIVE, ValueRange
-from phalanx.run.sections import (
+from phalanx.run.sections.evaluation import EvalSpec, PromptSpec, TaskSpec
+from phalanx.run.sections.spike import SpikeSpec
+from phalanx.run.sections.statistics import StatisticsSpec
+from phalanx.run.sections.training import (
     CheckpointSpec,
     DataSpec,
     ExpectSpec,
@@ -29,8 +31,6 @@ from phalanx.run.sections import (
     SourceSpec,
     TrainSpec,
 )
-from phalanx.run.sections_statistics import StatisticsSpec
-from phalanx.run.spike_section import SpikeSpec
 
 # ``[model]``, with its subtables: the transformer, which belongs to the run.
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from phalanx.run.rules import check
+from phalanx.run.sections.spike import SpikeSpec
 from phalanx.run.spec import RunSpec
-from phalanx.run.spike_section import SpikeSpec
 from run.specs import replace_at
 
 FORKING = replace_at(RunSpec(), "train.on_spike", "fork")

@@ -11,8 +11,8 @@ import pytest
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import ChildTaken, ChildTrained, Forked, Step
+from phalanx.run.sections.spike import SpikeSpec
 from phalanx.run.spec import MoeSpec, RunSpec
-from phalanx.run.spike_section import SpikeSpec
 from ranks import Ranks
 from run.specs import replace_at
 from spiking_runs import SPIKE, STEPS, fast_run, make_noise, spiking_run

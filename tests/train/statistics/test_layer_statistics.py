@@ -13,7 +13,7 @@ import torch
 from model.initialized import initialized
 from phalanx.observe.event_log import read_events
 from phalanx.observe.events import LayerStatistics
-from phalanx.run.sections_statistics import StatisticsSpec
+from phalanx.run.sections.statistics import StatisticsSpec
 from phalanx.run.spec import OptimizerSpec, RunSpec
 from ranks import Ranks
 from run.specs import replace_at

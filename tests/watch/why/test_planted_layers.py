@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.run.directory.paths import RunDirectory
-from phalanx.run.sections_statistics import StatisticsSpec
+from phalanx.run.sections.statistics import StatisticsSpec
 from phalanx.run.spec import MoeSpec, RunSpec
 from phalanx_watch.why.observed import Reason
 from phalanx_watch.why.reasons import judge, observe

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import click
 
-from phalanx.run.sections import TrainSpec
+from phalanx.run.sections.training import TrainSpec
 
 if TYPE_CHECKING:
     from phalanx.data.formats.read import FileFormat

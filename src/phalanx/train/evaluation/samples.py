@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.tokenizers.tokenizer import Tokenizer
-from phalanx.run.evaluation import PromptSpec
+from phalanx.run.sections.evaluation import PromptSpec
 from phalanx.train.evaluation.tasks import ScoredSequence, SequenceScore
 
 Score = Callable[[Sequence[ScoredSequence], Tensor | None], Sequence[SequenceScore]]

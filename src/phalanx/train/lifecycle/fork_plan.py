@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.run.directory.paths import step_of
+from phalanx.run.sections.spike import Candidate
 from phalanx.run.spec import RunSpec
-from phalanx.run.spike_section import Candidate
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.step.step import StepReport
 

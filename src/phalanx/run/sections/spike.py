@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from phalanx.run.fields import LATER, POSITIVE, Problem, ValueRange
-from phalanx.run.sections import FleetSpec, OptimizerSpec, TrainSpec
+from phalanx.run.sections.training import FleetSpec, OptimizerSpec, TrainSpec
 
 Candidate = Literal["skip", "rate", "clip", "continue"]
 

@@ -1,0 +1,1 @@
+"""Sections of the run file as dataclasses, with the rules of their own fields."""
