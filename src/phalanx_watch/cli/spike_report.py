@@ -211,7 +211,12 @@ def _states_before(
             )
         if fork.end < step:
             # A replay trains no children, so it begins with the state of the one that was taken.
-            states = [number for number in states if number >= fork.end] or states[-1:]
+            states = [number for number in states if number >= fork.end]
+            if not states:
+                raise RunDirectoryError(
+                    f"the run went on as the child {fork.candidate} of its fork at step {fork.step:,}, and the state of step {fork.end:,} is kept no "
+                    f"more: steps up to {fork.step:,} can be replayed. checkpoint.keep_every keeps more states"
+                )
     return states
 
 

@@ -44,7 +44,9 @@ from phalanx_watch.why.reasons import reasons
 _MOST_RUN_FILE_BYTES = 1 << 20
 _MOST_STARTS = 500
 _MOST_EVALUATIONS = 2000
-_MOST_TEXTS = 200
+_MOST_OF_PROMPT = 1000
+"""Characters of a prompt that are shown."""
+_MOST_TEXTS = 50
 """Newest steps of each sample."""
 
 
@@ -145,7 +147,7 @@ def samples_view(runs: PageRuns, place: RunPlace, _parameters: Parameters) -> di
                 {
                     "step": body.step,
                     "t": event.t,
-                    "prompt": body.prompt,
+                    "prompt": body.prompt[:_MOST_OF_PROMPT],
                     "text": body.text,
                     "tokens": len(body.tokens),
                     "temperature": body.temperature,

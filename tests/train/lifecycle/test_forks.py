@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 
 from phalanx.checkpoint.tiers.disk import DiskTier
 from phalanx.observe.event_log import read_events
-from phalanx.observe.events import ChildTaken, ChildTrained, Forked, Step
+from phalanx.observe.events import ChildTaken, ChildTrained, Evaluated, Forked, Step
 from phalanx.run.sections.spike import SpikeSpec
 from phalanx.run.spec import MoeSpec, RunSpec
+from phalanx.train.lifecycle.ending import RunFailedError
+from phalanx.train.lifecycle.fork import ForkFailedError
+from phalanx.train.lifecycle.worker import known_errors
 from ranks import Ranks
 from run.specs import replace_at
 from spiking_runs import SPIKE, STEPS, fast_run, make_noise, spiking_run
@@ -127,6 +131,43 @@ def test_of_a_rate_that_is_too_high_the_lower_one_is_taken_and_kept(
         checkpoint=dataclasses.replace(branch.checkpoint, init_from=str(start), init_with="training"),
     )
     assert forked == trained(ranks, 1, branch)
+
+
+def test_a_run_that_falls_back_to_the_state_before_the_spike_forks_again(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    whole = trained(ranks, 1, spiking)
+    checkpoints = DiskTier(tmp_path / "run" / "checkpoints")
+    for step in checkpoints.steps():
+        if step >= SPIKE:
+            shutil.rmtree(checkpoints.folder(step))
+    (tmp_path / "run" / "result.json").unlink()
+    assert trained(ranks, 2, spiking) == whole
+    assert len(events(spiking, ChildTaken)) == 2
+
+
+def test_evaluations_of_states_that_a_fork_left_behind_are_not_the_best(
+    ranks: Ranks, spiking: RunSpec, tmp_path: Path
+) -> None:
+    forked = forking(spiking, dataclasses.replace(FORK, candidates=("rate",)))
+    evaluation = dataclasses.replace(forked.evaluation, every_steps=1, keep_best="loss", stop_after=100)
+    trained(ranks, 2, dataclasses.replace(forked, evaluation=evaluation))
+    (begun,) = events(forked, Forked)
+    values = {found.step: found.loss for found in events(forked, Evaluated)}
+    left = range(begun.base + 1, begun.step)
+    assert min(values, key=lambda step: values[step]) in left, "the best of all is of a state left behind"
+    kept = set(DiskTier(tmp_path / "run" / "checkpoints").steps())
+    assert not kept & set(left) - {begun.step - 1}
+    own = {step: value for step, value in values.items() if step not in left}
+    assert min(own, key=lambda step: own[step]) in kept
+
+
+def test_every_error_that_ends_a_run_is_told_without_a_traceback() -> None:
+    def kinds(of: type[Exception]) -> list[type[Exception]]:
+        return [kind for one in of.__subclasses__() for kind in (one, *kinds(one))]
+
+    assert ForkFailedError in kinds(RunFailedError)
+    assert all(issubclass(kind, known_errors()) for kind in kinds(RunFailedError))
 
 
 @pytest.mark.servers

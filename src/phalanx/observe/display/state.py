@@ -215,7 +215,7 @@ def _note(event: Event) -> Note | None:
                 event.t, "warning", f"loss spike in step {step:,}, {outcomes[event.body.action]}: {text}"
             )
         case Forked(step=step, base=base, end=end, candidates=candidates):
-            text = f"fork at step {step:,}: {', '.join(candidates)} are trained from step {base:,} to step {end:,}"
+            text = f"fork at step {step:,}: trains {', '.join(candidates)} from step {base:,} to step {end:,}"
             return Note(event.t, "info", text)
         case ChildTrained(step=step, candidate=candidate, loss=child_loss, again=again):
             figure = "not finite" if child_loss is None else f"{child_loss:.4g}"

@@ -32,6 +32,7 @@ from phalanx.train.evaluation.tasks import (
     scores_by_item,
     sequences_of,
 )
+from phalanx.train.lifecycle.fork_plan import is_left
 from phalanx.train.lifecycle.observers import Observer, StepEnd
 from phalanx.train.lifecycle.progress import TrainProgress, is_due
 from phalanx.train.lifecycle.saving import Saving
@@ -196,17 +197,22 @@ class KeepBest(Observer):
     ) -> None:
         self._training, self._saving, self._progress, self._evaluator = training, saving, progress, evaluator
         self._rule = BestRule(training.inputs.spec.evaluation.keep_best)
+        self.read_recorded()
+
+    def read_recorded(self) -> None:
+        """Take the best recorded evaluation of the run's own states. A collective, at a start and after a fork."""
         # The other ranks learn it from rank 0: all must save the same steps.
-        recorded = self._recorded() if training.mesh.rank == 0 else None
+        recorded = self._recorded() if self._training.mesh.rank == 0 else None
         self._best = broadcast_typed([recorded] if recorded else [], list[BestStep])
+        self._saving.forget_best()
         if self._best:
-            saving.keep_best(self._best[0].step, is_durable=True)
+            self._saving.keep_best(self._best[0].step, is_durable=True)
 
     def _recorded(self) -> BestStep | None:
         """Return the best evaluation of earlier starts whose checkpoint is still there."""
         directory = self._training.inputs.directory
         with suppress(OSError):
-            values = _recorded_values(self._rule, directory, self._progress.step)
+            values = _recorded_values(self._rule, directory, self._progress)
             saved = directory.committed_steps()
             return self._rule.best({step: value for step, value in values.items() if step in saved})
         return None
@@ -232,12 +238,14 @@ class KeepBest(Observer):
         )
 
 
-def _recorded_values(rule: BestRule, directory: RunDirectory, last: int) -> dict[int, float]:
-    """Return the figure of each evaluation of earlier starts, up to the step ``last``. Raises ``OSError``."""
+def _recorded_values(rule: BestRule, directory: RunDirectory, progress: TrainProgress) -> dict[int, float]:
+    """Return the figure of each recorded evaluation of a state that led to that of ``progress``. Raises ``OSError``."""
     task, _, _ = rule.figure.rpartition(".")
     sha256 = hashlib.sha256(directory.task(task).read_bytes()).hexdigest() if task else ""
     values = rule.recorded(directory.events, sha256)
-    return {step: value for step, value in values.items() if step <= last}
+    return {
+        step: value for step, value in values.items() if step <= progress.step and not is_left(step, progress)
+    }
 
 
 class StopEarly(Observer):
@@ -253,7 +261,7 @@ class StopEarly(Observer):
         recorded: dict[int, float] = {}
         if training.mesh.rank == 0:
             with suppress(OSError):
-                recorded = _recorded_values(self._rule, training.inputs.directory, progress.step)
+                recorded = _recorded_values(self._rule, training.inputs.directory, progress)
         self._values = broadcast_typed(recorded, dict[int, float])
 
     def evaluate_restored(self) -> None:
@@ -268,6 +276,12 @@ class StopEarly(Observer):
             self._evaluator.run(step, self._spec.sequences)
             self._keep_best.compare(step)
             self._note(step)
+
+    def after_fork(self) -> None:
+        """Drop the evaluations of states that a fork has left behind."""
+        self._values = {
+            step: value for step, value in self._values.items() if not is_left(step, self._progress)
+        }
 
     def after_save(self, end: StepEnd) -> None:
         self._note(end.step)

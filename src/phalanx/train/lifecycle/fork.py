@@ -32,6 +32,7 @@ from phalanx.run.sections.spike import Candidate
 from phalanx.train.assemble import Training
 from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.lifecycle.fork_plan import ChildStep, begin_child, best_child, child_loss, plan_fork
+from phalanx.train.lifecycle.guardian import EpochSupersededError
 from phalanx.train.lifecycle.progress import LossSpikeError, SampleSupply, TrainProgress
 from phalanx.train.lifecycle.saving import Saving
 from phalanx.train.step.step import StepFlags, Stepper, StepReport
@@ -165,7 +166,9 @@ class Fork:
         training, error, extra = self._training, "", dict[str, object]()
         self._saving.fence()
         try:
+            training.inputs.guardian.computed()
             extra = restore(tier, step, training.shards, rank=training.mesh.rank)
+            training.inputs.guardian.computed()
         except CheckpointError as problem:
             error = str(problem)
         errors = sorted({text for text in gather_typed(error, str) if text})
@@ -183,7 +186,23 @@ class Fork:
         return extra
 
     def _save(self, candidate: Candidate, child: TrainProgress, steps: list[ChildStep]) -> None:
-        """Save the state of a child, and wait until it is durable. Raises ``ForkFailedError`` on every rank alike."""
+        """Save the state of a child, and wait until it is durable.
+
+        Raises ``ForkFailedError`` on every rank alike; ``EpochSupersededError`` on rank 0.
+        """
+        # Twice, because authority over the run directory may be lost for a moment, when another node becomes the leader.
+        for _ in range(2):
+            failure = self._try_to_save(candidate, child, steps)
+            if not failure:
+                return
+        remedy = "make room and start the run again: it resumes before the spike, with the children that were saved"
+        raise ForkFailedError(
+            f"child {candidate} of the fork at step {self._plan.spike} could not be saved: {failure}; {remedy}",
+            remedy,
+        )
+
+    def _try_to_save(self, candidate: Candidate, child: TrainProgress, steps: list[ChildStep]) -> str:
+        """Return why the state of a child could not be saved, on every rank alike; empty once it is durable."""
         training, inputs = self._training, self._training.inputs
         saver = AsyncSaver(
             DiskTier(self._root / candidate),
@@ -193,25 +212,26 @@ class Fork:
             timeout_s=self._spec.checkpoint.timeout_s,
             authorize=inputs.guardian.authorize,
         )
+        failed: list[CheckpointError | None] = []
         try:
+            inputs.guardian.computed()
+            inputs.guardian.await_authority()
             saver.save(
                 child.step,
                 training.shards,
                 {**self._saving.extra(child), _STEPS: msgspec.to_builtins(steps)},
             )
             saver.wait()
-            errors = [str(outcome.error) for outcome in saver.poll() if outcome.status == "failed"]
+            failed = [outcome.error for outcome in saver.poll() if outcome.status == "failed"]
         finally:
             saver.close()
-        failures = gather_typed(errors, list[str])
+        superseded = [error for error in failed if isinstance(error, EpochSupersededError)]
+        if superseded:
+            raise superseded[0]
+        failures = gather_typed([str(error) for error in failed], list[str])
         dist.barrier()
-        if any(failures):
-            remedy = "make room and start the run again: it resumes before the spike, with the children that were saved"
-            text = next(error for of_rank in failures for error in of_rank)
-            raise ForkFailedError(
-                f"child {candidate} of the fork at step {self._plan.spike} could not be saved: {text}; {remedy}",
-                remedy,
-            )
+        inputs.guardian.computed()
+        return next((error for of_rank in failures for error in of_rank), "")
 
 
 def _child_step(child: TrainProgress, report: StepReport) -> ChildStep:

@@ -15,7 +15,7 @@ from pathlib import Path
 from phalanx.run.directory.paths import step_of
 from phalanx.run.sections.spike import Candidate
 from phalanx.run.spec import RunSpec
-from phalanx.train.lifecycle.progress import TrainProgress
+from phalanx.train.lifecycle.progress import SPIKES_KEPT, TrainProgress
 from phalanx.train.step.step import StepReport
 
 
@@ -65,9 +65,18 @@ def plan_fork(spec: RunSpec, progress: TrainProgress) -> ForkPlan:
 
 
 def bases_needed(spec: RunSpec, progress: TrainProgress) -> list[int]:
-    """Return the steps whose checkpoints must be kept when ``progress`` is saved, for a spike that may follow."""
-    steps = (_base(spec, progress, progress.step + 1), progress.step // _grid(spec) * _grid(spec))
+    """Return the steps whose checkpoints must be kept when ``progress`` is saved.
+
+    They are for a spike that may follow, and for the newest forks: a run that falls back to a state before a spike meets it again.
+    """
+    forked = [base for _, base, _ in progress.forks[-SPIKES_KEPT:]]
+    steps = (*forked, _base(spec, progress, progress.step + 1), progress.step // _grid(spec) * _grid(spec))
     return sorted({step for step in steps if step > 0})
+
+
+def is_left(step: int, progress: TrainProgress) -> bool:
+    """Return True if a fork of ``progress`` went back behind ``step``, whose state before it led to nothing."""
+    return any(base < step < end for _, base, end in progress.forks)
 
 
 def _base(spec: RunSpec, progress: TrainProgress, spike: int) -> int:

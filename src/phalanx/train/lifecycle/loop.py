@@ -85,6 +85,7 @@ class Trainer:
         """The progress at which this attempt began."""
         self._saving = Saving(training)
         self._evaluation = Evaluator(training)
+        self._best: KeepBest | None = None
         self._early: StopEarly | None = None
         self._step_s: list[float] = []
         """Seconds of each step of this attempt."""
@@ -185,13 +186,10 @@ class Trainer:
             opened.enter_context(nvtx_ranges(training, self._stepper, NvtxRanges()))
         elif spec.observe.nvtx:
             self._reporter.warn("observe.nvtx shows nothing: it needs an NVIDIA GPU")
-        keep_best = (
-            KeepBest(training, self._saving, progress, self._evaluation)
-            if spec.evaluation.keep_best
-            else None
-        )
-        if keep_best is not None and spec.evaluation.stop_after:
-            self._early = StopEarly(training, progress, self._evaluation, keep_best)
+        if spec.evaluation.keep_best:
+            self._best = KeepBest(training, self._saving, progress, self._evaluation)
+            if spec.evaluation.stop_after:
+                self._early = StopEarly(training, progress, self._evaluation, self._best)
         recording = Recording(training, self._stepper, lambda: ranks.slowest, self._measured_step)
         # The order of events at a step is the order here. A request to stop ends the evaluation, and the hook with it: only what depends on
         # its result comes after it.
@@ -202,7 +200,7 @@ class Trainer:
             MachineLog(training),
             opened.enter_context(recording),
             self._evaluation,
-            *(observer for observer in (keep_best, self._early) if observer is not None),
+            *(observer for observer in (self._best, self._early) if observer is not None),
         )
 
     @property
@@ -306,6 +304,10 @@ class Trainer:
         self._saving.save(progress)
         if self._saving.settle():
             fork.clean()
+        if self._best is not None:
+            self._best.read_recorded()
+        if self._early is not None:
+            self._early.after_fork()
         *earlier, last = (step for step in child.steps if step.step >= spike)
         for step in earlier:
             self._step_log.after_step(

@@ -24,7 +24,7 @@ from phalanx.train.lifecycle.ending import RunFailedError
 from phalanx.train.step.rules import Spike, SpikeRule
 from phalanx.train.step.step import StepReport
 
-_SPIKES_KEPT = 3
+SPIKES_KEPT = 3
 """So many of the newest spikes keep the checkpoint before them: a run that spikes all day must not fill its disk."""
 _LEFT_OUT_KEPT = 256
 """So many of the newest stretches of samples that were left out are listed; the event stream has them all."""
@@ -98,7 +98,7 @@ class TrainProgress:
         if self.spikes and self.spikes[-1][1] == self.step - 1:
             self.spikes = [*self.spikes[:-1], [self.spikes[-1][0], self.step]]
         else:
-            self.spikes = [*self.spikes, [self.step, self.step]][-_SPIKES_KEPT:]
+            self.spikes = [*self.spikes, [self.step, self.step]][-SPIKES_KEPT:]
         if samples and self.left_out and sum(self.left_out[-1]) == first_sample:
             self.left_out = [*self.left_out[:-1], [self.left_out[-1][0], self.left_out[-1][1] + samples]]
         elif samples:

@@ -105,6 +105,11 @@ class Saving:
         self._best_steps = [*([] if is_durable else self._best_steps), step]
         self._keep()
 
+    def forget_best(self) -> None:
+        """Keep no checkpoint for its evaluation any more, until ``keep_best``."""
+        self._best_steps = []
+        self._keep()
+
     def _keep(self) -> None:
         exact = [*self._best_steps, *self._bases]
         self._training.saver.keep_before([*self._spikes, *(step + 1 for step in exact)])

@@ -176,6 +176,7 @@ def known_errors() -> tuple[type[Exception], ...]:
     from phalanx.run.directory.paths import RunDirectoryError
     from phalanx.run.factory import FactoryError
     from phalanx.run.rules import NotPortableError
+    from phalanx.train.lifecycle.fork import ForkFailedError
     from phalanx.train.lifecycle.loop import UnsavedError
     from phalanx.train.lifecycle.progress import LossSpikeError, NonFiniteError
     from phalanx.train.measure.numerics import MixedMachinesError
@@ -187,6 +188,7 @@ def known_errors() -> tuple[type[Exception], ...]:
         DataError,
         EventLogError,
         FactoryError,
+        ForkFailedError,
         LayoutError,
         LossSpikeError,
         MixedMachinesError,

@@ -121,9 +121,15 @@ class _LayerProbe:
 
     def _measure_residual(self, layer: str, stream: Tensor) -> None:
         wide, count = stream.float(), self._elements
+        device, ranks = self._mesh.device, self._mesh.sequence_group
         groups = [[wide.contiguous()], [wide.square().contiguous()]]
-        first, second = norms(groups, [count, count], self._mesh.device, self._mesh.sequence_group)
-        self._rows.append((layer, RMS, first / math.sqrt(count)))
+        first, second = norms(groups, [count, count], device, ranks)
+        rms = first / math.sqrt(count)
+        self._rows.append((layer, RMS, rms))
+        if math.isinf(second) and math.isfinite(first):  # Squares of large finite values overflow in fp32.
+            scale = math.ldexp(1.0, -math.frexp(rms)[1])
+            first *= scale
+            (second,) = norms([[(wide * scale).square().contiguous()]], [count], device, ranks)
         if first:
             kurtosis = math.inf if math.isinf(second) else count * (second / first**2) ** 2
             self._rows.append((layer, KURTOSIS, kurtosis))
