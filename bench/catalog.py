@@ -319,6 +319,13 @@ BENCHES: dict[str, Needs] = {
         ("full disk",),
         slow=True,
     ),
+    "watch.divergences": Needs(
+        "planted divergences that `phalanx why` names, and healthy runs that it leaves alone",
+        2.0,
+        5.0,
+        ("--only", "a bad batch of noise", "small and dense"),
+        slow=True,
+    ),
     "watch.profiling": Needs(
         "cost and correctness of profiles of a run",
         3.0,
