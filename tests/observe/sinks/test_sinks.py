@@ -392,7 +392,7 @@ def test_a_sample_is_text_in_tensorboard_once(tmp_path: Path) -> None:
         (sink,) = open_sinks(["tensorboard"], tmp_path, "run")
         assert sink.offer(sample)
         assert sink.close(60).last_error == ""
-        for written in (tmp_path / "tensorboard").glob("events.*.*.*"):
+        for written in (tmp_path / "tensorboard").glob("events.out.tfevents.*.*"):
             written.rename(written.with_name(f"events.out.tfevents.000000000{attempt}"))
     texts = [value for value in tensorboard_values(tmp_path) if kind_of_tag(value[0]) == "Sampled story"]
     assert [value[1:] for value in texts] == [(3, b"```\nOnce upon\n```")]
