@@ -345,7 +345,7 @@ def replay(
             observed += witness.take()
         elif meter is not None:
             meter.before_step(step, progress)
-            report = stepper.run(step, on_gradients=meter.see_gradients)
+            report = stepper.run(step, statistics=meter)
             meter.after_step(step, report)
         progress.advance(report, stepper.updates, spec.train, progress.spike(report, spec.train))
         numbers[step] = {"loss": report.loss, "grad_norm": report.grad_norm}

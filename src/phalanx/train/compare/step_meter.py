@@ -10,6 +10,7 @@ import re
 from typing import TypeAlias
 
 import numpy as np
+from torch import Tensor
 
 from phalanx.data.reading.dataset import RunData, inputs_of
 from phalanx.parallel.reduction import exact_sum
@@ -19,7 +20,7 @@ from phalanx.train.evaluation.scoring import score_sequences
 from phalanx.train.evaluation.tasks import ScoredSequence
 from phalanx.train.lifecycle.progress import TrainProgress
 from phalanx.train.step.state import Built
-from phalanx.train.step.step import StepReport
+from phalanx.train.step.step import StepReport, StepStatistics
 
 _LAYER = re.compile(r"(?:[A-Za-z_]\w*\.)*?\d+(?=\.|$)|\w+")
 """The layer of a parameter: "blocks.3" of "blocks.3.ffn.up.weight", "head" of "head.weight"."""
@@ -35,7 +36,7 @@ def layer_of(parameter: str) -> str:
     return match[0] if match else parameter
 
 
-class StepMeter:
+class StepMeter(StepStatistics):
     """Measures the steps of a replay up to ``last``. All methods are collectives."""
 
     def __init__(self, built: Built, data: RunData, last: int) -> None:
@@ -58,27 +59,25 @@ class StepMeter:
         if progress.next_sample >= batch:
             self._batch_before = _mean(self._scored(progress.next_sample - batch))
 
-    def see_gradients(self, scale: float) -> None:
-        """Take the gradient norm of each layer; ``scale`` makes the summed gradients those of the mean loss."""
-        placement, device = self._built.placement, self._built.model.mesh.device
-        own = {
-            name: gradient
-            for name, gradient in gradients(self._built.model.parts).items()
-            if placement.owns(name)
-        }
-        # Every rank takes part in the norm of each layer of the whole model, in the same order.
-        layers = dict.fromkeys(
-            layer_of(name) for name, kind in placement.kinds.items() if kind.kind != "balance"
-        )
+    def before_update(self, gradient_scale: float, *, finite: bool) -> bool:  # noqa: ARG002
+        """Take the gradient norm of each layer. The update is not measured."""
+        placement = self._built.placement
+        own = gradients(self._built.model.parts)
+        layers: dict[str, list[Tensor]] = {}
+        for name, kind in placement.kinds.items():  # of the whole model, in the same order on every rank
+            if kind.kind != "balance":
+                of_layer = layers.setdefault(layer_of(name), [])
+                if name in own and placement.owns(name):
+                    of_layer.append(own[name])
+        counts = [placement.parameter_count] * len(layers)
+        values = exact_sum.norms(list(layers.values()), counts, self._built.model.mesh.device)
         self._layer_norms = {
-            layer: exact_sum.norm(
-                [gradient for name, gradient in own.items() if layer_of(name) == layer],
-                placement.parameter_count,
-                device,
-            )
-            * scale
-            for layer in layers
+            layer: value * gradient_scale for layer, value in zip(layers, values, strict=True)
         }
+        return False
+
+    def after_update(self) -> None:
+        """Do nothing: ``before_update`` asks for no measurement of the update."""
 
     def after_step(self, step: int, report: StepReport) -> None:
         """Note the figures of a step."""

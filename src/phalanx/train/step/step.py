@@ -56,7 +56,7 @@ class StepStatistics(Protocol):
     def before_update(self, gradient_scale: float, *, finite: bool) -> bool:
         """Measure weights and gradients, whose complete values are ``gradient_scale`` times those of the parameters. A collective.
 
-        Return True, on every rank alike, if the update is to be measured too. ``finite`` is false if loss or gradient are not.
+        Called once gradients are summed, whether an update follows or not. Return True, on every rank alike, if the update is to be measured too. ``finite`` is false if loss or gradient are not.
         """
 
     @abstractmethod
@@ -170,7 +170,6 @@ class Stepper:
         flags: StepFlags = StepFlags(),
         *,
         before_update: Callable[[], None] = lambda: None,
-        on_gradients: Callable[[float], None] = lambda _scale: None,
         audit: Audit | None = None,
         statistics: StepStatistics | None = None,
     ) -> StepReport:
@@ -180,8 +179,6 @@ class Stepper:
             number: The step, which sets the learning rate.
             flags: This rank's own requests.
             before_update: Called before the weights change; a checkpoint may still be copying them.
-            on_gradients: Called on every rank once gradients are summed, whether an update follows or not. The argument is the factor
-                from these sums to the gradient of the mean loss.
             audit: Checks the step's slots for silent data corruption.
             statistics: Measures the step's gradients, weights and update.
         """
@@ -202,7 +199,6 @@ class Stepper:
         with self.ledger.bucket(Bucket.COMM_EXPOSED_DP):
             loss, count, raised, slot_losses = self._reduce_losses(losses, tokens, flags)
             norm = self._gradient_norm(self._slot_tokens / count)
-        on_gradients(self._slot_tokens / count)
         lr = spec.optimizer.lr * multiplier(spec.schedule, number, spec.train.steps) * self.rate_scale
         finite = math.isfinite(loss) and math.isfinite(norm)
         sources = _NonFiniteSources() if finite else self._nonfinite_sources(losses)
