@@ -19,7 +19,7 @@ from phalanx.observe.ledger import Bucket
 from phalanx.parallel.process_group.typed_gather import broadcast_typed
 from phalanx.run.directory.paths import EarlyStop, RunDirectory
 from phalanx.train.assemble import Training
-from phalanx.train.evaluation.best import BestRule, BestStep, without_better
+from phalanx.train.evaluation.best import BestRule, without_better
 from phalanx.train.evaluation.held_out import HeldOutLoss, evaluate
 from phalanx.train.evaluation.samples import continue_prompts, prompt_of
 from phalanx.train.evaluation.scoring import score_sequences
@@ -196,26 +196,33 @@ class KeepBest(Observer):
         self, training: Training, saving: Saving, progress: TrainProgress, evaluator: Evaluator
     ) -> None:
         self._training, self._saving, self._progress, self._evaluator = training, saving, progress, evaluator
-        self._rule = BestRule(training.inputs.spec.evaluation.keep_best)
-        self.read_recorded()
+        self.rule = BestRule(training.inputs.spec.evaluation.keep_best)
+        recorded: dict[int, float] = {}
+        if training.mesh.rank == 0:
+            with suppress(OSError):
+                recorded = _recorded_values(self.rule, training.inputs.directory)
+        # The other ranks learn them from rank 0: all must save the same steps, and end at the same one.
+        self.values = broadcast_typed(recorded, dict[int, float])
+        """The figure of each evaluation of a state that led to the run's own, also of earlier starts."""
+        self.choose_again()
 
-    def read_recorded(self) -> None:
-        """Take the best recorded evaluation of the run's own states. A collective, at a start and after a fork."""
-        # The other ranks learn it from rank 0: all must save the same steps.
-        recorded = self._recorded() if self._training.mesh.rank == 0 else None
-        self._best = broadcast_typed([recorded] if recorded else [], list[BestStep])
+    def choose_again(self) -> None:
+        """Take the best of the run's own states whose checkpoint is still there. A collective, at a start and after a fork."""
+        progress = self._progress
+        self.values = {
+            step: value
+            for step, value in self.values.items()
+            if step <= progress.step and not is_left(step, progress)
+        }
+        saved: list[int] = []
+        if self._training.mesh.rank == 0:
+            with suppress(OSError):
+                saved = self._training.inputs.directory.committed_steps()
+        saved = broadcast_typed(saved, list[int])
+        self._best = self.rule.best({step: value for step, value in self.values.items() if step in saved})
         self._saving.forget_best()
-        if self._best:
-            self._saving.keep_best(self._best[0].step, is_durable=True)
-
-    def _recorded(self) -> BestStep | None:
-        """Return the best evaluation of earlier starts whose checkpoint is still there."""
-        directory = self._training.inputs.directory
-        with suppress(OSError):
-            values = _recorded_values(self._rule, directory, self._progress)
-            saved = directory.committed_steps()
-            return self._rule.best({step: value for step, value in values.items() if step in saved})
-        return None
+        if self._best is not None:
+            self._saving.keep_best(self._best.step, is_durable=True)
 
     def after_save(self, end: StepEnd) -> None:
         if not end.last:
@@ -223,29 +230,28 @@ class KeepBest(Observer):
 
     def compare(self, step: int) -> None:
         """Compare the evaluation of ``step``, if there is one."""
-        before = self._best[0] if self._best else None
-        best = self._rule.better(step, self._evaluator.value(self._rule, step), before)
-        if best is None or best == before:
+        value = self._evaluator.value(self.rule, step)
+        if value is not None:
+            self.values[step] = value
+        best = self.rule.better(step, value, self._best)
+        if best is None or best == self._best:
             return
-        self._best = [best]
+        self._best = best
         self._saving.save(self._progress)
         self._saving.keep_best(best.step)
         self._training.reporter.emit(
             Message(
                 "info",
-                f"step {best.step:,} is the best so far, {self._rule.figure} {best.value:.6g}: its checkpoint is kept",
+                f"step {best.step:,} is the best so far, {self.rule.figure} {best.value:.6g}: its checkpoint is kept",
             )
         )
 
 
-def _recorded_values(rule: BestRule, directory: RunDirectory, progress: TrainProgress) -> dict[int, float]:
-    """Return the figure of each recorded evaluation of a state that led to that of ``progress``. Raises ``OSError``."""
+def _recorded_values(rule: BestRule, directory: RunDirectory) -> dict[int, float]:
+    """Return the figure of each recorded evaluation. Raises ``OSError``."""
     task, _, _ = rule.figure.rpartition(".")
     sha256 = hashlib.sha256(directory.task(task).read_bytes()).hexdigest() if task else ""
-    values = rule.recorded(directory.events, sha256)
-    return {
-        step: value for step, value in values.items() if step <= progress.step and not is_left(step, progress)
-    }
+    return rule.recorded(directory.events, sha256)
 
 
 class StopEarly(Observer):
@@ -257,12 +263,9 @@ class StopEarly(Observer):
         self._training, self._progress = training, progress
         self._evaluator, self._keep_best = evaluator, keep_best
         self._spec = training.inputs.spec.evaluation
-        self._rule = BestRule(self._spec.keep_best)
-        recorded: dict[int, float] = {}
-        if training.mesh.rank == 0:
-            with suppress(OSError):
-                recorded = _recorded_values(self._rule, training.inputs.directory, progress)
-        self._values = broadcast_typed(recorded, dict[int, float])
+        self.ended: EarlyStop | None = None
+        """The decision to end the run; ``None`` while it trains on. The same on all ranks."""
+        self.decide()
 
     def evaluate_restored(self) -> None:
         """Evaluate the restored step, if a stop or a fault cut its evaluation short. Raises ``EvaluationStoppedError``.
@@ -272,34 +275,25 @@ class StopEarly(Observer):
         step, restored = self._progress.step, self._training.restored
         is_own = restored is not None and not restored.taken_over
         is_last = step == self._training.inputs.spec.train.steps
-        if is_own and not is_last and is_due(step, self._spec.every_steps) and step not in self._values:
+        is_missing = is_due(step, self._spec.every_steps) and step not in self._keep_best.values
+        if is_own and not is_last and is_missing:
             self._evaluator.run(step, self._spec.sequences)
             self._keep_best.compare(step)
-            self._note(step)
-
-    def after_fork(self) -> None:
-        """Drop the evaluations of states that a fork has left behind."""
-        self._values = {
-            step: value for step, value in self._values.items() if not is_left(step, self._progress)
-        }
+            self.decide()
 
     def after_save(self, end: StepEnd) -> None:
-        self._note(end.step)
+        if end.step in self._keep_best.values:
+            self.decide()
 
-    def _note(self, step: int) -> None:
-        value = self._evaluator.value(self._rule, step)
-        if value is not None:
-            self._values[step] = value
-
-    @property
-    def ended(self) -> EarlyStop | None:
-        """The decision to end the run; ``None`` while it trains on. The same on all ranks."""
-        best = self._rule.best(self._values)
-        if without_better(self._values, best) < self._spec.stop_after:
-            return None
-        return EarlyStop(
-            figure=self._rule.figure,
-            stop_after=self._spec.stop_after,
-            best_step=best.step if best else 0,
-            best_value=best.value if best else None,
-        )
+    def decide(self) -> None:
+        """Decide by the evaluations so far, as ``KeepBest`` has them."""
+        values, rule = self._keep_best.values, self._keep_best.rule
+        best = rule.best(values)
+        self.ended = None
+        if without_better(values, best) >= self._spec.stop_after:
+            self.ended = EarlyStop(
+                figure=rule.figure,
+                stop_after=self._spec.stop_after,
+                best_step=best.step if best else 0,
+                best_value=best.value if best else None,
+            )

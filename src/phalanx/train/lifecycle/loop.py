@@ -305,9 +305,9 @@ class Trainer:
         if self._saving.settle():
             fork.clean()
         if self._best is not None:
-            self._best.read_recorded()
+            self._best.choose_again()
         if self._early is not None:
-            self._early.after_fork()
+            self._early.decide()
         *earlier, last = (step for step in child.steps if step.step >= spike)
         for step in earlier:
             self._step_log.after_step(
