@@ -23,9 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from bench.running import run_bench
 from layouts import random_batches, tiny
 from phalanx.run.directory.files import write_atomically
@@ -82,11 +79,6 @@ def time_steps(specs: list[RunSpec], steps: int) -> tuple[list[list[tuple[float,
 
     def compiled() -> int:
         return int(counters["stats"]["unique_graphs"])
-
-    sample = next(random_batches(specs[0], [0]))
-
-    def first_sample(_step: int, _slot: int) -> NDArray[np.int64]:
-        return sample
 
     runs: list[tuple[Stepper, LayerMeter]] = []
     for spec in specs:

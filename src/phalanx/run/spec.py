@@ -1,6 +1,6 @@
 """``RunSpec``: the one description that planner, trainer, scheduler and dashboard read.
 
-Every section is a table of the run file (TOML), declared in ``phalanx.run.sections.training``; every field has a type, a default, a range and a
+Every section is a table of the run file (TOML), declared in ``phalanx.run.sections``; every field has a type, a default, a range and a
 sentence. ``phalanx.run.read`` turns a file into a ``RunSpec`` and reports all mistakes at once;
 ``phalanx.run.rules`` holds the rules that span several fields.
 """

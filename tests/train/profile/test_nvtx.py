@@ -26,7 +26,7 @@ TRAIN = TrainSpec(steps=100, batch_size=4, slots=4, seq_len=16)
 
 
 class Shown:
-    """What a profiler would show: each range with those around it."""
+    """Ranges as a profiler receives them, each with the ranges that enclose it."""
 
     def __init__(self) -> None:
         self.open: list[str] = []

@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 class EvaluationStoppedError(Exception):
-    """A request to stop came to some rank; raised on every rank alike, between two rounds of batches."""
+    """A rank was asked to stop during an evaluation. All ranks raise it after the same round of batches."""
 
 
 def micro_batch_rows(spec: RunSpec) -> int:

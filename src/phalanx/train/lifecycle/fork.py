@@ -42,7 +42,7 @@ _STEPS = "child_steps"
 
 
 class ForkStoppedError(Exception):
-    """A request to stop came to some rank; raised on every rank alike. The state in memory is that of a child."""
+    """A rank was asked to stop during a fork. All ranks raise it after the same step; the state in memory is that of a child."""
 
 
 class ForkFailedError(RunFailedError):
@@ -162,7 +162,7 @@ class Fork:
         return TrainedChild(candidate, child, steps)
 
     def _restore(self, tier: DiskTier, step: int) -> dict[str, object]:
-        """Fill this rank's state from a checkpoint, and return its ``extra``. Raises ``ForkFailedError`` on every rank alike."""
+        """Restore this rank's state from a checkpoint, and return its ``extra``. All ranks raise ``ForkFailedError`` if one cannot."""
         training, error, extra = self._training, "", dict[str, object]()
         self._saving.fence()
         try:
@@ -188,7 +188,7 @@ class Fork:
     def _save(self, candidate: Candidate, child: TrainProgress, steps: list[ChildStep]) -> None:
         """Save the state of a child, and wait until it is durable.
 
-        Raises ``ForkFailedError`` on every rank alike; ``EpochSupersededError`` on rank 0.
+        All ranks raise ``ForkFailedError`` if the second attempt fails too. Rank 0 raises ``EpochSupersededError``.
         """
         # Twice, because authority over the run directory may be lost for a moment, when another node becomes the leader.
         for _ in range(2):
@@ -202,7 +202,7 @@ class Fork:
         )
 
     def _try_to_save(self, candidate: Candidate, child: TrainProgress, steps: list[ChildStep]) -> str:
-        """Return why the state of a child could not be saved, on every rank alike; empty once it is durable."""
+        """Save the state of a child. Return the reason of a failure, the same on all ranks, or an empty string once it is durable."""
         training, inputs = self._training, self._training.inputs
         saver = AsyncSaver(
             DiskTier(self._root / candidate),
