@@ -1,6 +1,7 @@
 """Peaks of PyTorch's allocator in forty layouts, beside the memory that the planner predicts for rank 0.
 
-``python -m null_gpu.memory`` prints a table of all, or ``python -m null_gpu.memory NAME`` the peaks of one in JSON. Each layout runs in
+``python -m null_gpu.memory`` prints a table of all, or ``python -m null_gpu.memory NAME [LIMIT]`` the figures of one in JSON. ``LIMIT`` is the
+memory that the allocator may hold, as a factor on the prediction: beyond it, PyTorch reports that memory is exhausted. Each layout runs in
 a process of its own: two steps of rank 0, whose peers NCCL imagines. The allocator is PyTorch's own, so its peaks are those of a GPU,
 except for the workspaces of libraries. Half of the layouts may be used to improve the planner (``FITTED``); the others judge it.
 """
@@ -57,6 +58,8 @@ class Measured:
     """Tensors, by the planner."""
     kinds: dict[str, float]
     """``predicted`` by kind."""
+    retries: int
+    """Times in the second step that the allocator gave memory back to the device and tried again."""
 
 
 def _run(
@@ -145,16 +148,27 @@ def measured(name: str) -> Measured:
     return Measured(**json.loads(line))
 
 
-def _measure(name: str) -> Measured:
+def _measure(name: str, limit: float = 0.0) -> Measured:
     spec, ranks = ALL[name]
     kinds = _predicted(spec, ranks)
+    predicted = sum(kinds.values())
+    if limit:
+        total = torch.cuda.get_device_properties(CUDA).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit * predicted / total)
     answers.pretend()
     with stepper_of(spec, ranks) as (_, step):
         step()
         torch.cuda.reset_peak_memory_stats()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
         step()
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return Measured(allocated, reserved, sum(kinds.values()), kinds)
+        found = torch.cuda.memory_stats()
+    return Measured(
+        found["allocated_bytes.all.peak"],
+        found["reserved_bytes.all.peak"],
+        predicted,
+        kinds,
+        found["num_alloc_retries"] - retries,
+    )
 
 
 def _predicted(spec: RunSpec, ranks: int) -> dict[str, float]:
@@ -173,7 +187,8 @@ def _row(name: str, found: Measured) -> str:
 def main() -> None:
     """Print one layout's figures, or the table of all."""
     if sys.argv[1:]:
-        print(json.dumps(vars(_measure(sys.argv[1]))))
+        name, *limit = sys.argv[1:]
+        print(json.dumps(vars(_measure(name, *map(float, limit)))))
         return
     for title, names in (("fitted", FITTED), ("judging", JUDGING)):
         print(f"\n| {title} | allocated, GB | reserved | predicted | error |\n|---|---|---|---|---|")

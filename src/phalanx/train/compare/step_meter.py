@@ -77,7 +77,7 @@ class StepMeter(StepStatistics):
         return False
 
     def after_update(self) -> None:
-        """Do nothing: ``before_update`` asks for no measurement of the update."""
+        """Do nothing: the update is not measured."""
 
     def after_step(self, step: int, report: StepReport) -> None:
         """Note the figures of a step."""

@@ -27,7 +27,7 @@ Batch = TypeVar("Batch")
 
 
 class EvaluationStoppedError(Exception):
-    """A rank was asked to stop during an evaluation. All ranks raise it after the same round of batches."""
+    """A rank received a request to stop during an evaluation. All ranks raise it after the same round of batches."""
 
 
 def micro_batch_rows(spec: RunSpec) -> int:

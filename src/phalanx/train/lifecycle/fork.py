@@ -42,7 +42,7 @@ _STEPS = "child_steps"
 
 
 class ForkStoppedError(Exception):
-    """A rank was asked to stop during a fork. All ranks raise it after the same step; the state in memory is that of a child."""
+    """A rank received a request to stop during a fork. All ranks raise it after the same step; the state in memory is that of a child."""
 
 
 class ForkFailedError(RunFailedError):
