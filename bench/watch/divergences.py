@@ -53,7 +53,7 @@ def is_named(case: Case, reason: Reason) -> bool:
 def measure(case: Case, ranks: Ranks, datasets: dict[str, Path], folder: Path) -> tuple[bool, str]:
     """Train the run of ``case``; return True if it is judged as it should be, and the words for the table."""
     run = RunDirectory(folder / case.name.replace(" ", "-"))
-    ranks.run(1, train_with, run_of(case, datasets, run.path), case.fault)
+    ranks.run(1, train_with, run_of(case, datasets, run.path), case)
     reasons = reasons_while_running(run)
     if case.codes:
         named = next(((step, reason) for step, reason in reasons if is_named(case, reason)), None)

@@ -1,22 +1,24 @@
 """Small real runs that diverge by a planted cause, and healthy ones, for ``bench.watch.divergences``.
 
-A cause is in the run file, in the data of one step, or in the weights: then ``damage`` changes them before a step, as a faulty initialization or an overflow would.
+A cause is in the run file, in the data of one step, or in the weights: then ``damaged_runs`` changes them before a step, as a faulty initialization or an overflow would.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from damaged_runs import train_damaged
 from phalanx.data.formats.document import Document
 from phalanx.data.preparing.prepare import prepare
 from phalanx.run.sections.statistics import StatisticsSpec
 from phalanx.run.spec import CheckpointSpec, DataSpec, EvalSpec, MoeSpec, RunSpec, ScheduleSpec, SourceSpec
 from spiking_runs import make_noise
-from tiny_runs import make_dataset, tiny_run, train_on_this_rank
+from tiny_runs import make_dataset, tiny_run
 
 PLANTED_STEP = 61
 """The step of a bad batch, and the first of wrong targets."""
@@ -42,14 +44,16 @@ class Case:
     """Dataset of the bad batch or, with ``lasting``, of all steps from then on."""
     lasting: bool = False
     fault: str = ""
-    """Damage to the weights."""
+    """Damage to the weights (``damaged_runs``)."""
+    fault_step: int = 1
+    """The step before which they are damaged."""
 
 
 _RATE = ("diverged", "loss-spike", "not-learning", "saturated-layer", "growing-norm", "not-finite")
 
 DIVERGENCES = (
     Case("learning rate too high", _RATE, changes={"optimizer": {"lr": 3.0}}),
-    Case("weights of one layer scaled", ("saturated-layer",), "layer 1", fault="scaled"),
+    Case("weights of one layer scaled", ("saturated-layer",), "layer 1", fault="saturated"),
     Case("a bad batch of noise", ("loss-spike",), f"step {PLANTED_STEP}", source="noise"),
     Case("a batch of one repeated token", ("loss-spike",), f"step {PLANTED_STEP}", source="repeated"),
     Case(
@@ -59,7 +63,7 @@ DIVERGENCES = (
         source="shuffled",
         lasting=True,
     ),
-    Case("an overflow in one layer", ("not-finite",), "step 41", fault="infinite"),
+    Case("an overflow in one layer", ("not-finite",), "step 41", fault="infinite", fault_step=41),
     Case("initialization 100 times too large", _RATE, changes={"model": {"init_std": 2.0}}),
     Case(
         "no gradient clip, high rate, a bad batch",
@@ -137,39 +141,9 @@ def run_of(case: Case, datasets: Mapping[str, Path], run_dir: Path) -> RunSpec:
     return replace(spec, **sections)
 
 
-def damage(fault: str, parameters: dict[str, Any], step: int) -> None:
-    """Change the weights before ``step`` as the fault does."""
-    import torch
-
-    with torch.no_grad():
-        match fault:
-            case "scaled" if step == 1:
-                parameters["blocks.1.attention.query.weight"].mul_(1e3)
-                parameters["blocks.1.attention.key.weight"].mul_(1e3)
-            case "collapsed" if step == 1:
-                bias = parameters["blocks.1.ffn.router.logit_bias"]
-                bias.zero_()
-                bias[2:4] = 60.0
-            case "infinite" if step == 41:
-                parameters["blocks.1.ffn.up.weight"][3, 4] = torch.inf
-
-
-def train_with(spec: RunSpec, fault: str) -> None:
-    """Train ``spec`` with a fault on this rank. A run that stops at a step that is not finite ends quietly."""
-    from phalanx.parallel.reduction.data_parallel import named_parameters
+def train_with(spec: RunSpec, case: Case) -> None:
+    """Train ``spec`` with the fault of ``case`` on this rank. A run that stops at a step that is not finite ends quietly."""
     from phalanx.train.lifecycle.progress import NonFiniteError
-    from phalanx.train.step.step import Stepper
 
-    original = Stepper.run
-
-    def run(self: Any, number: int, *args: Any, **named: Any) -> Any:
-        damage(fault, named_parameters(self.built.model.parts), number)
-        return original(self, number, *args, **named)
-
-    Stepper.run = run  # type: ignore[method-assign]
-    try:
-        train_on_this_rank(spec)
-    except NonFiniteError:
-        pass
-    finally:
-        Stepper.run = original  # type: ignore[method-assign]
+    with suppress(NonFiniteError):
+        train_damaged(spec, case.fault, case.fault_step)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from damaged_runs import train_damaged
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.run.sections.statistics import StatisticsSpec
 from phalanx.run.spec import MoeSpec, RunSpec
@@ -18,46 +19,6 @@ from ranks import Ranks
 from tiny_runs import tiny_run, train_on_this_rank
 
 OF_LAYERS = {"growing-layer", "saturated-layer", "collapsed-router", "dead-units"}
-
-
-def damage(fault: str, parameters: dict[str, Any], step: int) -> None:
-    """Do to the weights, before ``step``, what the fault does."""
-    import torch
-
-    with torch.no_grad():
-        match fault:
-            case "growing":
-                parameters["blocks.1.attention.value.weight"].mul_(1.35)
-            case "saturated" if step == 1:
-                parameters["blocks.1.attention.query.weight"].mul_(1e3)
-                parameters["blocks.1.attention.key.weight"].mul_(1e3)
-            case "dead" if step == 1:
-                for name in ("gate", "up"):
-                    parameters[f"blocks.1.ffn.{name}.weight"][:24] = 0
-            case "collapsed" if step == 1:
-                bias = parameters["blocks.1.ffn.router.logit_bias"]
-                bias.zero_()
-                bias[2:4] = 60.0
-            case "infinite" if step == 5:
-                parameters["blocks.1.ffn.up.weight"][3, 4] = torch.inf
-
-
-def train_with(spec: RunSpec, fault: str) -> Any:
-    """Train with a fault in layer 1."""
-    from phalanx.parallel.reduction.data_parallel import named_parameters
-    from phalanx.train.step.step import Stepper
-
-    original = Stepper.run
-
-    def run(self: Any, number: int, *args: Any, **named: Any) -> Any:
-        damage(fault, named_parameters(self.built.model.parts), number)
-        return original(self, number, *args, **named)
-
-    Stepper.run = run  # type: ignore[method-assign]
-    try:
-        return train_on_this_rank(spec)
-    finally:
-        Stepper.run = original  # type: ignore[method-assign]
 
 
 def measured_run(dataset: Path, run_dir: Path, steps: int = 16, every_steps: int = 2) -> RunSpec:
@@ -101,7 +62,7 @@ def reasons_of(run_dir: Path) -> dict[str, Reason]:
 def test_a_fault_in_one_layer_is_named_with_the_layer(
     ranks: Ranks, dataset: Path, tmp_path: Path, fault: str, code: str, where: str
 ) -> None:
-    ranks.run(1, train_with, measured_run(dataset, tmp_path / "run"), fault)
+    ranks.run(1, train_damaged, measured_run(dataset, tmp_path / "run"), fault)
     reasons = reasons_of(tmp_path / "run")
     assert set(reasons) & OF_LAYERS == {code}
     assert reasons[code].where == where
@@ -111,7 +72,7 @@ def test_a_router_that_sends_all_tokens_to_the_same_experts_is_named_with_its_la
     ranks: Ranks, dataset: Path, tmp_path: Path
 ) -> None:
     spec = mixture_run(dataset, tmp_path / "run", aux_loss=0.0)
-    ranks.run(1, train_with, spec, "collapsed")
+    ranks.run(1, train_damaged, spec, "collapsed")
     reasons = reasons_of(tmp_path / "run")
     assert "layer 1" in reasons["collapsed-router"].where
     assert "expert-imbalance" not in reasons
@@ -119,7 +80,7 @@ def test_a_router_that_sends_all_tokens_to_the_same_experts_is_named_with_its_la
 
 def test_the_first_layer_that_was_not_finite_is_named(ranks: Ranks, dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="not finite"):
-        ranks.run(1, train_with, measured_run(dataset, tmp_path / "run", 16, 100), "infinite")
+        ranks.run(1, train_damaged, measured_run(dataset, tmp_path / "run", 16, 100), "infinite", 5)
     seen = observe(RunDirectory(tmp_path / "run"), time.time())
     reason = next(reason for reason in judge(seen) if reason.code == "not-finite")
     assert reason.evidence[-1] == "layer 1 is the first that is not finite (feed_forward.weight_norm)"
