@@ -29,27 +29,35 @@ def change(directory: RunDirectory, node: str, **changes: object) -> None:
     (directory.machines / f"{node}.json").write_bytes(msgspec.json.encode(changed))
 
 
+class Told(list[str]):
+    """Warnings that have been recorded."""
+
+    def warn(self, text: str) -> bool:
+        self.append(text)
+        return True
+
+
 def test_equal_machines_are_nothing_to_tell(directory: RunDirectory) -> None:
-    told: list[str] = []
-    report_differences(directory, told.append)
+    told = Told()
+    report_differences(directory, told.warn)
     assert told == []
 
 
 def test_a_node_with_another_driver_is_told_by_name_once(directory: RunDirectory) -> None:
-    told: list[str] = []
+    told = Told()
     change(directory, "node-1", driver="560.1")
     for _ in range(3):  # as at every epoch of a fleet
-        report_differences(directory, told.append)
+        report_differences(directory, told.warn)
     (text,) = told
     assert "driver: node-1 with 560.1; the others with none" in text
 
 
 def test_only_what_is_new_is_told_later(directory: RunDirectory) -> None:
-    told: list[str] = []
+    told = Told()
     change(directory, "node-1", driver="560.1")
-    report_differences(directory, told.append)
+    report_differences(directory, told.warn)
     change(directory, "node-2", cores=1)
-    report_differences(directory, told.append)
+    report_differences(directory, told.warn)
     assert "node-2 with 1" in told[1]
     assert "node-1" not in told[1]
 
@@ -57,13 +65,28 @@ def test_only_what_is_new_is_told_later(directory: RunDirectory) -> None:
 def test_a_difference_that_shows_after_an_epoch_is_left_to_the_next_one_to_tell(
     directory: RunDirectory,
 ) -> None:
-    reporter = Reporter(EventLog(directory.events, 0))
-    late = watch_machines(directory, reporter, late_s=0.3)
-    reporter.close()
     change(directory, "node-1", driver="560.1")
-    late.join()
-    told: list[str] = []
-    report_differences(directory, told.append)
+    reporter = Reporter(EventLog(directory.events, 0))
+    reporter.close()
+    watch_machines(directory, reporter, late_s=0.0).join()
+    told = Told()
+    report_differences(directory, told.warn)
+    assert len(told) == 1
+
+
+def test_an_epoch_that_ends_while_machines_are_compared_leaves_the_report_to_the_next_one(
+    directory: RunDirectory,
+) -> None:
+    change(directory, "node-1", driver="560.1")
+    reporter = Reporter(EventLog(directory.events, 0))
+
+    def close_and_warn(text: str) -> bool:
+        reporter.close()
+        return reporter.warn(text)
+
+    report_differences(directory, close_and_warn)
+    told = Told()
+    report_differences(directory, told.warn)
     assert len(told) == 1
 
 

@@ -52,23 +52,25 @@ class Reporter:
         """True if events are recorded; callers check it before they gather costly figures."""
         return self.log is not None
 
-    def emit(self, body: Known) -> None:
-        """Records that something happened."""
-        if self.log is None:
-            return
+    def emit(self, body: Known) -> bool:
+        """Record that something happened. Return False if it is not in the stream: there is none, it is closed, or its disk is full."""
+        log = self.log  # another thread may close it from here on: then the append fails
+        if log is None:
+            return False
         try:
-            event = self.log.append(body)
+            event = log.append(body)
         except EventLogError as error:
             if not self._complained:
                 self._complained = True
                 print(f"phalanx: warning: {error}; training goes on", file=sys.stderr, flush=True)
-            return
+            return False
         for sink in self.sinks:
             sink.offer(event)
+        return True
 
-    def warn(self, text: str, incident: IncidentKind = IncidentKind.NOTE) -> None:
-        """Records a warning for people; programs match on ``incident``."""
-        self.emit(Message("warning", text, incident))
+    def warn(self, text: str, incident: IncidentKind = IncidentKind.NOTE) -> bool:
+        """Record a warning for people, and return False if it is not in the stream. Programs match on ``incident``."""
+        return self.emit(Message("warning", text, incident))
 
     def saved(self, outcomes: Sequence[SaveOutcome], stalls_s: dict[int, float], root: str) -> None:
         """Records how saves ended. ``stalls_s``: for how long each step's save held training up."""
@@ -165,8 +167,6 @@ def watch_machines(directory: RunDirectory, reporter: Reporter, late_s: float = 
     def look_twice() -> None:
         for wait_s in (0.0, late_s):
             time.sleep(wait_s)
-            if not reporter.speaks:
-                return  # the epoch is over: a report would be lost, and the next epoch would take it for made
             try:
                 report_differences(directory, reporter.warn)
             except OSError as error:
@@ -177,8 +177,11 @@ def watch_machines(directory: RunDirectory, reporter: Reporter, late_s: float = 
     return thread
 
 
-def report_differences(directory: RunDirectory, warn: Callable[[str], None]) -> None:
-    """Report the differences between the machines of the newest start, and write them down so that each is reported once. Raises ``OSError``."""
+def report_differences(directory: RunDirectory, warn: Callable[[str], bool]) -> None:
+    """Report the differences between the machines of the newest start, and write them down so that each is reported once. Raises ``OSError``.
+
+    ``warn`` returns False if it could not record the report. Then nothing is written down: the next epoch reports the differences.
+    """
     file = directory.machines / "differences"
     differences = [difference.sentence for difference in machine_differences(newest_machines(directory))]
     try:
@@ -187,13 +190,12 @@ def report_differences(directory: RunDirectory, warn: Callable[[str], None]) -> 
         before = []
     if differences == before:
         return
-    write_atomically(file, (json.dumps(differences, indent=1) + "\n").encode(), durable=False)
     new = [line for line in differences if line not in before]
-    if new:
-        warn(
-            "machines of this run differ, which may change the bits of the weights or the speed: "
-            + "; ".join(new)
-        )
+    text = "machines of this run differ, which may change the bits of the weights or the speed: " + "; ".join(
+        new
+    )
+    if not new or warn(text):
+        write_atomically(file, (json.dumps(differences, indent=1) + "\n").encode(), durable=False)
 
 
 def _complain(text: str) -> None:
