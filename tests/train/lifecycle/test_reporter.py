@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from phalanx.observe.event_log import EventLog
+from phalanx.observe.events import Message
 from phalanx.observe.record.machines import leave_machine, read_machines
 from phalanx.run.directory.paths import RunDirectory
 from phalanx.train.lifecycle.reporter import Reporter, leave_own_machine, report_differences, watch_machines
@@ -82,7 +83,7 @@ def test_an_epoch_that_ends_while_machines_are_compared_leaves_the_report_to_the
 
     def close_and_warn(text: str) -> bool:
         reporter.close()
-        return reporter.warn(text)
+        return reporter.record(Message("warning", text))
 
     report_differences(directory, close_and_warn)
     told = Told()

@@ -52,7 +52,11 @@ class Reporter:
         """True if events are recorded; callers check it before they gather costly figures."""
         return self.log is not None
 
-    def emit(self, body: Known) -> bool:
+    def emit(self, body: Known) -> None:
+        """Record that something happened."""
+        self.record(body)
+
+    def record(self, body: Known) -> bool:
         """Record that something happened. Return False if it is not in the stream: there is none, it is closed, or its disk is full."""
         log = self.log  # another thread may close it from here on: then the append fails
         if log is None:
@@ -68,9 +72,9 @@ class Reporter:
             sink.offer(event)
         return True
 
-    def warn(self, text: str, incident: IncidentKind = IncidentKind.NOTE) -> bool:
-        """Record a warning for people, and return False if it is not in the stream. Programs match on ``incident``."""
-        return self.emit(Message("warning", text, incident))
+    def warn(self, text: str, incident: IncidentKind = IncidentKind.NOTE) -> None:
+        """Record a warning for people. Programs match on ``incident``."""
+        self.emit(Message("warning", text, incident))
 
     def saved(self, outcomes: Sequence[SaveOutcome], stalls_s: dict[int, float], root: str) -> None:
         """Records how saves ended. ``stalls_s``: for how long each step's save held training up."""
@@ -168,7 +172,7 @@ def watch_machines(directory: RunDirectory, reporter: Reporter, late_s: float = 
         for wait_s in (0.0, late_s):
             time.sleep(wait_s)
             try:
-                report_differences(directory, reporter.warn)
+                report_differences(directory, lambda text: reporter.record(Message("warning", text)))
             except OSError as error:
                 _complain(f"the machines in {directory.machines} are not compared: {error.strerror}")
 
