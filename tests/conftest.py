@@ -18,8 +18,14 @@ import lanes
 from ranks import Ranks
 from store.servers import Server, fake_gcs, ministack
 
-# A loaded machine is no reason to fail: examples are bounded in number, never in time.
-settings.register_profile("phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A loaded machine is no reason to fail: examples are bounded in number, never in time. They are the same in every run, so that a change
+# is not refused for what another one left; `pytest -m hypothesis --hypothesis-profile explore` looks for new ones.
+settings.register_profile(
+    "phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+)
+settings.register_profile(
+    "explore", deadline=None, suppress_health_check=list(HealthCheck), derandomize=False, max_examples=1000
+)
 settings.load_profile("phalanx")
 
 TESTS = Path(__file__).parent
