@@ -257,7 +257,7 @@ def _shardings(base: ParallelSpec, ranks: int, most: int) -> Iterator[ParallelSp
         return
     data_ranks = ranks // model_ranks
     for shard in (1, 2, 4):
-        for sharding in ("zero3", "zero2", "none"):
+        for sharding in ("zero3", "zero2", "zero1", "none"):
             if data_ranks % shard or (sharding == "none") != (shard == 1):
                 continue
             yield dataclasses.replace(base, sharding=sharding, shard_ranks=shard)  # type: ignore[arg-type]

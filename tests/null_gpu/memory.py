@@ -97,6 +97,7 @@ FITTED = {
     "1b, recompute full": _with(_run(DENSE_1B, each=4, at_once=4), "memory", recompute="full"),
     "1b, recompute selective": _with(_run(DENSE_1B, each=4, at_once=4), "memory", recompute="selective"),
     "1b, fp32": _with(_run(DENSE_1B, seq_len=2048), "precision", compute="fp32"),
+    "1b, 8 ranks ZeRO-1": _run(DENSE_1B, 8, slots=4, sharding="zero1"),
     "1b, 8 ranks ZeRO-2": _run(DENSE_1B, 8, slots=2, sharding="zero2"),
     "1b, 8 ranks ZeRO-3": _run(DENSE_1B, 8, slots=2, sharding="zero3"),
     "1b, 8 ranks unsharded": _run(DENSE_1B, 8, slots=2, sharding="none"),
@@ -126,6 +127,8 @@ JUDGING = {
     "wide, activations on the host": _with(
         _run(WIDE, each=4, at_once=4), "memory", offload_activations="host"
     ),
+    "wide, 8 ranks ZeRO-1": _run(WIDE, 8, slots=8, sharding="zero1"),
+    "wide, 4 ranks ZeRO-1, 2 micro-batches": _run(WIDE, 4, slots=2, each=2, sharding="zero1"),
     "wide, 16 ranks ZeRO-2": _run(WIDE, 16, slots=4, sharding="zero2"),
     "wide, 16 ranks ZeRO-3": _run(WIDE, 16, slots=4, sharding="zero3"),
     "wide, 4 ranks unsharded": _run(WIDE, 4, slots=4, sharding="none"),

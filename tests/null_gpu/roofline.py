@@ -113,7 +113,9 @@ def _device_bytes(values: Any) -> int:
     )
 
 
-def _run(preset: str, ranks: int, slots: int, at_once: int, *, each: int) -> tuple[RunSpec, int]:
+def _run(
+    preset: str, ranks: int, slots: int, at_once: int, *, each: int, sharding: str = "zero2"
+) -> tuple[RunSpec, int]:
     """``slots`` on each rank with ``each`` sequences of 4,096 tokens, ``at_once`` in a micro-batch."""
     train = TrainSpec(
         steps=100,
@@ -122,7 +124,7 @@ def _run(preset: str, ranks: int, slots: int, at_once: int, *, each: int) -> tup
         micro_batch_size=at_once,
         seq_len=4096,
     )
-    return run_of(resolve(PRESETS[preset]), train, CUDA), ranks
+    return run_of(resolve(PRESETS[preset]), train, CUDA, sharding=sharding), ranks
 
 
 ROWS = {
@@ -132,6 +134,7 @@ ROWS = {
     "llama-3b, 8 slots": _run("llama-3b", 1, 8, 2, each=2),
     "llama3-8b on 8 ranks, 1 slot": _run("llama3-8b", 8, 1, 1, each=8),
     "llama3-8b on 8 ranks, 8 slots": _run("llama3-8b", 8, 8, 1, each=1),
+    "llama3-8b on 8 ranks, 8 slots, ZeRO-1": _run("llama3-8b", 8, 8, 1, each=1, sharding="zero1"),
 }
 """By name: a run, and its ranks."""
 

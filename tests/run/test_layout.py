@@ -116,6 +116,9 @@ def test_a_legal_layout_uses_every_rank_once_and_folds_its_experts(
         ("parallel.async_tensor", run(tensor=2, async_tensor=True)),
         ("memory.recompute", run(memory=MemorySpec(recompute="selective"), compiled=True)),
         ("memory.recompute", run(memory=MemorySpec(recompute="budget"))),
+        ("parallel.sharding", run(MIXTURE, sharding="zero1")),
+        ("parallel.sharding", run(context=2, sharding="zero1")),
+        ("parallel.sharding", run(train=dataclasses.replace(TRAIN, reduction="integer"), sharding="zero1")),
     ],
 )  # fmt: skip
 def test_what_no_fleet_could_do_is_said_with_the_field_and_a_remedy(path: str, spec: RunSpec) -> None:

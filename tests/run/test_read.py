@@ -160,7 +160,7 @@ def test_three_mistakes_are_reported_at_once_with_path_range_and_nearest_name(tm
     assert found["optimizer.lr"].finding == "-1.0 is out of range"
     assert found["optimizer.lr"].remedy == "must be above 0"
     assert found["trian"].remedy == "did you mean train?"
-    assert "'none', 'zero2', 'zero3'" in found["parallel.sharding"].remedy
+    assert "'none', 'zero1', 'zero2', 'zero3'" in found["parallel.sharding"].remedy
     assert "did you mean 'zero" in found["parallel.sharding"].remedy
 
 

@@ -133,7 +133,7 @@ def layout_problems(spec: RunSpec, ranks: int) -> list[Problem]:
         *_pipeline(spec),
         *_experts(spec),
         *_formats(spec),
-        *_sharding(spec.parallel),
+        *_sharding(spec),
     ]
     if problems:
         return problems
@@ -367,7 +367,8 @@ def _state_blocks(spec: RunSpec) -> Iterator[Problem]:
         )
 
 
-def _sharding(parallel: ParallelSpec) -> Iterator[Problem]:
+def _sharding(spec: RunSpec) -> Iterator[Problem]:
+    parallel = spec.parallel
     if parallel.sharding == "none" and parallel.shard_ranks > 1:
         yield Problem(
             "parallel.shard_ranks",
@@ -375,6 +376,28 @@ def _sharding(parallel: ParallelSpec) -> Iterator[Problem]:
             'set parallel.sharding to "zero2" or "zero3"',
             ("parallel.sharding",),
         )
+    if parallel.sharding != "zero1":
+        return
+    for field, conflicts, reason in (
+        (
+            "train.reduction",
+            spec.train.reduction == "integer",
+            "such sums are exchanged once a step anyway",
+        ),
+        (
+            "parallel.context",
+            parallel.context > 1,
+            "neighbors in the sum are parts of one slot, on several ranks",
+        ),
+        ("model.moe", spec.model.moe is not None, "the gradients of experts are exchanged slot by slot"),
+    ):
+        if conflicts:
+            yield Problem(
+                "parallel.sharding",
+                f'"zero1" adds up a rank\'s own slots before it exchanges them, which {field} does not allow: {reason}',
+                'set parallel.sharding = "zero2"',
+                (field,),
+            )
 
 
 def _ranks(spec: RunSpec, ranks: int) -> Iterator[Problem]:

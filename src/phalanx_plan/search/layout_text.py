@@ -52,7 +52,7 @@ def estimate_written(spec: RunSpec, cluster: Cluster, ranks: int) -> Estimate:
     return estimate(job, written_layout(spec, job, ranks))
 
 
-_ZERO = {"none": 2, "zero2": 2, "zero3": 3}
+_ZERO = {"none": 2, "zero1": 1, "zero2": 2, "zero3": 3}
 """ZeRO stage of each ``parallel.sharding``. Without sharding one rank holds a copy, so that the stage does not matter."""
 
 
@@ -203,7 +203,7 @@ def run_of_layout(
 def parallel_of(spec: RunSpec, layout: PlannedLayout) -> ParallelSpec:
     """Return the ``[parallel]`` section that describes a layout."""
     many = layout.pipeline > 1
-    sharding: Any = "zero3" if layout.zero == 3 else "zero2" if layout.shard > 1 else "none"
+    sharding: Any = f"zero{layout.zero}" if layout.zero == 3 or layout.shard > 1 else "none"
     return replace(
         spec.parallel,
         ranks=layout.ranks,

@@ -24,6 +24,7 @@ from phalanx.run.pieces import (
     width_multiple,
 )
 from phalanx_plan.search.options import Options, is_required, nothing_left, requirement
+from phalanx_plan.step_cost.memory import rounds
 from phalanx_plan.step_cost.pipeline import Pipelines, legal
 from phalanx_plan.workload.candidates import (
     PRECISIONS,
@@ -296,11 +297,14 @@ def space(job: TrainingJob, options: Options) -> Space:
 
 def exclusions(job: TrainingJob, candidates: Candidates, options: Options) -> dict[str, Bools]:
     """Return masks by reason: choices on the free axes that the geometry or the user's conditions exclude."""
-    first = np.asarray(min(job.stack.zero_stages))
+    first = np.asarray(job.stack.zero_stages[0])
     reasons = {
         "nothing to shard": (candidates.dense_shard == 1) & (candidates.zero != first),
         "sharded over some, with nothing sharded": (candidates.zero == 0) & (candidates.replicate > 1),
     }
+    if job.stack.states.slot_tree:
+        one_slot = (candidates.context > 1) | (rounds(job, candidates) == 1)
+        reasons["a rank has one slot to add"] = (candidates.zero == 1) & one_slot
     needs = [requirement(text, job) for text in options.require]
     return reasons | {need.text: ~need.holds(candidates) for need in needs}
 
@@ -312,7 +316,11 @@ def _free_axes(job: TrainingJob, options: Options) -> tuple[Ints, Ints, Ints, In
     has = parts_of(model)
     recompute = [code for code, mode in enumerate(job.modes) if mixed or not mode.parts or mode.parts & has]
     offload = np.array([0, 1] if options.offload else [0])
-    return np.array(recompute), np.array(job.stack.zero_stages), offload, offload
+    one_slot = (
+        job.stack.states.slot_tree and not job.workload.slots
+    )  # on each rank: nothing for ZeRO-1 to add
+    stages = [stage for stage in job.stack.zero_stages if stage != 1 or not one_slot]
+    return np.array(recompute), np.array(stages), offload, offload
 
 
 def finer_space(job: TrainingJob, options: Options, geometries: Candidates) -> Candidates | None:

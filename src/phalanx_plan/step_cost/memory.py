@@ -38,7 +38,7 @@ def pipelines_of(job: TrainingJob, candidates: Candidates) -> Pipelines:
         candidates.schedule,
         candidates.pipeline,
         candidates.stages_per_rank,
-        each * np.where(drains, 1, _rounds(job, candidates)),
+        each * np.where(drains, 1, rounds(job, candidates)),
     )
 
 
@@ -68,16 +68,19 @@ def state_bytes(
         kinds["gradients"] = kinds["gradients"] * np.minimum(sums, 1.0)
         if stack.states.slot_tree:
             kinds["open sums"] = np.maximum(sums - 1.0, 0.0) * kinds["gradients"]
+            # The leaf among the whole sums of ZeRO-1 is as narrow as it is sent.
+            narrow = (candidates.zero == 1) & (_slot_bytes(job, candidates) == 2)
+            kinds["gradients"] = kinds["gradients"] - 2.0 * full * narrow * np.minimum(sums, 1.0)
     elif stack.states.slot_tree:
         kinds["open sums"] = (np.maximum(_whole_sums(job, candidates), 1.0) - 1) * kinds["gradients"]
     if stack.states.slot_gradient_bytes:
         adds_up = micro_batches_per_slot(job, candidates) > 1
         if stack.data.reduces_once and not stack.states.slot_bin_bytes:
-            adds_up = adds_up | ((candidates.zero < 3) & (_rounds(job, candidates) > 1))
+            adds_up = adds_up | ((candidates.zero < 3) & (rounds(job, candidates) > 1))
         kinds["slot gradients"] = stack.states.slot_gradient_bytes * full * adds_up
     if stack.states.slot_bin_bytes:
         elements: Floats = np.where(candidates.zero < 3, full, share)
-        kept = (candidates.zero < 1) | (_rounds(job, candidates) > 1)
+        kept = (candidates.zero < 1) | (rounds(job, candidates) > 1)
         kinds["integer sums"] = stack.states.slot_bin_bytes * elements * kept
     if stack.states.unit_gradient_bytes and not stack.states.frees_gradients:
         kinds["gradient buffers"] = _unit_gradients(job, candidates, holdings, place)
@@ -128,14 +131,14 @@ def _whole_sums(job: TrainingJob, candidates: Candidates) -> Floats:
 
     A binary tree holds a branch for each level, and without a tree there is one sum, both none in the first round.
     """
-    levels = np.floor(np.log2(_rounds(job, candidates)))
+    levels = np.floor(np.log2(rounds(job, candidates)))
     if job.stack.states.slot_tree:
         return levels
     sums: Floats = np.minimum(levels, 1.0) * ((candidates.zero >= 3) & (job.stack.states.slot_bin_bytes == 0))
     return sums
 
 
-def _rounds(job: TrainingJob, candidates: Candidates) -> Ints:
+def rounds(job: TrainingJob, candidates: Candidates) -> Ints:
     """Slots that a rank computes in a step, at least one."""
     return np.maximum(job.workload.slots // candidates.data, 1)
 
@@ -252,7 +255,7 @@ def _moments_of_a_pass(
     # Of tied embeddings, the projection's gradient waits for the embedding's.
     waiting = copy_bytes * projection * tied
     own = projection * (not tied)
-    first = (_rounds(job, candidates) == 1) & (micro_batches_per_slot(job, candidates) == 1)
+    first = (rounds(job, candidates) == 1) & (micro_batches_per_slot(job, candidates) == 1)
     share = times(place.counts, holdings.dense_share) + times(place.counts, holdings.experts_share)
     copy = copy_bytes * _gathered(job, candidates, holdings, place)
     loss = place.counts[3] * _logits(job, candidates) + 4.0 * projection
@@ -288,12 +291,17 @@ def _exchange_bytes(job: TrainingJob, candidates: Candidates) -> Floats:
     Replicas send and receive the shares of sums.
     """
     alone = np.asarray(candidates.dense_shard == 1, dtype=np.float64)
-    several = (micro_batches_per_slot(job, candidates) > 1) | (job.stack.states.copy_bytes > 2)
-    received = np.where(several, 4.0, 2.0 + 4.0)
+    received = np.where(_slot_bytes(job, candidates) == 4, 4.0, 2.0 + 4.0)
     if not job.stack.states.slot_tree:
         received = np.asarray(job.stack.states.slot_bin_bytes)
     between_replicas = 2 * 4.0 * (candidates.data > candidates.dense_shard) / candidates.dense_shard
     return 4.0 + (1.0 - alone) * received + between_replicas
+
+
+def _slot_bytes(job: TrainingJob, candidates: Candidates) -> Floats:
+    """Bytes of each element of a slot's gradient in the tree's wire format."""
+    several = (micro_batches_per_slot(job, candidates) > 1) | (job.stack.states.copy_bytes > 2)
+    return np.where(several, 4.0, 2.0)
 
 
 def _largest_block(holdings: Holdings, place: PlaceCounts) -> Floats:

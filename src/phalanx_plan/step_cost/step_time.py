@@ -259,6 +259,9 @@ def data_terms(
         weights_s = np.where(sharded, passes * (gathered + exposed(gather, backward)), weights_s)
         window = np.maximum(backward - np.where(sharded, gather, 0.0), 0.0)
     # Sums over shards are all-reduced over replicas once, with the last micro-batch of a slot.
+    if stack.states.slot_tree:
+        # ZeRO-1 adds a rank's slots first.
+        reductions = np.where(zero == 1, 1.0, reductions)
     gradients_s = reductions * exposed(scatter + among, window)
     if stack.data.reduces_once:
         last_s = exposed(scatter + among, window)

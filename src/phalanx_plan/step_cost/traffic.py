@@ -136,6 +136,8 @@ def _weights(evaluation: Evaluation, layout: PlannedLayout, *, spread_sums: bool
     passes = _passes(job, layout)
     slots = passes / float(micro_batches_per_slot(job, candidates).ravel()[0])
     reductions = passes if data.reduces_each_micro_batch and layout.zero >= 2 else slots
+    if job.stack.states.slot_tree and layout.zero == 1:
+        reductions = 1.0
     gathers = 2 * passes if layout.zero >= 3 else 1.0 if layout.zero else 0.0
     inside = layout.tensor * layout.context * layout.shard
     for axis, elements, size, stride in (

@@ -270,9 +270,9 @@ PHALANX = Stack(
     "phalanx",
     States(
         (
-            ParameterState("master weights", 4, 2),
+            ParameterState("master weights", 4, 1),
             ParameterState("gradients", 4, 2),
-            ParameterState("moments", 8, 2, optimizer=True),
+            ParameterState("moments", 8, 1, optimizer=True),
         ),
         slot_gradient_bytes=4,
         unit_gradient_bytes=4,
@@ -280,7 +280,7 @@ PHALANX = Stack(
         frees_gradients=True,
         shards="rows",
     ),
-    zero_stages=(2, 3),
+    zero_stages=(2, 3, 1),
     schedules=("gpipe", "1f1b", "interleaved", "zbv", "dualpipev"),
     split="balanced",
     any_micro_batches=True,
@@ -337,8 +337,11 @@ def stack_of(spec: RunSpec) -> Stack:
     master, gradients, moments = PHALANX.states.kept
     moments = replace(moments, bytes=_mean_moment_bytes(spec.optimizer, model))
     bin_bytes = _bin_bytes(spec) if spec.train.reduction == "integer" else 0.0
+    # ZeRO-1 adds a rank's own slots in the tree before it exchanges them, which experts' gradients are not.
+    adds_own = spec.train.reduction == "reproducible" and model.moe is None
     return replace(
         PHALANX,
+        zero_stages=PHALANX.zero_stages if adds_own else (2, 3),
         states=replace(
             PHALANX.states,
             kept=(master, gradients, moments),

@@ -59,6 +59,24 @@ def test_the_sum_is_the_same_however_slots_are_dealt_over_replicas(
     assert whole.take_root() == written_out(0, (leaves.count - 1).bit_length(), leaves.count)
 
 
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5))
+def test_the_sum_is_the_same_if_each_rank_adds_its_own_contiguous_slots_first(
+    slots: int, replicas: int, shard_ranks: int
+) -> None:
+    leaves = Leaves(Deal(slots, replicas, shard_ranks, contiguous=True), 1)
+    whole = text_tree(leaves.count)
+    for replica in range(replicas):
+        for shard_rank, forest in enumerate(leaves.forests_of_ranks(replica)):
+            own = text_tree(leaves.count)
+            for current in rounds_of(leaves.deal, replica, shard_rank):
+                if current.counts:
+                    own.push(current.slot, str(current.slot))
+            assert sorted(own.nodes) == sorted(forest)
+            for node, value in own.nodes.items():
+                whole.push_node(node, value)
+    assert whole.take_root() == written_out(0, (leaves.count - 1).bit_length(), leaves.count)
+
+
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_a_team_is_dealt_its_slots_together_and_its_sums_are_nodes_of_the_tree_over_slots(
     hands: int, replicas: int, teams: int, team: int
@@ -78,11 +96,11 @@ def test_a_team_is_dealt_its_slots_together_and_its_sums_are_nodes_of_the_tree_o
     assert over_hands.take_root() == over_slots.take_root()
 
 
-@given(slots_counts, st.integers(1, 9), st.integers(1, 5))
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5), st.booleans())
 def test_every_slot_is_computed_exactly_once_and_counts_once(
-    slots: int, replicas: int, shard_ranks: int
+    slots: int, replicas: int, shard_ranks: int, contiguous: bool
 ) -> None:
-    deal = Deal(slots, replicas, shard_ranks)
+    deal = Deal(slots, replicas, shard_ranks, contiguous=contiguous)
     counted = [
         current.slot
         for replica in range(replicas)
@@ -93,11 +111,11 @@ def test_every_slot_is_computed_exactly_once_and_counts_once(
     assert sorted(counted) == list(range(slots))
 
 
-@given(slots_counts, st.integers(1, 9), st.integers(1, 5))
+@given(slots_counts, st.integers(1, 9), st.integers(1, 5), st.booleans())
 def test_the_ranks_of_a_replica_always_have_equally_many_rounds(
-    slots: int, replicas: int, shard_ranks: int
+    slots: int, replicas: int, shard_ranks: int, contiguous: bool
 ) -> None:
-    deal = Deal(slots, replicas, shard_ranks)
+    deal = Deal(slots, replicas, shard_ranks, contiguous=contiguous)
     for replica in range(replicas):
         rounds = [rounds_of(deal, replica, shard_rank) for shard_rank in range(shard_ranks)]
         assert len({len(own) for own in rounds}) == 1

@@ -54,12 +54,16 @@ def stepped(reduce_scatter: TreeReduceScatter, values: Tensor, group: Group) -> 
         kept = reducer.tree.nodes.values()
         assert all(value.untyped_storage().nbytes() == value.nbytes for value in kept)
     assert not reducer.tree.nodes
+    assert not reducer.unsharded.nodes
     return out
 
 
-@pytest.mark.parametrize(("slots", "replicas"), [(5, 1), (8, 1), (7, 2)])
-def test_each_rank_gets_its_share_of_the_sum_after_the_last_round(slots: int, replicas: int) -> None:
-    leaves = Leaves(Deal(slots, replicas, 2), 1)
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize(("slots", "replicas"), [(5, 1), (8, 1), (7, 2), (2, 2)])
+def test_each_rank_gets_its_share_of_the_sum_after_the_last_round(
+    slots: int, replicas: int, contiguous: bool
+) -> None:
+    leaves = Leaves(Deal(slots, replicas, 2, contiguous=contiguous), 1)
     values = leaves_of(slots, 2 * SHARE)
     rows, columns = lines(replicas, 2), lines(2, replicas)
 
@@ -67,7 +71,9 @@ def test_each_rank_gets_its_share_of_the_sum_after_the_last_round(slots: int, re
         # Ranks 0 and 1 are the first replica, ranks 2 and 3 the second; equal shares are summed over replicas.
         shard, replica = everyone.rank % 2, everyone.rank // 2
         replicate = Group(replica, *columns[shard])
-        mesh: Any = SimpleNamespace(replica=replica, replicas=replicas, replicate_group=replicate)
+        mesh: Any = SimpleNamespace(
+            replica=replica, replicas=replicas, replicate_group=replicate, shard_rank=shard
+        )
         reducer = TreeReducer("group", mesh, leaves, Intake())
         reduce_scatter = TreeReduceScatter(reducer, CommClock(blocking=True))
         out = stepped(reduce_scatter, values, Group(shard, *rows[replica]))
@@ -80,24 +86,45 @@ def test_each_rank_gets_its_share_of_the_sum_after_the_last_round(slots: int, re
 
 
 @examples(max_examples=40, deadline=None)
-@given(st.integers(2, 4), st.integers(2, 4), st.integers(1, 20))
+@given(st.integers(2, 4), st.integers(2, 4), st.integers(1, 40), st.booleans())
 def test_exchanging_inside_machines_first_gives_the_same_bits_for_any_number_of_ranks_and_slots(
-    machines: int, width: int, slots: int
+    machines: int, width: int, slots: int, contiguous: bool
 ) -> None:
-    leaves = Leaves(Deal(slots, 1, machines * width), 1)
+    leaves = Leaves(Deal(slots, 1, machines * width, contiguous=contiguous), 1)
     values = leaves_of(slots, machines * width * SHARE).bfloat16().float()
     inside, across = lines(machines, width), lines(width, machines)
 
     def rank_of(everyone: Group) -> Tensor:
         machine, place = divmod(everyone.rank, width)
         groups: list[Any] = [Group(place, *inside[machine]), Group(machine, *across[place])]
-        mesh: Any = SimpleNamespace(replica=0, replicas=1)
+        mesh: Any = SimpleNamespace(replica=0, replicas=1, shard_rank=everyone.rank)
         reducer = TreeReducer("group", mesh, leaves, Intake())
         levels = TwoLevels(groups[0], groups[1], machine)
         narrow = TreeReduceScatter(reducer, CommClock(blocking=True), levels, torch.bfloat16)
         return stepped(narrow, values, everyone)
 
     assert torch.equal(torch.cat(on_ranks(machines * width, rank_of)), in_one_place(values))
+
+
+@examples(max_examples=40, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 40), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_contiguous_slots_have_the_same_bits_in_either_wire_dtype(
+    ranks: int, slots: int, wire: torch.dtype
+) -> None:
+    leaves = Leaves(Deal(slots, 1, ranks, contiguous=True), 1)
+    values = leaves_of(slots, ranks * SHARE).bfloat16().float()
+    (line,) = lines(1, ranks)
+
+    def rank_of(everyone: Group) -> Tensor:
+        mesh: Any = SimpleNamespace(replica=0, replicas=1, shard_rank=everyone.rank)
+        reducer = TreeReducer("group", mesh, leaves, Intake())
+        return stepped(
+            TreeReduceScatter(reducer, CommClock(blocking=True), wire=wire),
+            values,
+            Group(everyone.rank, *line),
+        )
+
+    assert torch.equal(torch.cat(on_ranks(ranks, rank_of)), in_one_place(values))
 
 
 def test_a_machine_passes_on_one_sum_of_all_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +143,7 @@ def test_a_machine_passes_on_one_sum_of_all_its_slots(monkeypatch: pytest.Monkey
     def rank_of(everyone: Group) -> Tensor:
         machine, place = divmod(everyone.rank, width)
         groups: list[Any] = [Group(place, *inside[machine]), Group(machine, *across[place])]
-        mesh: Any = SimpleNamespace(replica=0, replicas=1)
+        mesh: Any = SimpleNamespace(replica=0, replicas=1, shard_rank=everyone.rank)
         reducer = TreeReducer("group", mesh, Leaves(Deal(slots, 1, slots), 1), Intake())
         levels = TwoLevels(groups[0], groups[1], machine)
         return stepped(TreeReduceScatter(reducer, CommClock(blocking=True), levels), values, everyone)

@@ -62,6 +62,8 @@ class Mesh:
     """The dense FSDP ranks by machine, if they fill several machines equally."""
     expert_levels: TwoLevels | None = None
     """The ranks over which experts are sharded, by machine, likewise."""
+    contiguous: bool = False
+    """True if the slots of each rank are neighbors in the batch (ZeRO-1)."""
 
     @property
     def ranks(self) -> int:
@@ -150,7 +152,8 @@ class Mesh:
 
     def deal(self, slots: int) -> Deal:
         """Return the assignment of ``slots`` to the ranks of this mesh."""
-        return Deal(slots, self.layout.replicate, self.layout.shard, self.layout.team)
+        layout = self.layout
+        return Deal(slots, layout.replicate, layout.shard, layout.team, self.contiguous)
 
 
 class _Groups:
@@ -229,6 +232,7 @@ def build_mesh(spec: RunSpec, ranks: int, device: torch.device, *, machine_ranks
         expert_levels=groups.levels(
             ranks, layout.expert_shard, layout.expert * layout.expert_tensor, machine_ranks
         ),
+        contiguous=spec.parallel.sharding == "zero1",
     )
 
 

@@ -18,12 +18,16 @@ class Deal:
     The data-parallel ranks of one replica (one copy of the weights) work in rounds. In each round every rank computes one slot, and the
     gradients are exchanged. A replica's slots are contiguous, so that it can add nearly all of its own before anything crosses to
     another. Ranks that share experts are a team: they get ``team`` slots together.
+
+    With ``contiguous``, each rank's slots are contiguous too, and it can add them before anything crosses to another rank. Then
+    ``team`` is 1.
     """
 
     slots: int
     replicas: int
     shard_ranks: int
     team: int = 1
+    contiguous: bool = False
 
     def hands_of_replica(self, replica: int) -> range:
         """Return the contiguous hands (a team's slots in one round) of one replica; sizes differ by at most one."""
@@ -35,10 +39,21 @@ class Deal:
         hands = self.hands_of_replica(replica)
         slots = range(hands.start * self.team, hands.stop * self.team)  # of this replica
         width = self.shard_ranks
+        if self.contiguous:
+            runs = [self.slots_of_rank(replica, rank) for rank in range(width)]
+            return [
+                tuple(run[number] if number < len(run) else None for run in runs)
+                for number in range(len(runs[0]))
+            ]
         return [
             tuple(slots[first + i] if first + i < len(slots) else None for i in range(width))
             for first in range(0, len(slots), width)
         ]
+
+    def slots_of_rank(self, replica: int, shard_rank: int) -> range:
+        """Return the slots of one rank of a contiguous deal. Sizes differ by at most one; rank 0 has the most."""
+        slots, width = self.hands_of_replica(replica), self.shard_ranks
+        return slots[-(-shard_rank * len(slots) // width) : -(-(shard_rank + 1) * len(slots) // width)]
 
     @property
     def most_rounds(self) -> int:

@@ -8,6 +8,9 @@ If the ranks are on several machines, equally many on each, the ranks of a machi
 round are assigned in the order of ranks, so the slots of a machine are neighbors in the tree. If their number is a power of two, one
 sum is sent to each other machine, and the network carries that fraction of the bytes of all slots. For any other number, a few sums
 are sent side by side. The additions are nodes of the same tree, so the bits are the same.
+
+If a rank's slots are neighbors in the tree (a contiguous deal, ZeRO-1), it adds them itself, unsharded, and the exchange follows once
+a step in place of once a round. With ``s`` slots a rank holds up to ``log2(s)`` whole gradients for that.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from torch import Tensor
 from phalanx.parallel.mesh.comm_clock import CommClock
 from phalanx.parallel.mesh.mesh import TwoLevels
 from phalanx.parallel.mesh.torch_compat import AllGather, ReduceScatter, all_gather_single
-from phalanx.parallel.reduction.tree import LevelSums, TreeReducer, leaf_sums, level_sums
+from phalanx.parallel.reduction.slot_tree import Leaves, TreeNode
+from phalanx.parallel.reduction.tree import LevelSums, TreeReducer, level_sums
 
 
 class PlainBuffers:
@@ -69,7 +73,9 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         if not self.reducer.intake.admit(self.reducer.name, input_tensor):
             output_tensor.zero_()
             return
-        if self._levels is None:
+        if self.reducer.leaves.deal.contiguous:
+            self._push_subtree(input_tensor, group)
+        elif self._levels is None:
             received = self._exchanged(input_tensor, group)
             self.reducer.push(received.view(group.size(), -1))
         else:
@@ -94,41 +100,107 @@ class TreeReduceScatter(PlainBuffers, ReduceScatter):
         """Exchange a slot's ``gradient`` ``(ranks * share,)`` in two levels, and push the resulting nodes of the tree."""
         reducer, machines, width = self.reducer, levels.machines, levels.width
         leaves = reducer.leaves.of_round(reducer.intake.round)
-        plan = _plan(reducer.leaves.count, leaves, machines, width, gradient.device)
+        plan = _plan_of_round(reducer.leaves.count, leaves, machines, width, gradient.device)
         share = gradient.numel() // (machines * width)
         # Step 1, inside the machine: rank p gets the shares of the ranks at position p of every machine.
         by_position = (
             gradient.view(machines, width, share).transpose(0, 1).reshape(-1)
         )  # (width * machines * share,)
         slots = self._exchanged(by_position, levels.inside).view(width, machines * share)
-        # Step 2: add this machine's slots as far as they are neighbors in the tree.
+        self._push_over_machines(slots, plan, levels)
+
+    def _push_over_machines(self, rows: Tensor, plan: _MachinePlan, levels: TwoLevels) -> None:
+        """Add and exchange the nodes of this machine's ranks, ``rows`` ``(nodes, machines * share)``, and push what all machines have."""
+        machines = levels.machines
+        share = rows.shape[1] // machines
+        # Step 2: add this machine's nodes as far as they are neighbors in the tree.
         own_sums = plan.machines[levels.machine]
-        own_sums.add(slots)
-        nodes = [slots[row].view(machines, share) for _, row in own_sums.remaining]
-        sent = torch.stack(nodes, 1).view(-1) if nodes else slots.new_empty(0)  # (machines * nodes * share,)
+        own_sums.add(rows)
+        nodes = [rows[row].view(machines, share) for _, row in own_sums.remaining]
+        sent = torch.stack(nodes, 1).view(-1) if nodes else rows.new_empty(0)  # (machines * nodes * share,)
         # Step 3, across machines: receive every machine's nodes of this rank's own share: (nodes of all machines, share).
         get = [len(machine.remaining) * share for machine in plan.machines]
-        received = slots.new_empty(sum(get))
+        received = rows.new_empty(sum(get))
         with self.clock.measure():
             dist.all_to_all_single(received, sent, get, [len(nodes) * share] * machines, group=levels.across)
-        reducer.push_nodes(plan.across, received.view(-1, share))
+        self.reducer.push_nodes(plan.across, received.view(-1, share))
+
+    def _push_subtree(self, gradient: Tensor, group: dist.ProcessGroup) -> None:
+        """Add a slot's ``gradient`` ``(ranks * share,)`` to this rank's own; after the last round exchange all ranks' nodes, and push them."""
+        reducer, current = self.reducer, self.reducer.intake.round
+        if current.counts:
+            # A left leaf waits in the wire dtype, outside FSDP2's buffer; a right one is added to it at once.
+            is_right = current.slot % 2 == 1 and (0, current.slot - 1) in reducer.unsharded.nodes
+            reducer.unsharded.push(current.slot, gradient if is_right else gradient.to(self._wire, copy=True))
+        if not current.last:
+            return
+        forests = reducer.leaves.forests_of_ranks(reducer.mesh.replica)
+        machines, width = (self._levels.machines, self._levels.width) if self._levels else (1, group.size())
+        machine, rank = divmod(reducer.mesh.shard_rank, width)
+        plan = _plan_of_ranks(reducer.leaves, reducer.mesh.replica, machines, width, gradient.device)
+        counts = [len(forest) for forest in forests[machine * width : (machine + 1) * width]]
+        # Inside the machine, rank p gets the shares of the ranks at position p of every machine: (width, own nodes, machines * share).
+        sums_only = any(level for forest in forests for level, _ in forest)
+        sent = gradient.new_empty(
+            (width, counts[rank], gradient.numel() // width),
+            dtype=gradient.dtype if sums_only else self._wire,
+        )
+        for number, node in enumerate(forests[reducer.mesh.shard_rank]):
+            value = reducer.unsharded.nodes.pop(node).view(machines, width, -1)
+            sent[:, number] = value.transpose(0, 1).reshape(width, -1)
+        piece = sent.shape[2]
+        received = sent.new_empty((sum(counts), piece))
+        with self.clock.measure():
+            dist.all_to_all_single(
+                received.view(-1),
+                sent.view(-1),
+                [count * piece for count in counts],
+                [counts[rank] * piece] * width,
+                group=self._levels.inside if self._levels else group,
+            )
+        del sent  # before the received ones are widened
+        rows = received.to(gradient.dtype)  # (nodes of the machine, machines * share)
+        if self._levels:
+            self._push_over_machines(rows, plan, self._levels)
+        else:
+            reducer.push_nodes(plan.machines[0], rows)
 
 
 @dataclass(frozen=True)
 class _MachinePlan:
-    """Additions of a round: for each machine those of its slots, and those of the machines' remaining nodes."""
+    """Additions of an exchange: for each machine those of its ranks' nodes, and those of the machines' remaining nodes."""
 
     machines: tuple[LevelSums, ...]
     across: LevelSums
 
 
 @functools.cache
-def _plan(count: int, leaves: range, machines: int, width: int, device: torch.device) -> _MachinePlan:
-    parts = tuple(
-        leaf_sums(count, leaves[number * width : (number + 1) * width], device) for number in range(machines)
-    )
-    nodes = [node for part in parts for node, _ in part.remaining]
-    return _MachinePlan(parts, level_sums(count, nodes, device))
+def _plan_of_round(
+    count: int, leaves: range, machines: int, width: int, device: torch.device
+) -> _MachinePlan:
+    """Plan the additions of ``leaves``, one of each rank."""
+    forests = tuple(((0, leaf),) for leaf in leaves)
+    return _plan(count, forests, machines, width, device)
+
+
+@functools.cache
+def _plan_of_ranks(
+    leaves: Leaves, replica: int, machines: int, width: int, device: torch.device
+) -> _MachinePlan:
+    """Plan the additions of the nodes that the ranks of a contiguous deal have left."""
+    return _plan(leaves.count, leaves.forests_of_ranks(replica), machines, width, device)
+
+
+def _plan(
+    count: int, forests: Sequence[Sequence[TreeNode]], machines: int, width: int, device: torch.device
+) -> _MachinePlan:
+    """Plan the additions of the ranks' ``forests``, where each machine has ``width`` of them."""
+    parts = []
+    for number in range(machines):
+        own = forests[number * width : (number + 1) * width]
+        parts.append(level_sums(count, [node for forest in own for node in forest], device))
+    remaining = [node for part in parts for node, _ in part.remaining]
+    return _MachinePlan(tuple(parts), level_sums(count, remaining, device))
 
 
 class TimedAllGather(PlainBuffers, AllGather):

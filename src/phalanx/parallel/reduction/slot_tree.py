@@ -49,14 +49,25 @@ class Leaves:
 
     def forest(self, replica: int) -> list[TreeNode]:
         """Return the nodes that remain after a replica has added all it can of its own leaves, from left to right."""
-        return list(_forest(self, replica))
+        hands = self.deal.hands_of_replica(replica)
+        return list(_forest(self.count, range(hands.start * self.per_hand, hands.stop * self.per_hand)))
+
+    def forests_of_ranks(self, replica: int) -> tuple[tuple[TreeNode, ...], ...]:
+        """Return the nodes that remain after each shard rank of a contiguous deal has added its own leaves."""
+        return _forests_of_ranks(self, replica)
 
 
 @functools.cache
-def _forest(leaves: Leaves, replica: int) -> tuple[TreeNode, ...]:
-    tree: SlotTree[None] = SlotTree(leaves.count, lambda _left, _right: None)
-    hands = leaves.deal.hands_of_replica(replica)
-    for leaf in range(hands.start * leaves.per_hand, hands.stop * leaves.per_hand):
+def _forests_of_ranks(leaves: Leaves, replica: int) -> tuple[tuple[TreeNode, ...], ...]:
+    deal = leaves.deal
+    runs = (deal.slots_of_rank(replica, rank) for rank in range(deal.shard_ranks))
+    return tuple(_forest(leaves.count, run) for run in runs)
+
+
+@functools.cache
+def _forest(count: int, leaves: range) -> tuple[TreeNode, ...]:
+    tree: SlotTree[None] = SlotTree(count, lambda _left, _right: None)
+    for leaf in leaves:
         tree.push(leaf, None)
     return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
 

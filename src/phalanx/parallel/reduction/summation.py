@@ -185,8 +185,10 @@ class TreeSummation(Summation):
 
     def clear(self) -> None:
         self._accumulating.clear()
-        for tree in (*self._trees.values(), *(reducer.tree for reducer in self._reducers)):
+        for tree in self._trees.values():
             tree.nodes.clear()
+        for reducer in self._reducers:
+            reducer.clear()
 
     def loss_weight(self, current: Round) -> float:  # noqa: ARG002  the tree leaves out results that do not count
         return 1.0

@@ -126,6 +126,11 @@ def add_in_place(left: Tensor, right: Tensor) -> Tensor:
     return left.add_(right)
 
 
+def _add_to_wider(left: Tensor, right: Tensor) -> Tensor:
+    """``SlotTree`` addition in the memory of ``left``, or in new memory if ``left`` is a leaf in a narrower dtype."""
+    return left.add_(right) if left.dtype == right.dtype else left + right
+
+
 @dataclass
 class TreeReducer:
     """Sums one flat gradient over all slots of a step. Each parameter group has one."""
@@ -135,9 +140,18 @@ class TreeReducer:
     leaves: Leaves
     intake: Intake
     tree: SlotTree[Tensor] = field(init=False)
+    """Sums of the share that this rank owns."""
+    unsharded: SlotTree[Tensor] = field(init=False)
+    """Sums of this rank's own slots with all shares, if its slots are contiguous."""
 
     def __post_init__(self) -> None:
         self.tree = SlotTree(self.leaves.count, add_in_place)
+        self.unsharded = SlotTree(self.leaves.count, _add_to_wider)
+
+    def clear(self) -> None:
+        """Discard the sums of an aborted step."""
+        self.tree.nodes.clear()
+        self.unsharded.nodes.clear()
 
     def push(self, gradients: Tensor) -> None:
         """Push this round's gradients ``(ranks, share)``, one of each rank, for the share that this rank owns."""

@@ -117,9 +117,9 @@ class ParallelSpec:
 
     ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Ranks (processes) to start on this machine; 0 means one per GPU, or cores / runtime.threads, but at least one replica."""
-    sharding: Annotated[Literal["none", "zero2", "zero3"], FLEET] = "zero3"
-    """Data-parallel sharding: "none" replicates everything; "zero2" shards gradients and optimizer state; "zero3" shards the
-    weights too (FSDP)."""
+    sharding: Annotated[Literal["none", "zero1", "zero2", "zero3"], FLEET] = "zero3"
+    """Data-parallel sharding: "none" replicates everything; "zero1" shards optimizer state, and gradients are exchanged once a step;
+    "zero2" exchanges gradients after every slot and shards their sums; "zero3" shards the weights too (FSDP)."""
     shard_ranks: Annotated[int, FLEET, NOT_NEGATIVE] = 0
     """Data-parallel ranks that one copy of the model is sharded over; fewer than all is hybrid sharding. 0 means all."""
     tensor: Annotated[int, LAYOUT, POSITIVE] = 1
