@@ -37,7 +37,10 @@ def joined(pieces: Iterable[str]) -> str:
 
 @functools.lru_cache(maxsize=8)
 def compiled(source: str, today: bool) -> jinja2.Template:
-    """Return the compiled template; with ``today``, it can read the date."""
+    """Return the compiled template; with ``today``, it can read the date.
+
+    Cached. Raises jinja2's errors for a template that cannot be parsed.
+    """
     environment = _environment()
     if not today:
         del environment.globals["strftime_now"]
@@ -54,6 +57,7 @@ def syntax_error(source: str) -> str:
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Return the sandboxed Jinja environment, with the filters and globals that published templates use."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

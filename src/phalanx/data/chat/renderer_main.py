@@ -14,7 +14,11 @@ _MOST_REASON = 2_000
 
 
 def main() -> None:
-    """Render conversations until standard input ends or a template runs out of memory."""
+    """Render conversations until standard input ends or a template runs out of memory.
+
+    Limits this process's memory, and its processor time for each request. Reads one JSON request a line, writes one
+    JSON reply a line.
+    """
     _limit(resource.RLIMIT_AS, MEMORY_BYTES)
     _limit(resource.RLIMIT_CORE, 0)
     for line in sys.stdin.buffer:
@@ -33,6 +37,7 @@ def _limit(kind: int, soft: int) -> None:
 
 
 def _reply(line: bytes) -> dict[str, object]:
+    """Return the rendered text, or the error as text; ``is_last`` is true after a lack of memory."""
     try:
         request = json.loads(line)
         pieces = compiled(request["source"], request["today"]).generate(**request["variables"])

@@ -155,6 +155,7 @@ class BytesTokenizer:
         return bytes(token for token in ids if token != self.end_of_document).decode(errors="replace")
 
     def save(self, directory: Path) -> None:
+        """Write an equivalent ``tokenizer.json`` and its configuration to ``directory``."""
         # Saved as a BPE without merges, so that other tools can load it.
         byte_of_char = _byte_of_char()
         hf = HfTokenizer(models.BPE(vocab=byte_of_char, merges=[]))
@@ -176,7 +177,11 @@ class BpeTokenizer:
     _hf: HfTokenizer = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises ``TokenizerError`` if this is not a byte-level tokenizer, or if encoding and decoding change a text."""
+        """Load the tokenizer and set ``end_of_document``.
+
+        Raises ``TokenizerError`` if this is not a byte-level tokenizer, text can spell its end token, or encoding and
+        decoding change a text.
+        """
         hf = _parse(without_stripping(self.serialized))
         require_bounded(hf)
         end_of_document = hf.token_to_id(self.end_token)
@@ -212,6 +217,7 @@ class BpeTokenizer:
 
     @cached_property
     def _for_templates(self) -> HfTokenizer:
+        """The tokenizer that encodes names of special tokens as these tokens, for output of chat templates."""
         # Parsing a tokenizer of 128,000 tokens takes a second, which is too long for each chat of a server.
         hf = HfTokenizer.from_str(self.serialized)
         hf.no_truncation()
@@ -232,6 +238,7 @@ class BpeTokenizer:
 
     @cached_property
     def _spelled(self) -> list[bytes]:
+        """The text bytes of each token; empty for special tokens and the end of document."""
         # Each character of a byte-level token is one byte. Added tokens are their own text, and special ones have no text.
         byte_of = _byte_of_char()
         spelled = [b""] * self.vocab_size
@@ -269,8 +276,9 @@ class BpeTokenizer:
 def train_bpe(texts: Iterable[str], *, vocab_size: int, special_tokens: Sequence[str] = ()) -> BpeTokenizer:
     """Train a byte-level BPE of at most ``vocab_size`` tokens (fewer if the text has too few distinct pairs).
 
-    The same texts give the same tokenizer for any number of threads. Memory grows only with the number of distinct words. ``vocab_size`` includes the
-    256 bytes, the end-of-document token with id 0, and ``special_tokens``, which have the next ids.
+    The same texts give the same tokenizer for any number of threads. Memory grows only with the number of distinct
+    words. ``vocab_size`` includes the 256 bytes, the end-of-document token with id 0, and ``special_tokens``, which
+    have the next ids. Words that are very long are cut. Raises ``TokenizerError`` if ``vocab_size`` is too small.
     """
     least = BYTES_VOCAB_SIZE + len(special_tokens)
     if vocab_size < least:
@@ -367,7 +375,8 @@ def saved_fingerprint(files: Mapping[str, bytes]) -> str:
 
 
 def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
-    """Return True if both encode text to the same ids, judged by their vocabularies and a sample of text.
+    """Return True if both encode text to the same ids, judged by their vocabularies and a sample of text. End tokens
+    and document starts must be the same too.
 
     Fingerprints only compare files: a tokenizer that was exported to other software and read back has another file.
     """
@@ -401,6 +410,7 @@ def _read_by_library(serialized: str) -> HfTokenizer:
 
 
 def _parse(serialized: str) -> HfTokenizer:
+    """Return the library's tokenizer without truncation and padding; raises ``TokenizerError`` if it is no byte-level BPE."""
     hf = _read_by_library(serialized)
     model = json.loads(serialized)["model"]
     vocab = model["vocab"]
@@ -421,6 +431,7 @@ def _parse(serialized: str) -> HfTokenizer:
 
 
 def _guess_end_token(serialized: str) -> str:
+    """Return the first well-known end token in the vocabulary; raises ``TokenizerError`` if there is none."""
     hf = _read_by_library(serialized)
     for token in COMMON_END_TOKENS:
         if hf.token_to_id(token) is not None:
