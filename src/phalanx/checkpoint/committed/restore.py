@@ -78,6 +78,7 @@ def _plan(
     reader: int | None,
     may_be_missing: frozenset[str],
 ) -> tuple[PlannedRead, ...]:
+    """Return the reads for ``needed``: from ``rank``'s own boxes if these cover it, else from all ranks' (logged)."""
     if rank is not None:
         try:
             return plan_restore(needed, _stored_boxes(tiers, step, rank, needed), reader=reader or 0)
@@ -97,6 +98,7 @@ def _stored_boxes(
 
 
 def _fill(shards: Sequence[Shard], piece: Box, data: RawArray) -> None:
+    """Copy the part ``data`` of a tensor into each shard that overlaps it."""
     for shard in shards:
         common = piece.intersection(shard.box)
         if common is None:

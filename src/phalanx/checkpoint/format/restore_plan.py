@@ -113,6 +113,7 @@ def require_complete(stored: Sequence[StoredBox], required: Sequence[Box] = ()) 
 def _take(
     uncovered: list[Box], index: int, source: StoredBox, reads: list[tuple[int, PlannedRead]]
 ) -> list[Box]:
+    """Append to ``reads`` what ``source`` has of the uncovered boxes, and return the rest of them."""
     remaining: list[Box] = []
     for piece in uncovered:
         part = piece.intersection(source.box)
@@ -125,6 +126,7 @@ def _take(
 
 
 def _shelves(needed: Sequence[Box], stored: Sequence[StoredBox]) -> dict[str, list[_Shelf]]:
+    """Return the stored boxes of each needed tensor, grouped by distance, nearest first; raises MismatchError."""
     needed_by_name = {box.name: box for box in needed}
     by_distance: dict[str, dict[int, _Shelf]] = defaultdict(lambda: defaultdict(_Shelf))
     different: dict[str, Box] = {}
@@ -171,9 +173,11 @@ def _listed(head: str, lines: list[str], most: int = 20) -> str:
 def share_of(boxes: Sequence[Box], replica: int, replicas: int) -> list[Box]:
     """Return the parts of ``boxes`` that this replica writes; ``replicas`` equal ranks have all of them.
 
-    The sorted boxes are concatenated and cut into ``replicas`` runs of equal bytes. Each cut is moved to the nearest row of its box. So at
-    most ``replicas - 1`` boxes are divided, and a share differs from the equal one by at most a row. Deterministic; the shares are disjoint
-    and together complete. Empty boxes belong to no share, except a tensor without elements, which is written by replica 0 to keep its name.
+    The sorted boxes are concatenated and cut into ``replicas`` runs of equal bytes. Each cut is moved to the nearest
+    row of its box. So at most ``replicas - 1`` boxes are divided, and a share differs from the equal one by at most a
+    row. Deterministic; the shares are disjoint and together complete. Empty boxes belong to no share, except a tensor
+    without elements, which is written by replica 0 to keep its name. Raises ValueError for a ``replica`` that does not
+    exist.
     """
     if not 0 <= replica < replicas:
         raise ValueError(f"replica {replica} is not one of {replicas}")

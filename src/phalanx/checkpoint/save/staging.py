@@ -75,6 +75,7 @@ class ImageCopier:
         self._pool.shutdown()
 
     def _copy_in_parallel(self, pairs: Sequence[tuple[ByteArray, ByteArray]]) -> None:
+        """Copy the pairs (target, source) in threads, each about the same number of bytes."""
         total = sum(target.nbytes for target, _ in pairs)
         bytes_per_thread = -(-total // COPY_THREADS) or 1
         bins: list[list[tuple[ByteArray, ByteArray]]] = [[]]
@@ -94,6 +95,7 @@ class ImageCopier:
     def _copy_from_device(
         self, devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]
     ) -> "torch.cuda.Event | None":
+        """Queue copies from GPUs on a stream of their own, after the current stream's work; return the last one's event."""
         copied = None
         for device, pairs in devices.items():
             stream = self._stream(device)
@@ -185,7 +187,10 @@ class StagingBuffers:
         self._layout_of = lru_cache(maxsize=1)(image_layout)
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Allocate every buffer and map its pages now, so that the first save is as fast as later ones."""
+        """Allocate every buffer and map its pages now, so that the first save is as fast as later ones.
+
+        Buffers for tensors on GPUs are pinned.
+        """
         layout = self._layout_of(tuple(shard.box for shard in shards))
         with self._returned:
             fresh = [
@@ -195,7 +200,11 @@ class StagingBuffers:
             self._free += fresh
 
     def stage(self, shards: Sequence[Shard]) -> StagedImage:
-        """Copy the shards into an image. Blocks until a buffer is free, then for one memory copy."""
+        """Copy the shards into an image.
+
+        Blocks until a buffer is free, then for one memory copy. The copy from a GPU may still run; ``StagedImage.wait``
+        waits for it.
+        """
         begin = time.perf_counter()
         layout = self._layout_of(tuple(shard.box for shard in shards))
         buffer = self._acquire(layout.nbytes, on_cuda(shards))
@@ -240,6 +249,7 @@ class StagingBuffers:
         return self._copier.copy(layout, shards, buffer.data)
 
     def _acquire(self, nbytes: int, pinned: bool) -> _Buffer:
+        """Return a free buffer of at least ``nbytes``, allocated or enlarged if necessary; blocks while all are in use."""
         with self._returned:
             if not self._free and self._allocated < self._most:
                 self._allocated += 1
@@ -252,6 +262,7 @@ class StagingBuffers:
         return buffer
 
     def _new_buffer(self, nbytes: int, pinned: bool) -> _Buffer:
+        """Allocate a buffer of full pages, touch its pages, and pin it for copies from GPUs if ``pinned``."""
         capacity = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         memory = mmap.mmap(-1, capacity)
         # Advice: kernels without huge pages refuse it, which costs only speed.

@@ -170,9 +170,10 @@ class StoreUploader:
             self._changed.notify_all()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until this process has copied its share of the steps that are on disk now. Return False if ``timeout_s`` passed before.
+        """Wait until this process has copied its share of the steps that are on disk now. Return False if ``timeout_s``
+        passed before.
 
-        The next call then waits for the same steps.
+        The next call then waits for the same steps. True also if the uploader is cancelled.
         """
         with self._changed:
             if self._last_pass is None:
@@ -200,6 +201,9 @@ class StoreUploader:
     # --- the thread ----------------------------------------------------------------------------
 
     def _work(self) -> None:
+        """Copy steps to the store in a loop: when the disk has changed, on request, and again after failures, which are
+        reported.
+        """
         last_look: object = None
         retry_s = math.inf
         while not self._cancelled:
@@ -232,7 +236,11 @@ class StoreUploader:
         return self._cancelled or self._share != self._passing
 
     def _copy_all(self, share: CopyShare) -> bool:
-        """Copy this process's share of all steps that the store lacks; return True if nothing has failed."""
+        """Copy this process's share of all steps that the store lacks; return True if nothing has failed.
+
+        With ``share.commits``, also sets aside condemned steps and deletes expired ones. After a storage error the
+        remaining steps wait.
+        """
         if not share.ranks:
             return True
         tier = ObjectTier(self._store)
@@ -288,7 +296,9 @@ class StoreUploader:
             return False
 
     def _copy(self, tier: ObjectTier, step: int, share: CopyShare) -> CheckpointError | None:
-        """Copy this process's share of a step, and commit it if this is the committing process; return the error, if any."""
+        """Copy this process's share of a step, and commit it if this is the committing process; return the error, if
+        any. Failed drafts are copied again from the start. A commit is reported.
+        """
         began_s, draft = time.monotonic(), None
         try:
             draft = ObjectDraft(tier, step, self._disk.index_bytes(step), self._tag)
@@ -310,7 +320,10 @@ class StoreUploader:
         return None
 
     def _commit(self, step: int, draft: ObjectDraft) -> None:
-        """Wait for the files of the other processes and commit the step. After a timeout, copy the missing files."""
+        """Wait for the files of the other processes and commit the step.
+
+        After a timeout, copy the missing files. Raises AbandonedError if the upload is cancelled.
+        """
         began_s = time.monotonic()
         while True:
             try:
@@ -343,6 +356,7 @@ class StoreUploader:
             self._swept = True
 
     def _retain(self, tier: ObjectTier) -> None:
+        """Delete expired steps from the store; a failure is reported once."""
         try:
             for step in self._retention.expired(tier.steps()):
                 with suppress(NoSuchStepError):  # another has deleted it
@@ -361,7 +375,7 @@ class StoreUploader:
             self._report(CheckpointFailed(step, self._store.url, _LOST.format(step)))
 
     def _report_failure(self, step: int, error: Exception) -> None:
-        """Report a failed copy, once for as long as the failure is the same."""
+        """Log a failed copy and report it as an event, once for as long as the failure is the same."""
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         if self._failures.get(step) == text:
             return
@@ -382,7 +396,10 @@ class RankCopies:
     def __init__(
         self, disk: DiskTier, store: Store, rules: CopyRules, tag: str, share: CopyShare, timeout_s: float
     ) -> None:
-        """Start copying. Rank 0 waits ``timeout_s`` for the other ranks' files before it copies them itself."""
+        """Start copying ``share`` in a thread.
+
+        Rank 0 waits ``timeout_s`` for the other ranks' files before it copies them itself.
+        """
         self._events: SimpleQueue[CopyEvent] = SimpleQueue()
         times = UploadTimes(idle_look_s=_IDLE_LOOK_S, others_s=timeout_s, others_at_the_end_s=timeout_s)
         self._uploader = StoreUploader(disk, store, rules, tag, self._events.put, _log.info, times)

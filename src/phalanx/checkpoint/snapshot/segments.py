@@ -211,7 +211,7 @@ class Segment:
         return os.fstat(self.descriptor).st_size
 
     def snapshot(self) -> Snapshot | None:
-        """Return the record of the complete snapshot in this segment; None if there is none."""
+        """Return the record of the complete snapshot in this segment; None if there is none. Parsed once per record."""
         record = self.record()
         if record is None:
             return None
@@ -259,6 +259,7 @@ class Segment:
             )
 
     def _grow(self, nbytes: int) -> None:
+        """Enlarge the segment to hold an image of ``nbytes`` bytes and a record, and map it; raises StorageFullError."""
         before_bytes = self.capacity_bytes
         try:
             if _end_of(nbytes) > before_bytes:
@@ -273,7 +274,10 @@ class Segment:
             ) from error
 
     def complete(self, nbytes: int, record: bytes) -> None:
-        """Write the record after the complete image of ``nbytes`` bytes, and mark the snapshot complete."""
+        """Write the record after the complete image of ``nbytes`` bytes, and mark the snapshot complete.
+
+        Grows the segment if the record does not fit.
+        """
         start = _end_of(nbytes)
         if start + len(record) > self._memory.nbytes:
             os.ftruncate(self.descriptor, _end_of(start + len(record)))
@@ -303,6 +307,7 @@ class Segment:
         return self._memory
 
     def _populate(self, nbytes: int) -> None:
+        """Map the first ``nbytes`` now, writable; raises StorageFullError without memory."""
         memory = self._mapped()
         try:
             memory.base.obj.madvise(_MADV_POPULATE_WRITE, 0, nbytes)  # type: ignore[union-attr]
@@ -351,7 +356,7 @@ class SnapshotMemory:
         return self._own[worker]
 
     def holdings(self) -> tuple[StoredSnapshot, ...]:
-        """Return every complete snapshot, sorted."""
+        """Return every complete snapshot's key, kind ("own" or "buddy"), size in bytes and epoch, sorted."""
         with self._lock:
             snapshots = [
                 (segment in self._buddies, self._snapshot_in(segment)) for segment in self._segments()
@@ -373,7 +378,7 @@ class SnapshotMemory:
 
     @contextmanager
     def reading(self, key: SnapshotKey) -> Iterator[tuple[Segment, Snapshot]]:
-        """Context with a snapshot that no push overwrites meanwhile. Raises NoSuchStepError if it is not here."""
+        """Context with a snapshot and its segment, that no push overwrites meanwhile. Raises NoSuchStepError if it is not here."""
         with self._lock:
             segment, snapshot = self._find(key)
             self._mark_busy(segment)
@@ -419,6 +424,7 @@ class SnapshotMemory:
         return snapshot if snapshot is not None and snapshot.run == self.run else None
 
     def _find(self, key: SnapshotKey) -> tuple[Segment, Snapshot]:
+        """Return the segment with a snapshot, and the snapshot; raises NoSuchStepError."""
         for segment in self._segments():
             snapshot = self._snapshot_in(segment)
             if snapshot is not None and snapshot.key == key:
@@ -426,6 +432,9 @@ class SnapshotMemory:
         raise NoSuchStepError(f"{key} is not in this memory")
 
     def _room_for(self, key: SnapshotKey, previous: int, nbytes: int) -> Segment:
+        """Return the buddies' segment with the oldest step that is not in use or protected, or a new one; raises
+        StorageFullError.
+        """
         # A segment is free if it has no reader, and contains neither the rollback target nor this step.
         protected_steps = {previous, key.step}
         free = [s for s in self._buddies if id(s) not in self._busy and _step_in(s) not in protected_steps]
@@ -448,6 +457,7 @@ class SnapshotMemory:
         self._busy[id(segment)] = self._busy.get(id(segment), 0) + 1
 
     def _release(self, segment: Segment) -> None:
+        """Mark the segment as unused by this reader or writer."""
         with self._lock:
             self._busy[id(segment)] -= 1
             if not self._busy[id(segment)]:

@@ -95,7 +95,7 @@ _UNUSED_MIXTURE = MoeSpec(experts=2, per_token=1, ffn_dim=8, shared=1, score="si
 
 
 def flat(spec: ModelSpec) -> dict[str, object]:
-    """Return all fields of a model, those of its sections as ``moe.experts``."""
+    """Return all fields of a model, those of its sections as ``moe.experts`` and also as a table under the section's name."""
     fields: dict[str, object] = {}
     for name, value in to_table(spec).items():
         fields |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {}
