@@ -134,6 +134,7 @@ def _divide(block: Block, tiles: RankTiles) -> None:
 
 
 def _divide_mixture(moe: MoE, shared: Mapping[str, SharedParameter], count: int) -> None:
+    """Make a mixture's router, routed and shared experts compute tile by tile."""
     router = _inside(shared, "ffn.router")
     replace_method(moe.router, "scores", ScoresInPieces(moe.router, router, count))
     replace_method(moe, "routed", RoutedInPieces(moe, count))

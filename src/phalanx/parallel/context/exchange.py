@@ -249,7 +249,10 @@ class RingMethod:
         return grad_query, *unpack(arriving.wait(), key.shape, value.shape)
 
     def _rounds(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each rank's number, keys and values, this rank's first; the next set is prefetched meanwhile."""
+        """Yield each rank's number, keys and values, this rank's first; the next set is prefetched meanwhile.
+
+        A collective: each yielded tensor is valid until the next.
+        """
         rank, ranks, packed = self.group.rank(), self.group.size(), pack(key, value)
         for step in range(ranks):
             passing = self._pass_on(packed, _KEYS) if step < ranks - 1 else None
@@ -257,12 +260,14 @@ class RingMethod:
             packed = passing.wait() if passing is not None else packed
 
     def _pass_on(self, buffer: Tensor, tag: int) -> Passing:
+        """Send ``buffer`` to the next rank of the ring and receive one like it from the previous; returns at once."""
         rank, ranks, arriving = self.group.rank(), self.group.size(), torch.empty_like(buffer)
         send = dist.P2POp(dist.isend, buffer, group=self.group, tag=tag, group_peer=(rank + 1) % ranks)
         receive = dist.P2POp(dist.irecv, arriving, group=self.group, tag=tag, group_peer=(rank - 1) % ranks)
         return Passing(dist.batch_isend_irecv([send, receive]), buffer, arriving, self.clock)
 
     def _mask_rule(self, query: Tensor, source: int, documents: Tensor | None) -> MaskRule:
+        """Return the mask rule of this rank's queries and ``source``'s keys, by their positions and documents."""
         ranks, pair = self.group.size(), (self.group.rank(), source)
         positions = torch.arange(query.shape[2] * ranks)
         rows, columns = (own_pieces(positions, ranks, rank, dim=0) for rank in pair)

@@ -115,7 +115,10 @@ class Connections:
                 self._duplicate()
 
     def release(self) -> None:
-        """End the connections that ``interrupt`` and ``hold`` keep, after this rank has left its groups."""
+        """End the connections that ``interrupt`` and ``hold`` keep, after this rank has left its groups.
+
+        Waits up to a second for each whose peer still sends.
+        """
         with self._lock:
             duplicates, self._duplicates = self._duplicates, {}
         until_s = time.monotonic() + _BUSY_S
@@ -140,7 +143,11 @@ class Connections:
 
 
 def abort(connections: Connections, device: torch.device) -> None:
-    """Abort the collective that this process is in, or will enter before it leaves its groups. Thread-safe."""
+    """Abort the collective that this process is in, or will enter before it leaves its groups.
+
+    Thread-safe. On GPUs it aborts NCCL's communicators and closes all connections. On CPUs it must be called until
+    operations have returned.
+    """
     if not on_gpu(device):
         connections.interrupt()
         return
@@ -181,6 +188,7 @@ def _connection(number: int, inode: int) -> socket.socket | None:
 
 
 def _shut(number: int, inode: int) -> bool:
+    """Shut the connection down in both directions; return False if it is none or already closed."""
     connection = _connection(number, inode)
     if connection is None:
         return False

@@ -82,6 +82,7 @@ def broadcast_typed(value: _T, kind: type[_T], *, max_message_bytes: int = LONGE
 
 
 def _default_group() -> dist.ProcessGroup:
+    """Return the default group; raises RuntimeError before this process has joined it."""
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("this process has not joined the other ranks yet")

@@ -76,7 +76,9 @@ class ExpertSums:
         """Complete sums of a parameter's first experts, until those of the others follow: ``(experts, ...)``, fp32."""
 
     def take(self, name: str, experts: range, leaves: Tensor) -> None:
-        """Take the gradients ``(experts, slots, ...)`` of one micro-batch of each slot, for some of a parameter's experts."""
+        """Take the gradients ``(experts, slots, ...)`` of one micro-batch of each slot, for some of a parameter's
+        experts. If this completes the slots and all experts are there, sets the parameter's gradient.
+        """
         values, partial = leaves if self._by_slot else add_slots(leaves), self._partial[name]
         if experts.start in partial:
             partial[experts.start] += values
@@ -148,7 +150,8 @@ class DataParallel(ABC):
     def computing(self, part: int, current: Round, *, last: bool, postponed: bool = False) -> Iterator[None]:
         """Context of a backward pass of a round through a part, or of adding ``postponed`` weight gradients.
 
-        The one with ``last`` completes the gradient of the round's slot in this part.
+        The one with ``last`` completes the gradient of the round's slot in this part. Afterwards hooks add the
+        gradients to the sums.
         """
         self.summation.intake.round = current
         self.before_backward(part, current, last=last)
@@ -189,6 +192,7 @@ class Sharded(DataParallel):
     """FSDP2: each rank has a share of every parameter group, and receives that share of the summed gradient."""
 
     def __init__(self, parts: Sequence[nn.Module], summation: Summation, *, keep_weights: bool) -> None:
+        """Install ``summation`` on all FSDP units of ``parts``. ``keep_weights``: weights stay gathered within a step."""
         super().__init__(parts, summation)
         self._keep_weights = keep_weights
         self.expert_sums: list[list[ExpertSums]] = [[] for _ in parts]
@@ -198,6 +202,7 @@ class Sharded(DataParallel):
         summation.reduce_groups(list(_fsdp_modules(parts)))
 
     def before_backward(self, part: int, current: Round, *, last: bool) -> None:
+        """Set FSDP's flags for this pass: whether to reduce gradients, over replicas too, and to free the weights afterwards."""
         root = cast(FSDPModule, self.parts[part])
         for sums in self.expert_sums[part]:
             sums.complete = last
@@ -223,6 +228,7 @@ class Sharded(DataParallel):
         """Do nothing: FSDP has exchanged all gradients."""
 
     def abandon(self) -> None:
+        """Drop all gradients and partial sums of the step."""
         super().abandon()
         for shares in self._shares:
             _drop(shares)
@@ -271,7 +277,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 
 
 def gradients(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return this rank's part of every gradient, by name. Raise ``RuntimeError`` if a parameter has none."""
+    """Return this rank's part of every gradient, by name; views, not copies. Raise ``RuntimeError`` if a parameter has none."""
     shares = {}
     for name, parameter in named_parameters(parts).items():
         if parameter.grad is None:
@@ -318,6 +324,7 @@ def spread(parts: Sequence[nn.Module], mesh: Mesh, spec: RunSpec, clock: CommClo
 
 
 def _summation(spec: RunSpec, mesh: Mesh, clock: CommClock, *, narrow: bool, keep_weights: bool) -> Summation:
+    """Return the summation that ``train.reduction`` selects: fast, integer or tree."""
     if spec.train.reduction == "fast":
         return FastSummation(mesh, clock)
     deal = mesh.deal(spec.train.slots)

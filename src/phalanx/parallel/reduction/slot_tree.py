@@ -54,6 +54,7 @@ class Leaves:
 
 @functools.cache
 def _forest(leaves: Leaves, replica: int) -> tuple[TreeNode, ...]:
+    """Return the nodes that remain after a replica has added all its leaves, from left to right. Cached."""
     tree: SlotTree[None] = SlotTree(leaves.count, lambda _left, _right: None)
     hands = leaves.deal.hands_of_replica(replica)
     for leaf in range(hands.start * leaves.per_hand, hands.stop * leaves.per_hand):
@@ -81,7 +82,11 @@ class SlotTree(Generic[T]):
         self.push_node((0, slot), value)
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Add a node that was summed elsewhere. Merge it with its sibling, and so on upwards, while siblings are in the tree."""
+        """Add a node that was summed elsewhere.
+
+        Merge it with its sibling, and so on upwards, while siblings are in the tree. Raises ``ValueError`` if it was
+        added before.
+        """
         assert 0 <= node[0] <= self.root_node[0], "the level exists in the tree"
         assert 0 <= node[1] << node[0] < self.slots, "a node covers a leaf"
         if node in self.nodes:

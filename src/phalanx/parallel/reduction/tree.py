@@ -44,7 +44,9 @@ class LevelSums:
     """The nodes without a sibling, from left to right, each with its row."""
 
     def add(self, rows: Tensor) -> None:
-        """Add up the nodes with values ``rows`` ``(nodes, elements)``, in place."""
+        """Add up the nodes with values ``rows`` ``(nodes, elements)``, in place, level by level; the rows of
+        ``remaining`` then have the results.
+        """
         for first, second in self.levels:
             if isinstance(first, slice):
                 rows[first].add_(rows[second])

@@ -95,7 +95,9 @@ class VocabularyEmbedding(nn.Embedding):
         self.weight, self.start, self.comm = embedding.weight, start, comm
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens ``(b, s)`` of the full vocabulary to ``(b, s / ranks, d)``."""
+        """Look up tokens ``(b, s)`` of the full vocabulary, ids of other ranks as zeros, and sum: ``(b, s / ranks,
+        d)``. A collective.
+        """
         count = self.weight.shape[0]
         row = tokens - self.start
         absent = (row < 0) | (row >= count)
@@ -140,11 +142,13 @@ class _SummedGradients:
 def apply_tensor(
     module: Transformer, mesh: Mesh, spec: RunSpec, clock: CommClock, tiles: RankTiles | None = None
 ) -> dict[str, Partition]:
-    """Divide ``module`` over the tensor axis of ``mesh``; with lanes also by ``tiles``. It is on the meta device and not yet sharded.
+    """Divide ``module`` over the tensor axis of ``mesh``; with lanes also by ``tiles``. It is on the meta device and
+    not yet sharded.
 
-    Afterwards its parameters are this rank's parts. It takes tokens of full sequences (of this context rank). A later pipeline stage
-    takes hidden states ``(b, s / ranks, d)`` with the ``positions`` of full sequences. Its readout gets hidden states
-    ``(b, s / ranks, d)`` and this rank's rows of the projection.
+    Afterwards its parameters are this rank's parts. It takes tokens of full sequences (of this context rank). A later
+    pipeline stage takes hidden states ``(b, s / ranks, d)`` with the ``positions`` of full sequences. Its readout gets
+    hidden states ``(b, s / ranks, d)`` and this rank's rows of the projection. Routers then sum their statistics over
+    the model ranks, and hooks sum the gradients of parameters that several ranks have.
 
     Returns:
         The partition of each parameter except routed experts; empty with a single tensor rank.
