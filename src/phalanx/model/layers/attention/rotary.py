@@ -83,9 +83,11 @@ def rotation(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of ``x`` ``(batch, heads, seq, head_dim)`` by their positions' angles; keeps ``x``'s dtype.
+    """Rotate the first elements of ``x`` ``(batch, heads, seq, head_dim)`` by their positions' angles; keeps ``x``'s
+    dtype.
 
-    The tables ``(seq, rotated elements)`` determine the number of rotated elements.
+    The tables ``(seq, rotated elements)`` determine the number of rotated elements. Others are unchanged. Returns a new
+    tensor.
     """
     if cos.shape[-1] < x.shape[-1]:
         rotated, unrotated = x.tensor_split([cos.shape[-1]], dim=-1)
