@@ -200,7 +200,10 @@ class Coordinator:
     # --- handlers of the server ------------------------------------------------------------------
 
     def on_report(self, report: m.AgentMessage) -> None:
-        """Queue a report of an attached agent."""
+        """Queue a report of an attached agent for the next turn; of heartbeats, only each node's last is kept.
+
+        Flight records go to the inquiry in progress, and failures to the search for the first one.
+        """
         if isinstance(report, m.Heartbeat):
             # The later heartbeat contains all of the earlier one.
             self._inbox.heartbeats[report.node] = report
@@ -212,6 +215,7 @@ class Coordinator:
         self._inbox.add(report)
 
     def _take_record(self, report: m.Recorded) -> None:
+        """Add a flight record to the inquiry in progress, if any; wake the coordinator once it is over."""
         if self._inquiry is None:
             return
         if trouble := self._inquiry.add(report):
@@ -244,6 +248,8 @@ class Coordinator:
         Raises:
             SupersededError: Another coordinator leads the run now. Nothing that this one decided meanwhile
                 was sent.
+
+        SIGTERM stops and saves the run. Turns repeat while the journal cannot be written.
         """
         port = self._port_open or await listen(
             self._server, self._args, self.log, restarted=bool(self._restarts)
@@ -304,7 +310,11 @@ class Coordinator:
     # --- a turn ----------------------------------------------------------------------------------
 
     async def _turn(self) -> None:
-        """Run one turn: journal the events since the last one, let the core decide, and send the commands."""
+        """Run one turn: journal the events since the last one, let the core decide, and send the commands.
+
+        The journal is synced, and the next term claimed if due, before anything is sent. Afterwards publishes
+        fleet.json and incidents, and renews a long journal. Raises ``JournalError`` and ``SupersededError``.
+        """
         now_s = self._now_s()
         batch = self._journaled(now_s)
         # No await between the journal and the core: the journal holds exactly what the core has received.
@@ -335,7 +345,8 @@ class Coordinator:
     def _journaled(self, now_s: float) -> tuple[m.CoreEvent, ...]:
         """Return the batch of events that this turn decides, once it is in the journal.
 
-        Raises ``SupersededError``.
+        Raises ``SupersededError``. It looks at the disk if that is due, and empties the inbox. Raises ``JournalError``;
+        the events then stay queued.
         """
         looks = now_s >= self._disk.due_s
         if looks:
@@ -381,7 +392,9 @@ class Coordinator:
         return fleet_file(self._state, run, self._address, claim, attached, refused, self._restarts)
 
     async def _shut_down(self) -> None:
-        """Send every agent the end of the run, and wait briefly for them to disconnect."""
+        """Send every agent the end of the run, wait briefly for them to disconnect, write fleet.json, and close server
+        and journal.
+        """
         self.log(f"the run is over: {self._state.phase}, {self._state.reason}")
         for node in list(self._server.links):
             self._server.send(node, c.Shutdown(self._state.reason))
@@ -396,8 +409,8 @@ class Coordinator:
 
 
 def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> int:
-    """Run the coordinator in this process to the end of the run. Return 0 if it finished or was stopped, 1 if
-    it failed.
+    """Run the coordinator in this process to the end of the run. Return 0 if it finished or was stopped, 1 if it
+    failed.
 
     Raises:
         RunDirectoryError: There is no run in the run directory.
@@ -406,6 +419,8 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
         JournalError, ClaimError, TransportError: It cannot use its journal or the claims, or cannot listen.
         SupersededError: Another coordinator leads the run now.
         ValueError: No layout fits the fleet of the run file.
+
+    Reads the resolved run file, raises the limit on open files, and locks the run for this process.
     """
     spec = read_resolved(RunDirectory(args.run_dir))
     raise_descriptor_limit(spec.fleet.nodes + spec.fleet.spares)
@@ -415,7 +430,10 @@ def run_coordinator(args: CoordinatorArgs, certificates: Path | None = None) -> 
 
 
 def main() -> int:
-    """Entry point of the process that a launcher starts."""
+    """Run the coordinator as the process that a launcher starts: parse its arguments and return the exit code.
+
+    Ignores SIGINT, and dies with its parent.
+    """
     die_with_parent()
     capture_output(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C

@@ -138,7 +138,8 @@ def _draw(seed: int, step: int, purpose: str) -> int:
 def judge(votes: Sequence[Vote]) -> Judgment:
     """Find the wrong voters by majority.
 
-    A voter may vote several times; one that contradicts itself is wrong, and its votes do not count.
+    A voter may vote several times; one that contradicts itself is wrong, and its votes do not count. If no majority is
+    at least two, all voters are named, and the judgment is unsure.
     """
     answers: dict[int, set[Sums]] = {}
     for vote in votes:

@@ -85,7 +85,8 @@ class Agent:
     ) -> None:
         """Set up the agent.
 
-        ``memory`` is its snapshot memory of the run's previous start, if it took part in that.
+        ``memory`` is its snapshot memory of the run's previous start, if it took part in that. Starts the data port;
+        workers are started by ``run``.
         """
         self._args, self._spec, fleet = args, spec, spec.fleet
         directory, own_certificates = RunDirectory(args.run_dir), credentials.certificates
@@ -202,6 +203,7 @@ class Agent:
         )
 
     async def _farewell(self, patience_s: float | None) -> None:
+        """Cancel all tasks, kill the workers, end the successor and wait up to ``patience_s``; close the ports and threads."""
         for task in self._tasks:
             task.cancel()
         self._workers.kill_all()
@@ -214,6 +216,9 @@ class Agent:
         self._data.close()
 
     def _asked_to_end(self) -> None:
+        """Handle a signal: log and wait, or leave the fleet at the next step boundary, as configured; end at once at a
+        second one.
+        """
         if self._args.at_signal != "end" and not self._warned:
             self._warned = True
             if self._args.at_signal == "wait":
@@ -245,6 +250,7 @@ class Agent:
         task.add_done_callback(self._on_task_done)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        """Forget a finished task. If it failed, log the error and end the agent with it."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._over.is_set():
             self.log("".join(traceback.format_exception(error)))
@@ -270,6 +276,7 @@ class Agent:
     # --- time ----------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
+        """Pass time to the state and carry out its actions, until cancelled."""
         pause_s = min(0.25, self._spec.fleet.worker_lease_s / 8)
         while True:
             now_s = time.monotonic()
@@ -280,6 +287,7 @@ class Agent:
             await asyncio.sleep(pause_s)
 
     async def _follow_leader(self) -> None:
+        """Look for a leader again and again; end the agent once a claim states the end of the run."""
         patience_s = self._spec.fleet.succession_s
         while True:
             over = await look_for_leader(self._args, self._link, self._successor, patience_s)
@@ -304,14 +312,14 @@ class Agent:
         self._state.on_started(index, time.monotonic())
 
     def on_worker_message(self, index: int, message: ToAgent) -> None:
-        """Handle a message of a worker."""
+        """Handle a message of a worker. A warm worker gets the faults to inject."""
         self._do(self._state.on_worker_message(index, message, time.monotonic(), time.time()))
         if isinstance(message, Warm):
             self._workers.is_warm(index)
             self._do([SendToWorker(index, InjectFault(fault)) for fault in self._args.faults])
 
     def on_exit(self, index: int, code: int, text: str) -> None:
-        """Handle the end of a worker's process."""
+        """Handle the end of a worker's process. Logs how it ended; the state restarts it."""
         ended_here = self._over.is_set() and code < 0  # Expected at the end of the run.
         how = "was ended by its agent" if ended_here else f"ended with code {code} {text if code > 0 else ''}"
         self.log(f"worker {index} {how}".rstrip())
@@ -325,6 +333,7 @@ class Agent:
                 self._carry_out(action)
 
     def _carry_out(self, action: AgentAction) -> None:
+        """Carry out one action of the state: send, start or kill, save, or end this agent."""
         match action:
             case SendReport(report):
                 self._link.send(report)
@@ -385,6 +394,7 @@ def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
 
 
 async def _run(args: AgentArgs, certificates: Path | None) -> None:
+    """Run agents of a run, one for each of its starts, until one ends without a newer start; snapshot memory passes to the next."""
     directory = RunDirectory(args.run_dir)
     directory.logs.mkdir(exist_ok=True)
     memory: SnapshotMemory | None = None
@@ -412,7 +422,7 @@ def leave(code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Entry point of the process that a launcher starts for each node of a local fleet."""
+    """Run an agent as the process that a launcher starts for each node of a local fleet. Exits with 0, or 1 and a message."""
     die_with_parent()
     capture_output(os.environ)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)

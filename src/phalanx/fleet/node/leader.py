@@ -65,8 +65,10 @@ class Successor:
         self._may_lead = self.args.may_lead
 
     async def look(self, *, led: bool, now_s: float) -> str:
-        """Start a candidate if it is this node's turn. Return why the run is over, if a claim states that;
-        else an empty text.
+        """Start a candidate if it is this node's turn. Return why the run is over, if a claim states that; else an
+        empty text.
+
+        Also restarts a coordinator that has died here.
 
         Args:
             led: The agent is attached to a coordinator that leads.
@@ -103,7 +105,8 @@ class Successor:
     def _newest(self) -> Claim | None:
         """Return the newest claim.
 
-        It is read only if its term is new, since every agent of a large fleet may look.
+        It is read only if its term is new, since every agent of a large fleet may look. None if there is none, or it
+        cannot be read, which is logged once.
         """
         register, last_claim = ClaimRegister(RunDirectory(self.args.run_dir), self.args.attempt), self._claim
         try:
@@ -117,6 +120,7 @@ class Successor:
             return None
 
     def _start(self) -> None:
+        """Start a candidate for the newest claim as a child process; a failure is logged and counts as its death."""
         args, self._due_s = self.args, 0.0
         certificate_arguments = ["--certificates", str(self.certificates)] if self.certificates else []
         name = f"coordinator-{args.node}"
@@ -224,8 +228,10 @@ def coordinator_addresses(args: AgentArgs) -> list[str]:
 async def look_for_leader(
     args: AgentArgs, link: CoordinatorLink, successor: Successor, patience_s: float
 ) -> str:
-    """Check whether a coordinator leads, and take part in the succession if none does. Return why the run is
-    over, if it is.
+    """Check whether a coordinator leads, and take part in the succession if none does. Return why the run is over, if
+    it is.
+
+    The connection is also dropped if a candidate stands elsewhere.
 
     Args:
         args: The agent's.

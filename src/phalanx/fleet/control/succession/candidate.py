@@ -118,7 +118,10 @@ class Candidate:
     # --- handlers of the server
 
     def on_report(self, report: m.AgentMessage) -> None:
-        """Count the vote of an agent, and keep its report for the coordinator."""
+        """Count an agent's report as its vote, unless it finished the run, and keep the report for the coordinator.
+
+        Flight records are dropped.
+        """
         if not isinstance(report, m.RunFinished):  # The only report without its sender's name.
             self._candidacy.record_heartbeat(report.node, time.monotonic())
         if isinstance(report, m.Heartbeat):
@@ -141,7 +144,10 @@ class Candidate:
     # --- the election
 
     async def stand(self) -> Elected | None:
-        """Stand until elected, or withdraw and return None.
+        """Listen and register as a candidate until elected, or withdraw and return None.
+
+        Withdraws after too long, for a better candidate, or if another claims first. The registration is removed in any
+        case. Once elected, makes the claim and takes over the state.
 
         Raises as ``FleetServer.start`` and ``ClaimRegister.make`` do.
         """
@@ -235,6 +241,7 @@ def run_candidate(args: CoordinatorArgs, term: int, certificates: Path | None = 
 async def _stand_and_lead(
     candidate: Candidate, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials
 ) -> int:
+    """Stand, and if elected lock the run and coordinate it to its end; return the exit code."""
     elected = await candidate.stand()
     if elected is None:
         return EXIT_NOT_ELECTED
@@ -248,7 +255,10 @@ async def _stand_and_lead(
 
 
 def main() -> int:
-    """Entry point of the process that an agent starts."""
+    """Run a candidate as the process that an agent starts: parse its arguments and return the exit code.
+
+    Ignores SIGINT, and dies with its parent.
+    """
     die_with_parent()
     capture_output(os.environ)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
