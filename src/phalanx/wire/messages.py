@@ -139,13 +139,17 @@ class Seals:
 def handshake(
     token: str, purpose: str, role: Role, earlier: Sequence[str] = ()
 ) -> Generator[bytes | int, bytes, Seals]:
-    """Steps of a handshake: yields bytes to send (answer with anything), or the number of bytes to receive (answer with them).
+    """Yield the steps of a handshake: bytes to send (answer with anything), or the number of bytes to receive (answer
+    with them).
 
     Args:
         token: The run's.
         purpose: Purpose of the connection, and its run; the same at both ends.
         earlier: Tokens before a rotation, which a server accepts of clients for a while; a client never uses one.
         role: Of this end. The client proves itself first, so that a server gives nothing to strangers, not even something to guess at.
+
+    Returns:
+        The seals of the messages that follow.
 
     Raises:
         UnprovenError: The peer does not know the token, or speaks another protocol.
