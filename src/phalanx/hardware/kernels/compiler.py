@@ -79,8 +79,9 @@ def compiled(
 ) -> Path:
     """Return the library of ``source``, and of the other sources ``beside`` it, compiled if it is not there yet.
 
-    ``linked`` are options that name libraries. ``notice`` is a line for standard error, printed when the compiler starts. Raises
-    ``NoHostKernelsError``, without another attempt in this process once the compiler has failed.
+    ``linked`` are options that name libraries. ``notice`` is a line for standard error, printed when the compiler
+    starts. Raises ``NoHostKernelsError``, without another attempt in this process once the compiler has failed.
+    Libraries are cached by the digest of their sources and options, in the user's cache folder or else a temporary one.
     """
     name = library_name(source, options, beside=beside, linked=linked)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "phalanx" / "kernels"
@@ -117,7 +118,11 @@ def _reason(error: Exception) -> str:
 
 
 def _compile_into(folder: Path, name: str, command: Sequence[str], notice: str) -> Path:
-    """Run ``command`` for the library ``name`` in ``folder``, unless another process has done so. Return the library's path."""
+    """Run ``command`` for the library ``name`` in ``folder``, unless another process has done so.
+
+    Return the library's path. Raises ``OSError`` or the compiler's ``SubprocessError``. ``notice`` is printed before
+    the compiler starts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name
     with (folder / "lock").open("w") as lock:
