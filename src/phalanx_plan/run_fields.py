@@ -87,7 +87,9 @@ def _default(path: str) -> object:
 
 
 def evaluation_share(spec: RunSpec) -> float:
-    """Time of the evaluations during a run over its training time, by their sequences."""
+    """Return the time of the evaluations during a run as a share of its training time, by their sequences; 0 without
+    evaluations.
+    """
     evaluation = spec.evaluation
     if not evaluation.every_steps:
         return 0.0

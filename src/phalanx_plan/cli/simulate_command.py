@@ -95,6 +95,7 @@ def fleet(options: SimulateFleetOptions) -> None:
 
 
 def _range(seeds: str) -> range:
+    """Parse FIRST:END; raises BadParameter for another text."""
     first, _, end = seeds.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
         raise click.BadParameter(
@@ -117,6 +118,7 @@ def _progress(unit: str) -> OnProgress:
 
 
 def _small(seeds: range, as_json: bool, on_progress: OnProgress) -> None:
+    """Simulate a world for each seed, and print sums of faults, recoveries and lost steps. Raises if an invariant breaks."""
     began_s = time.monotonic()
     faults: Counter[str] = Counter()
     totals: Counter[str] = Counter()
@@ -150,6 +152,7 @@ def _small(seeds: range, as_json: bool, on_progress: OnProgress) -> None:
 
 
 def _format(report: FleetReport) -> str:
+    """Return the report of a large fleet as text."""
     scenario = report.scenario
     causes = ", ".join(f"{name} {count}" for name, count in report.failures.items())
     lines = [
@@ -273,6 +276,7 @@ def _as_json(start_time: Start) -> dict[str, object]:
 
 
 def _table(starts: list[Start]) -> list[str]:
+    """Return the lines of a table of starts by phase, in seconds, one column for each size."""
     lines = [f"{'seconds, nodes:':<18}" + "".join(f"{start_time.nodes:>12,}" for start_time in starts)]
     for index, phase in enumerate(starts[0].phases):
         cells = (

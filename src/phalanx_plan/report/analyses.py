@@ -72,7 +72,9 @@ class StepTimeline:
 
 
 def step_timeline(job: TrainingJob, chosen: Estimate) -> StepTimeline:
-    """Return the spans of the step of an estimate."""
+    """Return the spans of the step of an estimate, in seconds: the first flush of the pipeline action by action, the
+    others as one span each.
+    """
     evaluation = prepare(job, candidates_of([chosen.layout], job.modes))
     pipes = evaluation.pipes
     ranks, micro_batches = int(pipes.ranks[0]), int(pipes.micro_batches[0])
@@ -201,6 +203,7 @@ def step_changes(plan: Plan) -> dict[str, tuple[float, float]]:
 
 
 def _jobs(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, TrainingJob]]:
+    """Yield (figure, job with it lowered, job with it raised); the power limit is only lowered."""
     chip = job.cluster.accelerator
     figures = {
         "memory bandwidth": ("accelerator.memory_bytes_per_s", chip.memory_bytes_per_s.value),
@@ -241,7 +244,7 @@ def _with_flops(job: TrainingJob, factor: float) -> TrainingJob:
 
 
 def days_changes(plan: Plan) -> dict[str, float]:
-    """Return the days of the run under each changed assumption."""
+    """Return the days of the run under each changed assumption. Failure rates, recovery, and step times at their P5 and P95."""
     planned = plan.assumptions
     changed = {f"failure rates: {level}": replace(planned, failure_level=level) for level in LEVELS}
     # With fixed times for saves to memory, saves to storage keep their own interval.

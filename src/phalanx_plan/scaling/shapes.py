@@ -156,6 +156,7 @@ def run_of_shape(
 
 
 def _short(number: float) -> str:
+    """Return a number of parameters as in a model's name: "1.3b"."""
     for letter, size in (("t", 1e12), ("b", 1e9), ("m", 1e6)):
         if number >= size:
             return f"{number / size:.3g}{letter}"

@@ -130,7 +130,9 @@ class SpareStudy:
         self.drawn.record_seats(now_s, self._any_spares(seats, spares))
 
     def _any_spares(self, seats: Sequence[str], spares: set[str]) -> list[str]:
-        """Return the other fleet's seats, as many as ``seats``: present nodes keep theirs, any free node takes a vacant one."""
+        """Return the other fleet's seats, as many as ``seats``: present nodes keep theirs, any free node takes a vacant
+        one. Random draws advance ``self.random``.
+        """
         usable = spares.union(seats)
         before = self.drawn.seats or list(seats)
         kept = [name if name in usable else "" for name in before[: len(seats)]]

@@ -52,7 +52,10 @@ def micro_batches_per_slot(job: TrainingJob, candidates: Candidates) -> Ints:
 def state_bytes(
     job: TrainingJob, candidates: Candidates, holdings: Holdings, place: PlaceCounts
 ) -> dict[str, Floats]:
-    """Bytes of weights, gradients and optimizer state, by kind."""
+    """Bytes of weights, gradients and optimizer state, by kind.
+
+    What the stack does not hold has no entry. Offloaded moments take none.
+    """
     stack = job.stack
     full, share = (
         times(place.counts, holdings.dense) + times(place.counts, holdings.experts),
@@ -171,7 +174,10 @@ def activation_bytes(
     pipes: Pipelines,
     place: PlaceCounts,
 ) -> dict[str, Floats]:
-    """Bytes of activations kept for backward, and of temporary buffers of a pass, by kind."""
+    """Bytes of activations kept for backward, and of temporary buffers of a pass, by kind.
+
+    Temporary buffers are those of the worst layer.
+    """
     layers = [kind for kind in (0, 1) if place.counts[kind].any()]  # the kinds that some rank has
     per_layer = {kind: costs.by_mode(costs.kept_bytes, kind, candidates.recompute) for kind in (*layers, 3)}
     kept = times(tuple(place.counts[kind] for kind in layers), tuple(per_layer[kind] for kind in layers))
@@ -328,6 +334,7 @@ def _boundary(job: TrainingJob, candidates: Candidates) -> Floats:
 
 
 def _logits(job: TrainingJob, candidates: Candidates) -> Floats:
+    """Bytes of the scores of the tokens in one chunk of the loss, on one tensor rank."""
     tokens = candidates.micro_batch * job.workload.seq_len / candidates.context
     at_once = np.minimum(tokens, job.stack.loss.chunk or np.inf)
     width = np.array([precision.activation_bytes for precision in PRECISIONS])[candidates.precision]

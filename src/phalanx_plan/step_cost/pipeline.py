@@ -120,6 +120,7 @@ def _dualpipev(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Float
 
 
 def _longest(paths: tuple[Floats, ...]) -> Floats:
+    """The elementwise maximum of ``paths``, which broadcast."""
     longest = paths[0]
     for path in paths[1:]:
         longest = np.maximum(longest, path)
@@ -225,7 +226,7 @@ def flush_s(
 def timeline(
     name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int, times: StageTimes, hop_s: float
 ) -> list[TimedAction]:
-    """Every action of the first layout of ``times``, in an order in which it could be computed."""
+    """Return every action of the first layout of ``times``, in an order in which it could be computed."""
     dealt = waves(name, pipeline, per_rank, micro_batches)
     ends, took = (table[..., 0] for table in _ends(dealt, times, np.array([hop_s])))
     schedule = Schedule(name, pipeline, per_rank)
@@ -240,7 +241,10 @@ def timeline(
 
 @lru_cache(maxsize=64)
 def waves(name: ScheduleName, pipeline: int, per_rank: int, micro_batches: int) -> Waves:
-    """All actions of all ranks, each in the first wave after that of its input."""
+    """All actions of all ranks, each in the first wave after that of its input.
+
+    Raises ``ValueError`` if the schedule cannot run to its end. The result is cached: do not change it.
+    """
     schedule = Schedule(name, pipeline, per_rank)
     columns = [_columns(schedule, rank, micro_batches) for rank in range(pipeline)]
     wave_of_result, wave_of = _deal([(column.needs.tolist(), column.makes.tolist()) for column in columns])

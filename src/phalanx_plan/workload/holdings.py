@@ -73,7 +73,10 @@ class PipelinePlaces:
 def places(
     workload: TrainingWorkload, stack: Stack, pipelines: list[tuple[int, int, bool]]
 ) -> PipelinePlaces:
-    """The places of each pipeline, given as (ranks, stages on each, whether they go down and up like a V)."""
+    """The places of each pipeline, given as (ranks, stages on each, whether they go down and up like a V).
+
+    Raises ``ValueError`` for more stages than there are layers to divide.
+    """
     sizes_of = _splits(workload, stack, {ranks * per_rank for ranks, per_rank, _ in pipelines})
     mixture = tuple(is_mixture(workload.model, layer) for layer in range(workload.model.layers))
     all_kinds = [
@@ -127,6 +130,7 @@ def most_stages(workload: TrainingWorkload, stack: Stack) -> int:
 
 
 def _splits(workload: TrainingWorkload, stack: Stack, counts: set[int]) -> dict[int, tuple[int, ...]]:
+    """Return the layers of each stage, by number of stages, as the stack splits them. Raises ``ValueError`` for too many stages."""
     layers, most = workload.model.layers, most_stages(workload, stack)
     if max(counts) > most:
         raise ValueError(f"{layers} layers cannot be divided into {max(counts)} stages: take at most {most}")
@@ -186,6 +190,7 @@ def _boundaries(costs: tuple[float, ...]) -> list[Ints]:
 
 
 def _trace(boundaries: list[Ints], layers: int, stages: int) -> tuple[int, ...]:
+    """Return the layers of each of ``stages`` stages, read back from the table of ``_boundaries``."""
     sizes, end = [], layers
     for stage in range(stages, 0, -1):
         begin = int(boundaries[stage][end])
@@ -312,7 +317,7 @@ def _holdings(
 
 
 def _of_kind(model: ModelSpec, kind: str) -> Iterator[Parameter]:
-    """The parameters of one layer of a kind, or of an end of the model."""
+    """Yield the parameters of one layer of a kind, or of an end of the model."""
     if kind == "dense" or (kind == "mixture" and model.moe is not None):
         yield from block.placed("block", 0, block.parts(model, mixed=kind == "mixture"))
     elif kind != "mixture":

@@ -45,6 +45,7 @@ def _crash(world: HostileWorld, node: SimulatedNode) -> None:
 
 
 def _rack(world: HostileWorld) -> None:
+    """Crash most nodes of one domain within 0.2 seconds."""
     domain = _somebody(world).domain
     for node in world.nodes.values():
         if node.domain == domain and world.random.random() < 0.9:
@@ -52,6 +53,7 @@ def _rack(world: HostileWorld) -> None:
 
 
 def _link(world: HostileWorld) -> None:
+    """Break the collective for a node and about half of its group."""
     node = _somebody(world)
     group = node.group
     if group is None:
@@ -67,6 +69,8 @@ def _cut_all(world: HostileWorld) -> None:
 
 
 def _isolate(world: HostileWorld, node: SimulatedNode) -> None:
+    """Cut a node off from the network for a while; its head may notice."""
+
     def mend() -> None:
         node.cut = False
 
@@ -97,7 +101,7 @@ def _fall(world: HostileWorld) -> None:
 
 
 def _stand_still(world: HostileWorld) -> None:
-    """Stop the head's process and resume it later, when another may have taken over."""
+    """Stop the head's process and resume it later, when another may have taken over. Does nothing if it is down."""
     head = world.coordinator
     if head.up:
         head.stopped = True
@@ -105,7 +109,7 @@ def _stand_still(world: HostileWorld) -> None:
 
 
 def _part(world: HostileWorld) -> None:
-    """Partition the network into two parts."""
+    """Partition the network into two parts. It heals later."""
     for node in world.nodes.values():
         node.side = world.random.randint(0, 1)
 
@@ -123,6 +127,7 @@ def _accuse(world: HostileWorld, reason: Literal["straggler", "health"]) -> None
 
 
 def _sicken(world: HostileWorld) -> None:
+    """Let a node compute wrongly until it is healed, and then admitted."""
     node = _somebody(world)
     node.sick = True
     world.ever_sick.add(node.name)
@@ -135,7 +140,7 @@ def _sicken(world: HostileWorld) -> None:
 
 
 def _cannot_train(world: HostileWorld) -> None:
-    """Report a fatal error of a single node, without which the others can continue."""
+    """Report a fatal error of a single node, without which the others can continue. Admits it again later."""
     name, state = _somebody(world).name, world.coordinator.state
     listens = world.coordinator.up and not world.coordinator.stopped
     if not listens or name not in state.nodes or not can_do_without(state, {name}):
@@ -146,6 +151,7 @@ def _cannot_train(world: HostileWorld) -> None:
 
 
 def _corrupt(world: HostileWorld) -> None:
+    """Let a running group compute wrongly from its next step on, and report the node a few seconds later."""
     node = _somebody(world)
     group = node.group
     if group is None or not group.running or not node.computes(group.epoch) or group.tainted(group.step + 1):
@@ -178,7 +184,7 @@ def _drain(world: HostileWorld) -> None:
 
 
 def _give_back(world: HostileWorld) -> None:
-    """Give nodes back, as an operator does, and request them again later."""
+    """Give nodes back, as an operator does, and request them again later. Does nothing if the fleet cannot shrink."""
     state, before = world.coordinator.state, world.conditions.settings
     try:
         names = choose(state, world.random.randint(1, 2), world.coordinator.node)
@@ -252,7 +258,11 @@ class WorldOutcome:
 
 
 def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
-    """Run the world of one seed. Raises BrokenInvariant, with the command that reproduces it."""
+    """Run the world of one seed.
+
+    Raises BrokenInvariant, with the command that reproduces it. Any other exception becomes one too. ``step`` may be a
+    broken core that is to be found out.
+    """
     world = HostileWorld(seed, step)
     try:
         return _run(world)
@@ -288,7 +298,10 @@ def _run(world: HostileWorld) -> WorldOutcome:
 
 
 def _next_fault(world: HostileWorld, mean_s: float) -> None:
-    """Inject a fault now, and again after a random time."""
+    """Inject a fault now, and again after a random time, until a few seconds before the end of faults.
+
+    Faults come closer together while the fleet recovers.
+    """
     if world.clock.now_s >= FAULTS_END_S - 5:
         return
     strike_somewhere(world)
@@ -299,7 +312,7 @@ def _next_fault(world: HostileWorld, mean_s: float) -> None:
 
 
 def _make_peace(world: HostileWorld) -> None:
-    """End all faults: the network is reliable, every machine comes back, every node is admitted."""
+    """End all faults: the network is reliable, every machine comes back, every node is admitted. Requests the full size again."""
     world.loss = world.repeat = 0.0
     world.delay_s = min(world.delay_s, 0.1)
     world.heads.make_peace()
