@@ -239,6 +239,7 @@ def _engine_of(model: Transformer, length: int, numerics: Numerics) -> Engine:
 
 
 def _from_engine(engine: Engine, request: Request) -> Iterator[int]:
+    """Yield the tokens of a request as the engine computes them. Raises ValueError if it fails."""
     engine.submit(request)
     while engine.busy:
         for output in engine.step():
@@ -255,6 +256,7 @@ def _decode(
     sampling: Sampling,
     stop: frozenset[int],
 ) -> Iterator[int]:
+    """Yield tokens up to ``length`` in total, with a pass over the whole text for each; end before one in ``stop``."""
     weight = next(model.parameters())
     cap = model.spec.logit_cap
 

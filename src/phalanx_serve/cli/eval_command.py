@@ -103,7 +103,10 @@ def command(options: EvalOptions) -> None:
 
 
 def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
-    """Yield the chosen tasks. Raises ``click.UsageError`` if there are none, and ``TaskError``."""
+    """Yield the chosen tasks: that of ``--file``, and the named ones of the run, or all if neither is given.
+
+    Raises ``click.UsageError`` if there are none, and ``TaskError``.
+    """
     from phalanx.run.directory.paths import RunDirectory, read_resolved
     from phalanx.run.fields import unknown_value
     from phalanx.train.evaluation.tasks import read_task, task_file
@@ -143,6 +146,7 @@ def _write_scores(file: TextIO, task: Task, by_item: Sequence[Sequence[Continuat
 
 
 def _print(results: dict[str, dict[str, object]], note: str) -> None:
+    """Print a line of figures for each task, and the note on standard error."""
     from phalanx.observe.display.state import describe_figures
 
     width = max(map(len, results))

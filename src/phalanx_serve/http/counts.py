@@ -178,6 +178,7 @@ class Counts:
             yield from self._of_keys()
 
     def _of_keys(self) -> Iterator[Metric]:
+        """Yield the metrics of each client's key."""
         running = GaugeMetricFamily("phalanx_key_running", "Requests under way.", labels=["key"])
         requests = CounterMetricFamily("phalanx_key_requests", "Requests admitted.", labels=["key"])
         tokens = CounterMetricFamily(
@@ -228,6 +229,7 @@ class Counts:
             yield self._counter(name, about, {"": value}, "")
 
     def _counter(self, name: str, about: str, counts: Mapping[str, float], label: str) -> CounterMetricFamily:
+        """Return a counter with a sample for each entry of ``counts``, whose keys are values of ``label``, if that is not empty."""
         family = CounterMetricFamily(name, about, labels=["model_name", label] if label else ["model_name"])
         for value, count in counts.items():
             family.add_metric([self._model, value] if label else [self._model], count)

@@ -58,7 +58,7 @@ class FarStage:
     """Pending operations, each due at the visit of its number or the next one."""
 
     def due(self, visit: int) -> tuple[m.Errand, ...]:
-        """Return the operations that are due at a visit."""
+        """Remove and return the operations that are due at a visit."""
         due = []
         while self.errands and self.errands[0][0] <= visit:
             due.append(self.errands.popleft()[1])
@@ -211,6 +211,7 @@ class FarStages:
     # The thread of a stage.
 
     def _relay(self, place: int) -> None:
+        """Pass visits to the stage at ``place``, one after the other, and on to the next. All fail after a loss."""
         stage, waiting = self._far[place], self._queues[place]
         while not self._lost:
             try:
@@ -234,6 +235,7 @@ class FarStages:
             waiting.get().failed(PartLostError(self._lost))
 
     def _lose(self, reason: str) -> None:
+        """Record the first loss, and close all links."""
         with self._sending:
             self._lost = self._lost or reason
         for stage in self._far:
@@ -306,7 +308,7 @@ class FarShares:
         return assemble(model, Share(0, self.shares), self, exact=exact)
 
     def hold(self, pages: int) -> None:
-        """Allocate ``pages`` pages in each process."""
+        """Allocate ``pages`` pages in each process. Waits until all have."""
         with self._all() as far:
             for share in far:
                 share.talk.send(m.Hold(pages))
@@ -341,6 +343,7 @@ class FarShares:
         return self._gathered(piece, -1)
 
     def _gathered(self, piece: Tensor, dim: int) -> Tensor:
+        """Return the pieces of all processes, concatenated along ``dim``."""
         pieces = [piece]
         for share in self._far:
             body = share.talk.body(share.talk.receive(m.SharePiece).nbytes)
@@ -421,7 +424,7 @@ class FarShares:
             share.link.close()
 
     def _look(self) -> None:
-        """Check that all processes are alive while they are idle."""
+        """Check that all processes are alive while they are idle, until one is lost."""
         while not self._lost:
             time.sleep(_LOOK_S)
             if not self._talking.acquire(blocking=False):

@@ -124,6 +124,7 @@ class RouterClient:
     # ``WorkerPort``.
 
     async def submit(self, request: Request) -> AsyncGenerator[EngineOutput]:
+        """Yield the outputs of a request; leaving earlier cancels it. Only an error once the service has failed."""
         server_loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[Sequence[EngineOutput]] = asyncio.Queue()
 
@@ -155,6 +156,7 @@ class RouterClient:
             self._loop.call_soon_threadsafe(self._router.abandon, request_id)
 
     def load(self) -> WorkerLoad:
+        """Return counts of texts, pages and workers, summed over all workers."""
         peers = list(self._router.peers.values())
         waiting, counted = len(self._first), self._counted(peers)
         counts = {name: int(counted.get(name, 0)) for name in ("pulled", "shared", "over_nixl", "not_pulled")}
@@ -175,6 +177,7 @@ class RouterClient:
         return self._trouble
 
     def close(self) -> None:
+        """End the workers, the router and their threads; errors are ignored."""
         with suppress(Exception):
             self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -183,6 +186,7 @@ class RouterClient:
         self._reporter.join(1.0)
 
     def _workers(self) -> tuple[WorkerFacts, ...]:
+        """Return the state of each worker, also of those that are not connected."""
         pool, peers = self._router.traffic.pool, dict(self._router.peers)
         facts = []
         for seat in self._processes.seats:
@@ -222,6 +226,7 @@ class RouterClient:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_END_S)
 
     async def _begin(self) -> None:
+        """Listen for workers on this machine, and start their processes."""
         service, token = self._service, secrets.token_hex(32)
         watcher = Watcher(lambda _: None, self._ready, self._unable, self._late, self._left)
         self._router = RequestRouter(token, service.settings, watcher)
@@ -236,12 +241,14 @@ class RouterClient:
         self._processes.start()
 
     async def _end(self) -> None:
+        """Send the workers away, and wait for their processes."""
         self._processes.closing = True
         await self._router.end()
         self._server.close()
         await self._processes.end()
 
     def _ready(self, peer: Peer) -> None:
+        """Record and report a worker that serves; with the last of them the service is ready."""
         ready = peer.ready
         assert ready is not None
         self._processes.ready(peer.number)
@@ -278,6 +285,7 @@ class RouterClient:
         self._notice("worker-slow", text, worker=number, role=role, seconds=seconds)
 
     def _left(self, peer: Peer, reason: str) -> None:
+        """Kill a worker whose connection ended, for good if it is quarantined."""
         if peer.number in self._router.traffic.pool.quarantined:
             self._processes.set_aside(peer.number, reason)
             self._notice(
@@ -290,6 +298,7 @@ class RouterClient:
         self._end_without_workers()
 
     def _happened(self, happened: WorkerEnded) -> None:
+        """Report the end of a process. Before the service is ready, it fails with that."""
         seat, again_s = happened.seat, happened.again_s
         number = seat.task.number
         if not self._identity.done():
@@ -321,6 +330,7 @@ class RouterClient:
         self._notices.put(Notice(event, text, {"at": round(time.time(), 3), **facts}))
 
     def _report_all(self, report: Callable[[Notice], None]) -> None:
+        """Report notices until the end, in a thread of its own."""
         # In a thread of its own: the reader of the printed lines may be slow, or gone.
         while (notice := self._notices.get()) is not None:
             if isinstance(notice, threading.Event):
@@ -422,8 +432,9 @@ def _of_one_kind(served: ServedRun, divisions: Mapping[Role, WorkerDivision]) ->
 
 
 def _settled(served: ServedRun) -> ServedRun:
-    """Resolve ``served`` for all workers and restarts: a fixed step of the run, or a pack. The pack of a streamed
-    run is made here, once.
+    """Resolve ``served`` for all workers and restarts: a fixed step of the run, or a pack.
+
+    The pack of a streamed run is made here, once. Raises ServeError, and the errors of packing.
     """
     require_drafts(served)  # before packing, which takes long
     path = served.path.resolve()
