@@ -75,6 +75,7 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Parse ``{% generation %}`` up to its end into a call of ``_marked`` around its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

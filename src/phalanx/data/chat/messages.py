@@ -75,6 +75,7 @@ def strings_in(value: object) -> Iterator[str]:
 
 
 def _list(value: object, field: str) -> list[object]:
+    """Return ``value``. Raises ``ValueError`` unless it is a list that is not empty."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"its {field!r} is no list, or an empty one")
     return value

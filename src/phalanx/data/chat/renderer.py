@@ -78,6 +78,7 @@ class Renderer:
         return reply
 
     def _end(self) -> None:
+        """End the process, if there is one."""
         if self._process is not None:
             self._process.end()
         self._process = None

@@ -32,6 +32,7 @@ def main() -> None:
 
 
 def _limit(kind: int, soft: int) -> None:
+    """Set the soft limit of a resource to ``soft``, or to the hard limit if that is lower."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 

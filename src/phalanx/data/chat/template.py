@@ -160,6 +160,7 @@ def template_beside(tokenizer: Path, file: Path | None = None) -> ChatTemplate:
 
 
 def _content(token: object) -> str | None:
+    """Return the text of a special token, which may be a table; ``None`` if it has none."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 

@@ -105,6 +105,7 @@ class _AsSoonAsRead(io.RawIOBase):
         return True
 
     def readinto(self, buffer: "Buffer") -> int:
+        """Read what is there without waiting for more, and return the number of bytes; 0 at the end."""
         view = memoryview(buffer)
         data = self._stream.read1(len(view))
         view[: len(data)] = data
@@ -132,6 +133,7 @@ class _Counted(io.RawIOBase):
         return self._raw.tell()
 
     def readinto(self, buffer: "Buffer") -> int:
+        """Read into ``buffer``, and call ``on_bytes`` with the total read so far; return the bytes read."""
         count: int = self._raw.readinto(buffer)  # type: ignore[attr-defined]
         self._bytes_read += count
         if self._on_bytes is not None:
@@ -198,6 +200,7 @@ class _ZstdFrames(io.RawIOBase):
 
 
 def _zstandard() -> ModuleType:
+    """Import ``zstandard``. Raises ``MissingPackageError``."""
     try:
         return importlib.import_module("zstandard")
     except ImportError as error:

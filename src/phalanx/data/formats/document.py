@@ -64,6 +64,7 @@ class ReadOptions:
 
     @property
     def field(self) -> str:
+        """The field that is read: the chosen one, or else "messages" of conversations and "text" of documents."""
         usual = "messages" if self.chat else "text"
         return usual if self.text_field is None else self.text_field
 
@@ -150,11 +151,13 @@ class _Rejoined:
         self._stream = stream
 
     def read(self, count: int) -> bytes:
+        """Read up to ``count`` bytes: first those that were read ahead, then the stream's."""
         begin, self._head = self._head[:count], self._head[count:]
         return begin + self._stream.read(count - len(begin)) if len(begin) < count else begin
 
 
 def _decoded(path: Path, name: str, piece: bytes, place: str) -> Document | BadDocument:
+    """Return the document in a piece of a file; a ``BadDocument`` if it is not UTF-8."""
     try:
         return Document(name, piece.decode())
     except UnicodeDecodeError as error:

@@ -212,6 +212,7 @@ class _LineCounter:
 
     @property
     def lines(self) -> int:
+        """Lines of the file up to here; those before the span are counted once, when needed."""
         if self._before is None:
             self._before = _lines_started_before(self._path, self._start)
         return self._before + self._span_lines

@@ -192,6 +192,7 @@ def _kind_of_text(path: Path, head: bytes, file: io.BufferedIOBase) -> Kind:
 
 
 def _require_utf8(path: Path, head: bytes) -> None:
+    """Raise ``FormatError`` unless the beginning of a file is UTF-8; a character that is cut off at its end is no error."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError as error:
@@ -329,6 +330,7 @@ def _stream_documents(
 
 @contextmanager
 def _file_errors_named(path: Path) -> Iterator[None]:
+    """Convert ``OSError`` to ``CorpusError`` with the path."""
     try:
         yield
     except OSError as error:

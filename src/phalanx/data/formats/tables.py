@@ -38,7 +38,7 @@ def require_packages() -> None:
 
 
 def parquet_spans(path: Path, span_bytes: int) -> list[Span]:
-    """Return spans of complete row groups, each of ``span_bytes`` or slightly more as stored."""
+    """Return spans of complete row groups, each of ``span_bytes`` or slightly more as stored. Raises ``DamagedError``."""
     import pyarrow.parquet as pq
 
     spans: list[Span] = []
@@ -127,7 +127,7 @@ def read_parquet(
     """Yield the documents of the span's row groups, reading the columns in use in batches of bounded size.
 
     Null or invalid values become ``BadDocument``. ``on_bytes`` receives the span's stored bytes in proportion to its
-    rows read. Raises ``DamagedError``.
+    rows read. Raises ``DamagedError``. Nothing for groups without rows.
     """
     import pyarrow.parquet as pq
 
@@ -252,6 +252,7 @@ def _value(column: pyarrow.Array, row: int) -> str | UnicodeDecodeError | None:
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
+    """Return True for a column of strings or bytes, also of a dictionary."""
     from pyarrow import types
 
     if types.is_dictionary(kind):

@@ -218,6 +218,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _round_keys(key: int) -> NDArray[np.uint64]:
+    """Return the ``ROUNDS`` keys made of ``key``. Raises ``ValueError`` for one outside 64 bits."""
     _require_range("key", key, 0, 2**64 - 1)
     digest = hashlib.blake2b(
         key.to_bytes(8, "little"), digest_size=8 * ROUNDS, person=b"phalanx rounds"
@@ -226,5 +227,6 @@ def _round_keys(key: int) -> NDArray[np.uint64]:
 
 
 def _require_range(name: str, value: int, low: int, high: int) -> None:
+    """Raise ``ValueError`` unless ``low <= value <= high``."""
     if not low <= value <= high:
         raise ValueError(f"{name} = {value} is not in [{low}, {high}]")

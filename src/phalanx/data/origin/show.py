@@ -148,6 +148,7 @@ def show_record(place: DatasetPlace, split: str, number: int, seq_len: int) -> S
 
 
 def _spelled(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Return the text of ids, special tokens included where the tokenizer has them."""
     if isinstance(tokenizer, BpeTokenizer | FallbackTokenizer):
         return str(HfTokenizer.from_str(tokenizer.serialized).decode(ids, skip_special_tokens=False))
     return tokenizer.decode(ids)

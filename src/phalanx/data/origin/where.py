@@ -256,6 +256,7 @@ def _single_order(spec: RunSpec, index: DatasetIndex) -> SampleOrder:
 
 
 def _part(spec: RunSpec, index: MixtureIndex, name: str) -> range:
+    """Return the samples of a source's training split that the run uses."""
     source = next(source for source in spec.data.sources if source.name == name)
     return part_of(source, index.sources[name].samples(TRAIN, spec.train.seq_len))
 

@@ -63,6 +63,7 @@ def place_named_files(
 
 
 def _require_place(out: str) -> None:
+    """Raise ``PreparationError`` if ``out`` is a file."""
     if not is_url(out) and Path(out).exists() and not Path(out).is_dir():
         raise PreparationError(f"{out} is a file; choose another --out")
 

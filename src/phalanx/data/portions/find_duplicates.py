@@ -101,7 +101,9 @@ def _documents(plan: PreparationPlan, piece: Piece) -> Iterator[Document | BadDo
 
 
 def _bring(local: LocalBytes, piece: Piece, form: FileFormat, nbytes: int, options: ReadOptions) -> None:
-    """Copy the bytes of a piece that reading needs from a remote file: its lines, or of Parquet the footer and columns in use."""
+    """Copy the bytes of a piece that reading needs from a remote file: its lines, or of Parquet the footer and columns
+    in use. All bytes of other formats; nothing of a file that is local already.
+    """
     if not local.is_copy:
         return
     span = piece.span
@@ -154,6 +156,7 @@ def stepped_documents(
 
 
 def _require_characters(document: Document) -> None:
+    """Raise ``PreparationError`` for a text that UTF-8 cannot encode."""
     try:
         document.text.encode()
     except UnicodeEncodeError as error:
@@ -343,6 +346,7 @@ def _range(
     """
 
     def of_portion(portion: int) -> NDArray[np.void]:
+        """Return the entries of one portion. Raises ``PreparationError`` if they are not what was written."""
         start, stop, checksum = _required_manifest(place, READ, portion).facts[kind][number]
         data = place.store.ranges(_keys_object(kind, portion), [(start, stop)])[0] if stop > start else b""
         if xxhash.xxh3_64_hexdigest(data) != checksum:
@@ -360,6 +364,7 @@ def _range(
 
 
 def _joined(place: Workplace, stage: Stage) -> NDArray[np.uint64]:
+    """Return the hashes that all tasks of a stage have stored, in order."""
     manifests: Sequence[TaskManifest] = place.manifests(stage)
     return np.concatenate(
         [np.frombuffer(place.get_packed(manifest.objects[0]), dtype="<u8") for manifest in manifests]

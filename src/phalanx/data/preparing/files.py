@@ -307,7 +307,8 @@ def _expand(pattern: str, linked: list[Path]) -> list[tuple[str, Path]]:
 def _below(folder: Path, linked: list[Path]) -> Iterator[Path]:
     """Yield all visible regular files below the folder; in folders saved by ``datasets``, only the Arrow files.
 
-    Links to folders, which may be circular, are added to ``linked``.
+    Links to folders, which may be circular, are added to ``linked``. Hidden entries are left out. Raises
+    ``CorpusError`` for a folder that cannot be read.
     """
     if (folder / "dataset_dict.json").is_file():
         folder = _only_split(folder)

@@ -106,6 +106,7 @@ class Packing:
         return [record for window in range(len(self._windows)) for record in self._close(window)]
 
     def _close(self, window: int) -> list[Record]:
+        """Empty a window, and return its pieces packed into records."""
         pieces, self._windows[window], self._tokens[window] = self._windows[window], [], 0
         bins = best_fit([len(piece) for _, piece in pieces], self._seq_len)
         return [[pieces[item] for item in items] for items in bins]

@@ -320,12 +320,14 @@ def _find(out: Path, recipe: Recipe) -> PreparedDataset | None:
 
 
 def _differences(stored: Recipe, requested: Recipe) -> str:
+    """Return in words the fields in which two recipes differ."""
     names = Recipe.__dataclass_fields__
     pairs = ((name, getattr(stored, name), getattr(requested, name)) for name in names)
     return ", ".join(f"{name} {old!r}, not {new!r}" for name, old, new in pairs if old != new)
 
 
 def _utf8(text: str, name: str) -> bytes:
+    """Return a text as UTF-8. Raises ``CorpusError`` with the document's name."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

@@ -302,6 +302,7 @@ class SplitWriter(Generic[_D]):
         self._batch, self._batch_characters = [], 0
 
     def _count(self, document: _D, tokens: int) -> None:
+        """Count a written document, and call ``on_encoded``."""
         self._documents += 1
         self._text_bytes += len(document.text.encode())
         self._on_encoded(document, tokens)

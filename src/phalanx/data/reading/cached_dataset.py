@@ -169,6 +169,7 @@ def _name_of(content: bytes) -> str:
 
 
 def _required(store: Store, name: str) -> bytes:
+    """Return an object of the store. Raises ``DatasetError`` if it is missing."""
     try:
         return store.get(name)
     except MissingObjectError as error:
@@ -267,6 +268,7 @@ class CachedShards:
             self._place(out, piece, data)
 
     def _place(self, out: NDArray[np.generic], piece: _Piece, data: memoryview) -> None:
+        """Write a piece's tokens into its place in ``out``."""
         tokens = np.frombuffer(data, dtype=self.dtype)
         out[piece.row, piece.column : piece.column + len(tokens)] = tokens
 

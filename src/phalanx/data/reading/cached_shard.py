@@ -346,7 +346,7 @@ class CachedShard:
         return min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, self._nbytes)
 
     def _cached_sums(self) -> NDArray[np.uint64] | None:
-        """Return the shard's block sums if they are cached and intact, else ``None``."""
+        """Return the shard's block sums if they are cached and intact, else ``None``. Damaged ones count as missing."""
         with suppress(DatasetError):  # torn, or of another shard
             mapped = read_sums(self._path, self._shard, self._nbytes)
             if mapped is not None:

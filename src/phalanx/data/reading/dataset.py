@@ -355,6 +355,7 @@ class RunData:
 
 
 def _open_source(name: str, place: DatasetPlace, seq_len: int) -> SourceData:
+    """Open both splits of a dataset."""
     train, held_out = (TokenSequences(place, split, seq_len) for split in (TRAIN, HELD_OUT))
     return SourceData(name, place, train, held_out)
 

@@ -142,11 +142,13 @@ class Prefetch(Generic[Batch]):
                 self._changed.notify_all()
 
     def _wait_for_room(self) -> bool:
+        """Wait until the queue has room; return False if it was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
             return not self._closed
 
     def _put(self, batch: Batch) -> None:
+        """Append a batch and wake the reader; it is dropped if the queue was closed."""
         with self._changed:
             if not self._closed:
                 self._ready.append(batch)

@@ -92,6 +92,7 @@ def with_version(step: DatatroveFilter) -> DatatroveFilter:
 
 
 def _installed(use: str) -> str:
+    """Return datatrove's version. Raises ``PreparationError`` if it is missing."""
     try:
         return importlib.metadata.version("datatrove")
     except importlib.metadata.PackageNotFoundError as error:
@@ -122,6 +123,7 @@ class Decontaminate:
     """Digests of the files, set by the plan."""
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Drop a document that shares an n-gram with the evaluation files."""
         ngrams = self._evaluation_ngrams
         shared = any(gram in ngrams for gram in _ngrams(document.text, self.ngram))
         return Dropped("contaminated") if shared else document
@@ -156,6 +158,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def _ngrams(text: str, n: int) -> Iterator[int]:
+    """Yield the hash of each n-gram of words, in lower case."""
     for gram in words_of(text.lower(), _WORD).ngrams(n):
         yield xxhash.xxh3_64_intdigest(" ".join(gram).encode())
 

@@ -63,6 +63,7 @@ class Characters:
     least_share: _Share = 0.9
 
     def __call__(self, document: Document) -> Document | Dropped:
+        """Drop a document with too small a share of allowed characters."""
         allowed_count = sum(1 for _ in re.finditer(self.allowed, document.text))
         return document if allowed_count >= self.least_share * len(document.text) else Dropped("characters")
 
@@ -185,6 +186,7 @@ class Mask:
 
 
 def _is_public(address: str) -> bool:
+    """Return True for an address that is global; False for others, and for no address."""
     try:
         return ipaddress.ip_address(address).is_global
     except ValueError:

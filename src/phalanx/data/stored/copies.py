@@ -179,7 +179,7 @@ def _index(store: Store) -> tuple[bytes, DatasetIndex]:
 
 
 def _tokenizer_fits(store: Store, index: DatasetIndex) -> bool:
-    """Return True if the stored tokenizer is the one that the index names."""
+    """Return True if the stored tokenizer is the one that the index names. Missing files are no error."""
     files: dict[str, bytes] = {}
     for name in (TOKENIZER_FILE, CONFIG_FILE):
         with suppress(MissingObjectError):

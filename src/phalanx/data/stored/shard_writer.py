@@ -67,6 +67,7 @@ class BlockSummer:
         return sums_header(shard_xxh3_128) + np.array(self._sums, dtype="<u8").tobytes()
 
     def _close_block(self) -> None:
+        """Append the sum of the open block, and begin the next."""
         self._sums.append(self._open.intdigest())
         self._open, self._open_bytes = xxhash.xxh3_64(), 0
 
@@ -255,6 +256,7 @@ class ShardWriter:
         return WrittenSplit(tuple(self._shards), self._place.digest(self._shards))
 
     def _finish_shard(self) -> None:
+        """Finish the open shard, if there is one."""
         if self._open is not None:
             self._shards.append(self._open.finish(self._open_tokens))
             self._open, self._open_tokens = None, 0
@@ -300,6 +302,7 @@ class _ShardInFolder:
         return ShardFile(self._path.name, tokens, checksum)
 
     def abandon(self) -> None:
+        """Close the file, which stays incomplete; errors are ignored."""
         # Closing flushes the buffer, which fails again on a full disk, but the file is closed anyway.
         with contextlib.suppress(OSError):
             self._file.close()

@@ -160,7 +160,7 @@ class TokenShards:
         """Write ``length`` tokens from each of ``starts`` into the corresponding one of ``rows`` of ``out``, int64.
 
         Raises ``IndexError`` for a range outside the stream, ``DatasetError`` for damaged tokens. Reads ahead from disk
-        after calls that had to wait for it.
+        after calls that had to wait for it. Does nothing for no starts, or no length.
         """
         if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
             raise IndexError(

@@ -136,6 +136,7 @@ class BytesTokenizer:
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int64]:
+        """Bytes that each id stands for: one, and none for the end of a document; read-only."""
         lengths = np.ones(self.vocab_size, dtype=np.int64)
         lengths[self.end_of_document] = 0
         lengths.flags.writeable = False
@@ -209,6 +210,7 @@ class BpeTokenizer:
 
     @cached_property
     def document_start(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer adds before a text."""
         # Tokens added by the post-processor have no sequence id. (Transformers 5 and later ignore add_bos_token beside a
         # tokenizer.json.)
         encoded = self._hf.encode("a", add_special_tokens=True)
@@ -401,6 +403,7 @@ def _model_of(serialized: str) -> dict[str, object]:
 
 
 def _read_by_library(serialized: str) -> HfTokenizer:
+    """Parse a tokenizer.json. Raises ``TokenizerError``."""
     try:
         return HfTokenizer.from_str(serialized)
     except Exception as error:  # the library raises bare Exception for a file that it cannot parse

@@ -251,7 +251,10 @@ def _portions(pieces: Sequence[Piece], portion_bytes: int) -> Iterator[tuple[Pie
 
 
 def commit_plan(store: Store, plan: PreparationPlan, tokenizer: Tokenizer | None) -> None:
-    """Store the plan and its tokenizer, unless the same plan is stored already. The plan's own object is created last."""
+    """Store the plan and its tokenizer, unless the same plan is stored already.
+
+    The plan's own object is created last. Raises ``PreparationError`` if the store has another plan or something else.
+    """
     stored = _plan_bytes(store)
     if stored is None:
         other_key = next(
@@ -316,11 +319,7 @@ def put_tokenizer(
 
 
 def read_plan(store: Store) -> PreparationPlan:
-    """Return the plan in the store.
-
-    Raises ``PreparationError`` if there is none, or if it is damaged. Also for a plan of another version. The store is
-    read.
-    """
+    """Return the plan in the store. Raises ``PreparationError`` if there is none, or if it is damaged or of another version."""
     text = _plan_bytes(store)
     if text is None:
         raise PreparationError(
@@ -369,6 +368,7 @@ def _is_there(store: Store, key: str) -> bool:
 
 
 def _plan_bytes(store: Store) -> bytes | None:
+    """Return the stored plan; ``None`` if there is none."""
     try:
         return store.get(PLAN_KEY)
     except MissingObjectError:

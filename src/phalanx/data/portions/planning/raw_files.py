@@ -88,7 +88,9 @@ def _local_files(url: str, number: int, folder: Path) -> Iterable[RawFile]:
 
 
 def _remote_files(url: str, number: int) -> Iterable[RawFile]:
-    """Yield the visible objects of a key, prefix or glob in a store, named below the prefix or before the first wildcard."""
+    """Yield the visible objects of a key, prefix or glob in a store, named below the prefix or before the first
+    wildcard. An object of exactly that key is the only one.
+    """
     store, pattern = store_of(url.rstrip("/"))
     wild = _WILDCARD.search(pattern)
     if wild is None:
@@ -111,6 +113,7 @@ def _remote_files(url: str, number: int) -> Iterable[RawFile]:
 
 
 def _glob_pattern(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a glob; ``*`` and ``?`` do not match "/", and ``**`` does."""
     pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]*\])", pattern)
     meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return re.compile(

@@ -181,6 +181,7 @@ class FallbackTokenizer:
 
     @cached_property
     def document_start(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer adds before a text."""
         encoded = HfTokenizer.from_str(self.serialized).encode("a", add_special_tokens=True)
         first = next(index for index, sequence in enumerate(encoded.sequence_ids) if sequence is not None)
         return tuple(encoded.ids[:first])
@@ -214,6 +215,7 @@ class FallbackTokenizer:
 
     @cached_property
     def _space_ids(self) -> list[int]:
+        """The ids of the bytes of the sign that stands for a space."""
         vocab = self._hf.get_vocab(with_added_tokens=False)
         return [vocab[f"<0x{byte:02X}>"] for byte in SPACE.encode()]
 
@@ -231,6 +233,7 @@ class FallbackTokenizer:
 
     @cached_property
     def _for_templates(self) -> HfTokenizer:
+        """A copy of the tokenizer that recognizes special tokens in text."""
         hf = _unlimited(HfTokenizer.from_str(self.serialized))
         hf.encode_special_tokens = False
         return hf
@@ -300,7 +303,7 @@ def _without_prefix(serialized: str) -> str:
 
 
 def _steps(step: dict[str, object] | None, name: str) -> list[dict[str, object]]:
-    """Return the steps of a sequence of normalizers, or a single one as a list."""
+    """Return the steps of a sequence of normalizers, or a single one as a list. Empty for None."""
     if step is None:
         return []
     inner = step[name] if step["type"] == "Sequence" else [step]

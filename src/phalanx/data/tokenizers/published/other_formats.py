@@ -222,12 +222,14 @@ def _varint(content: bytes, offset: int) -> tuple[int, int]:
 
 
 def _int(value: int | bytes) -> int:
+    """Return a signed 64-bit number. Raises ``ValueError`` for bytes."""
     if not isinstance(value, int):
         raise ValueError("no number")
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _bytes(value: int | bytes) -> bytes:
+    """Return the bytes. Raises ``ValueError`` for a number."""
     if not isinstance(value, bytes):
         raise ValueError("no string")
     return value
