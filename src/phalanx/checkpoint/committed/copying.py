@@ -165,6 +165,7 @@ class DiskDraft:
         self._folder = tier.draft_folder(Draft(step, int.from_bytes(secrets.token_bytes(6))))
 
     def sizes(self) -> dict[str, int]:
+        """Return the bytes of each file in the draft, by name."""
         files = files_below(self._folder)
         return {path.relative_to(self._folder).as_posix(): path.stat().st_size for path in files}
 
@@ -200,6 +201,7 @@ class DiskDraft:
         return True
 
     def _path(self, file: str) -> Path:
+        """Return the path of a file in the draft, whose folder is made if missing. Raises ``StorageError``."""
         path = self._folder / file
         with storage_errors(path, 1):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -236,6 +238,7 @@ class RateLimit:
             self._raise_if_cancelled()
 
     def _raise_if_cancelled(self) -> None:
+        """Raise ``AbandonedError`` if the copy is cancelled."""
         if self._cancelled():
             raise AbandonedError("the copy was cancelled")
 

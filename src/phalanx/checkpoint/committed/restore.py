@@ -151,6 +151,7 @@ def restore_weights(
 
 
 def _restore_step(tier: ReadableTier, step: int, model: nn.Module, parts: Mapping[str, Rows]) -> int:
+    """Restore a step's weights into the model, of some tensors the rows in ``parts``; return the step."""
     # The boxes are fp32, as stored; copying into the model's tensors converts and moves them to its device.
     shards = [
         Shard(_box(WEIGHTS + name, tuple(tensor.shape), parts.get(name)), tensor)
@@ -161,6 +162,7 @@ def _restore_step(tier: ReadableTier, step: int, model: nn.Module, parts: Mappin
 
 
 def _box(name: str, shape: Extent, part: Rows | None) -> Box:
+    """Return the box of a tensor: all of it, or its rows of the full one."""
     if part is None:
         return full_box(name, "float32", shape)
     return full_box(name, "float32", (part.of, *shape[1:])).rows(part.first, part.first + shape[0])

@@ -80,6 +80,7 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> CheckpointError:
 
 
 def _free_bytes(path: Path) -> int:
+    """Return the bytes that are free on the disk of ``path``, which need not exist."""
     folder = next(parent for parent in path.parents if parent.exists())
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize
@@ -349,6 +350,7 @@ def _rows(part: Box, dim: int, first: int, count: int) -> Box:
 
 
 def _blocks_of(manifest: Manifest, entry: ImageEntry, span: ByteSpan) -> range:
+    """Return the numbers of the blocks that a span of an image touches."""
     block_bytes = manifest.block_bytes
     return range((entry.start + span.start) // block_bytes, (entry.start + span.stop - 1) // block_bytes + 1)
 
@@ -376,6 +378,7 @@ class _Window:
         return out
 
     def _at(self, number: int) -> ByteArray:
+        """Return the block ``number``; blocks are read once and in order."""
         if self._block is None or number != self._number:
             self._number, self._block = next(self._numbers), next(self._blocks)
         return self._block

@@ -199,6 +199,7 @@ def joined(tables: Sequence[BoxTable]) -> BoxTable:
 
 
 def _stacked(columns: Sequence[Column], dims: int, filler: int) -> Column:
+    """Concatenate columns, padded in front with ``filler`` to ``dims`` dimensions."""
     wide = [
         np.pad(column, ((0, 0), (dims - column.shape[1], 0)), constant_values=filler) for column in columns
     ]
@@ -206,6 +207,7 @@ def _stacked(columns: Sequence[Column], dims: int, filler: int) -> Column:
 
 
 def _sorted(table: BoxTable) -> BoxTable:
+    """Return the table in the order of tensor, holder and start."""
     order = np.lexsort((table.start, table.holder, table.tensor))
     return BoxTable(
         table.tensors,

@@ -94,6 +94,7 @@ def parse_object(data: bytes, path: str) -> dict[str, Any]:
 
 
 def _require_version(content: Mapping[str, object], path: str) -> None:
+    """Raise ``FormatVersionError`` for a manifest of another version."""
     version = content.get("version")
     if version != _VERSION:
         raise FormatVersionError(

@@ -52,11 +52,13 @@ class _Shelf:
     longest: int = 0
 
     def sort(self) -> None:
+        """Sort the stored boxes by their first row, so that ``near`` can search them."""
         self.entries.sort(key=lambda entry: (entry[1].box.offset[:1], entry[0]))
         self.starts = [_rows_of(stored.box)[0] for _, stored in self.entries]
         self.longest = max(_rows_of(stored.box)[1] for _, stored in self.entries)
 
     def near(self, box: Box) -> list[tuple[int, StoredBox]]:
+        """Return the stored boxes that may overlap ``box`` in their rows."""
         start, size = _rows_of(box)
         return self.entries[
             bisect_left(self.starts, start - self.longest + 1) : bisect_left(self.starts, start + size)
@@ -166,6 +168,7 @@ def _describe_uncovered(uncovered: Iterable[Box]) -> str:
 
 
 def _listed(head: str, lines: list[str], most: int = 20) -> str:
+    """Return a message of a heading and at most ``most`` lines."""
     more = [f"  ... and {len(lines) - most} more"] if len(lines) > most else []
     return "\n".join([f"{head}:", *lines[:most], *more])
 
@@ -201,5 +204,6 @@ def share_of(boxes: Sequence[Box], replica: int, replicas: int) -> list[Box]:
 
 
 def _nearest_row(cut: int, nbytes: int, rows: int) -> int:
+    """Return the row that begins nearest to the byte ``cut``."""
     row_bytes = nbytes // rows
     return min(max((cut + row_bytes // 2) // row_bytes, 0), rows)

@@ -340,6 +340,7 @@ def decode_index(data: bytes, path: str) -> PackIndex:
 
 
 def _read(content: Mapping[str, Any]) -> PackIndex:
+    """Return the index in decoded JSON."""
     layouts = [
         tuple(
             PackedTensor(name, dtype, tuple(shape), start, scale)

@@ -111,6 +111,7 @@ class PackFile:
 
 
 def _identity(descriptor: int) -> tuple[int, int, int, int]:
+    """Return what changes if the file is replaced or written: device, inode, size and time."""
     stat = os.fstat(descriptor)
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 

@@ -129,6 +129,7 @@ class RoundingMeter:
         return parts
 
     def _add(self, name: str, error: float, norm: float) -> None:
+        """Add squared error and norm to those of a tensor."""
         before = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = (before[0] + error, before[1] + norm)
 
@@ -270,6 +271,7 @@ class _Source:
 
 
 def _require_hash(source: _Source, computed: str, run_dir: Path) -> None:
+    """Raise ``CorruptError`` if the run recorded another hash of the weights."""
     recorded = source.recorded()
     if recorded is not None and recorded != computed:
         raise CorruptError(
@@ -349,6 +351,7 @@ def _write_sections(
 
 
 def _first(part: _Part) -> bool:
+    """Return True for the first part of a tensor, or of each expert in a stack."""
     first = part.box.offset[1:] if len(part.box.shape) > len(part.tensor.shape) else part.box.offset
     return not any(first)
 
@@ -418,6 +421,7 @@ def _new_file(out: Path, needed: int) -> Iterator[int]:
     """Yield the descriptor of a file with a hidden name; rename it to ``out`` on success, and remove it on failure.
 
     Raises PackError if ``out`` exists by then, and StorageFullError at once if fewer than ``needed`` bytes are free.
+    Creates the folder, and removes what killed processes have left of ``out``.
     """
     temporary = out.with_name(f".{out.name}.{os.getpid()}.partial")
     descriptor = None
@@ -444,6 +448,7 @@ def _new_file(out: Path, needed: int) -> Iterator[int]:
 
 
 def _explained(error: OSError, out: Path, needed: int) -> Exception:
+    """Return the error of a failed write: ``StorageFullError`` for a full disk, else ``StorageError``."""
     if error.errno in _FULL:
         return StorageFullError(
             f"{out}: no room for a pack of {needed:,} bytes ({error.strerror}). No files remain: free space, name another "
@@ -464,6 +469,7 @@ def _remove_abandoned(out: Path) -> None:
 
 
 def _write_all(descriptor: int, data: bytes | bytearray, start: int) -> None:
+    """Write all of ``data`` at ``start``."""
     # Released before the buffer is cleared: an exported view would forbid it.
     with memoryview(data) as view:
         written = 0

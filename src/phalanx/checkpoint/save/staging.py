@@ -109,6 +109,7 @@ class ImageCopier:
         return copied
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Return the device's stream for copies, which is made once."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
@@ -187,7 +188,8 @@ class StagingBuffers:
         self._layout_of = lru_cache(maxsize=1)(image_layout)
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Allocate every buffer and map its pages now, so that the first save is as fast as later ones.
+        """Allocate every buffer that does not exist yet and map its pages now, so that the first save is as fast as
+        later ones.
 
         Buffers for tensors on GPUs are pinned.
         """
@@ -236,6 +238,7 @@ class StagingBuffers:
             self._allocated = self._most
 
     def _give_back(self, buffer: _Buffer) -> None:
+        """Return a buffer to the free ones, and wake a waiting save."""
         with self._returned:
             self._free.append(buffer)
             self._returned.notify()
@@ -243,6 +246,9 @@ class StagingBuffers:
     def _fill(
         self, buffer: _Buffer, layout: ImageLayout, shards: Sequence[Shard]
     ) -> "torch.cuda.Event | None":
+        """Copy the header, if the layout is new, and the shards into a buffer; return the event after the last copy, if
+        any is on a GPU.
+        """
         if buffer.layout is not layout:
             buffer.data[: len(layout.header)] = np.frombuffer(layout.header, dtype=np.uint8)
             buffer.layout = layout
@@ -276,6 +282,7 @@ class StagingBuffers:
 
 
 def _unpin(buffer: _Buffer) -> None:
+    """Unpin a buffer's memory, if it is pinned."""
     if buffer.pinned:
         unpin(buffer.data)
         buffer.pinned = False

@@ -127,6 +127,7 @@ class StoreUploader:
         condemned: Condemned = Condemned(),
         limit: Callable[[float, Callable[[], bool]], RateLimit] = RateLimit,
     ) -> None:
+        """Start the thread that copies steps from ``disk`` to ``store``."""
         self._disk, self._store, self._rules, self._tag = disk, store, rules, tag
         self._report, self._log, self._times, self._condemned = report, log, times, condemned
         self._retention = rules.retention
@@ -225,6 +226,7 @@ class StoreUploader:
                 self._changed.wait_for(self._hurried, pause_s)
 
     def _pause_s(self) -> float:
+        """Return the seconds until the next look at the disk, which are fewer while a step is expected."""
         waits = self._expected != _NO_STEP and not self._disk.has(self._expected)
         return self._times.look_s if waits else self._times.idle_look_s
 
@@ -236,7 +238,8 @@ class StoreUploader:
         return self._cancelled or self._share != self._passing
 
     def _copy_all(self, share: CopyShare) -> bool:
-        """Copy this process's share of all steps that the store lacks; return True if nothing has failed.
+        """Copy this process's share of all steps that the store lacks; return True if nothing has failed. Failures, and
+        steps that are lost before they were copied, are reported.
 
         With ``share.commits``, also sets aside condemned steps and deletes expired ones. After a storage error the
         remaining steps wait.
@@ -322,7 +325,7 @@ class StoreUploader:
     def _commit(self, step: int, draft: ObjectDraft) -> None:
         """Wait for the files of the other processes and commit the step.
 
-        After a timeout, copy the missing files. Raises AbandonedError if the upload is cancelled.
+        After a timeout, copy the missing files, and log that. Raises AbandonedError if the upload is cancelled.
         """
         began_s = time.monotonic()
         while True:
@@ -341,7 +344,7 @@ class StoreUploader:
                     self._log(f"step {step}: copied {copied_bytes:,} bytes of other processes")
 
     def _tidy(self, tier: ObjectTier) -> None:
-        """Set aside condemned steps; once per process, remove drafts of killed uploads."""
+        """Set aside condemned steps, with a warning each; once per process, remove drafts of killed uploads."""
         after = self._condemned.after()
         if after is not None:
             for step in tier.steps():
@@ -371,6 +374,7 @@ class StoreUploader:
     # --- reports -------------------------------------------------------------------------------
 
     def _report_lost(self, steps: set[int], share: CopyShare) -> None:
+        """Report steps that vanished before they were copied, by the process that commits."""
         for step in sorted(steps) if share.commits else ():
             self._report(CheckpointFailed(step, self._store.url, _LOST.format(step)))
 

@@ -242,7 +242,7 @@ class SnapshotServer:
             self._room.release()
 
     def _answer(self, wire: FramedConnection, request: Request) -> None:
-        """Answer one request; a CheckpointError becomes the answer "missing" or "refused"."""
+        """Answer one request; a CheckpointError becomes the answer "missing" or "refused", which is logged."""
         try:
             match request:
                 case Describe():

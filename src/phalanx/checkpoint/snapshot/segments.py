@@ -45,10 +45,11 @@ _FILES: dict[int, _Files] = {
 
 
 def free_memory_bytes(proc: Path = Path("/proc"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that can be filled without swapping or an out-of-memory kill, by the machine and the control groups.
+    """Return the memory that can be filled without swapping or an out-of-memory kill, by the machine and the control
+    groups.
 
-    A limit may be set at this process's group or at any group above it, in either version of control groups; the tightest applies. There is no
-    limit if the system reports none (``proc`` and ``group`` are Linux's folders for it).
+    A limit may be set at this process's group or at any group above it, in either version of control groups; the
+    tightest applies. 2^62 if the system reports no limit (``proc`` and ``group`` are Linux's folders for it).
     """
     limits = [
         _remaining_bytes(folder, _FILES[version]) for folder, version in groups_of("memory", proc, group)
@@ -249,6 +250,7 @@ class Segment:
         self._populate(_end_of(nbytes))
 
     def _require_room(self, nbytes: int) -> None:
+        """Raise ``StorageFullError`` if memory lacks room to grow to ``nbytes``."""
         # Checked here, because the kernel would kill some process when the pages are filled.
         more_bytes = _end_of(nbytes) - os.fstat(self.descriptor).st_blocks * _STAT_BLOCK_BYTES
         if more_bytes > 0 and more_bytes > (free_bytes := self._free_bytes()):
@@ -420,6 +422,7 @@ class SnapshotMemory:
         return [*(segment for pair in self._own for segment in pair), *self._buddies]
 
     def _snapshot_in(self, segment: Segment) -> Snapshot | None:
+        """Return a segment's snapshot; ``None`` if it has none of this run."""
         snapshot = segment.snapshot()
         return snapshot if snapshot is not None and snapshot.run == self.run else None
 

@@ -121,6 +121,7 @@ class _Peer:
         self._snapshot = snapshot
 
     def snapshot(self) -> Snapshot:
+        """Return the holder's snapshot; its record is read and checked once."""
         if self._snapshot is None:
             self._snapshot = _decoded(self.record(), self._key, self.name)
         return self._snapshot
@@ -138,6 +139,7 @@ class _Peer:
         return sum(self._read_bytes)
 
     def blocks(self, numbers: Iterable[int]) -> Iterator[ByteArray]:
+        """Yield blocks of the image by number, read ahead over several connections."""
         block_bytes = self.snapshot().manifest.block_bytes
         return read_ahead(numbers, lambda _: block_bytes, self._read, threads=_CONNECTIONS)
 
@@ -231,6 +233,7 @@ def describe(
         by_rank[holder.rank].append(holder)
 
     def read_record(rank: int) -> bytes | None:
+        """Return the first good record of a rank's snapshot; ``None``, with a warning each, if none is."""
         key = SnapshotKey(ranks, rank, step)
         for holder in by_rank[rank]:
             with closing(_Peer(key, holder, token, tls, pause, keeps_connections=False)) as peer:
@@ -385,6 +388,7 @@ class SnapshotTier:
         return [source for source in self._sources if source.name not in self._failed]
 
     def _require(self, step: int) -> None:
+        """Raise ``NoSuchStepError`` for any other step."""
         if step != self._step:
             raise NoSuchStepError(f"these are the snapshots of step {self._step}, not of step {step}")
 

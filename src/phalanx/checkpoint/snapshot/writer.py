@@ -62,7 +62,11 @@ class SnapshotWriter:
         on_complete: Callable[[TakenSnapshot], None] | None = None,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        """Use the worker's two ``segments``. ``on_complete`` is called, in a thread, when a snapshot is complete."""
+        """Use the worker's two ``segments``.
+
+        ``on_complete`` is called, in a thread, when a snapshot is complete. Raises ValueError for another number of
+        them.
+        """
         if len(segments) != 2:
             raise ValueError(f"{len(segments)} segments: a worker has two, one to write and one to keep")
         self._segments = tuple(segments)
@@ -200,6 +204,7 @@ class SnapshotWriter:
         self._pinned[index] = image
 
     def _unpin(self, index: int) -> None:
+        """Unpin the memory of segment ``index``, if it is pinned."""
         pinned = self._pinned[index]
         if pinned is not None:
             unpin(pinned)

@@ -170,6 +170,7 @@ class Collector:
         self._withdrawn.append(withdrawn)
 
     def _ref(self, catalog: StoredImage, world_size: int) -> CatalogRef:
+        """Return the index's reference to a stored catalog."""
         ranks = min(self.catalog_ranks, world_size - catalog.rank)
         return CatalogRef(
             catalog.rank, ranks, catalog.file, f"{int(catalog.checksums[0]):016x}", catalog.nbytes
@@ -317,7 +318,9 @@ class CatalogReader:
         return decode_catalog(self._checked_bytes(step, EXTENTS, digits), self._files.place(step, EXTENTS))
 
     def boxes(self, step: int, rank: int | None, needed: Sequence[Box] | None) -> tuple[StoredBox, ...]:
-        """See ``ReadableTier.boxes``. Catalogs that cannot overlap ``needed`` are not read."""
+        """Return the stored boxes of a step that may overlap ``needed`` (None: all), those of ``rank`` alone if it is
+        given. Raises NoSuchStepError. Catalogs that cannot overlap ``needed`` are not read.
+        """
         index = self._files.index(step)
         refs = index.catalogs
         if rank is not None:
@@ -329,7 +332,10 @@ class CatalogReader:
         return tuple(box for ref in refs for box in self._stored_boxes(self.catalog(step, ref), rank, needed))
 
     def read(self, step: int, reads: Sequence[PlannedRead]) -> Iterator[tuple[Box, RawArray]]:
-        """See ``ReadableTier.read``."""
+        """Yield (box, elements) of ``reads`` in pieces, each valid until the next one is requested.
+
+        Raises CorruptError for other bytes than those written.
+        """
         refs = self._files.index(step).catalogs
         firsts = [ref.first_rank for ref in refs]
         for holder, group in groupby(reads, key=lambda read: read.source.location.holder):

@@ -70,6 +70,7 @@ class DiskTier:
     def __init__(
         self, root: Path | str, *, block_bytes: int = BLOCK_BYTES, catalog_ranks: int = CATALOG_RANKS
     ) -> None:
+        """Open the tier in the folder ``root``, which is created if missing. Raises ``StorageError``."""
         self.root = Path(root)
         self._block_bytes = block_bytes
         self._collector = Collector(catalog_ranks)
@@ -203,7 +204,11 @@ class DiskTier:
         return sum(ref.data_bytes for ref in catalogs)
 
     def _publish(self, folder: Path, step: int) -> None:
-        """Rename the draft to the step's folder. Drop it if the step is committed; set an incomplete folder of that name aside."""
+        """Rename the draft to the step's folder.
+
+        Drop it if the step is committed; set an incomplete folder of that name aside, with a warning. Raises
+        StorageError.
+        """
         with storage_errors(folder, 1):
             try:
                 os.rename(folder, self.folder(step))
@@ -290,7 +295,10 @@ class DiskTier:
         return BlockFile(self.folder(step) / manifest.file, manifest).blocks(numbers)
 
     def damage(self, step: int, manifest: Manifest) -> Iterator[tuple[int, CheckpointError | None]]:
-        """Read an image from the disk, past the page cache, and yield (bytes read, error or None) for each block."""
+        """Read an image from the disk, past the page cache, and yield (bytes read, error or None) for each block.
+
+        A file of another length is an error too.
+        """
         # Drop cached pages, so that the disk is read.
         path = self.folder(step) / manifest.file
         try:

@@ -100,7 +100,7 @@ class SharedBlocks:
     def block(self, manifest: Manifest, number: int, fetch: Callable[[], memoryview]) -> memoryview:
         """Return a block of an image from the cache, or the result of ``fetch``, which is not verified yet.
 
-        It is cached afterwards; other processes wait meanwhile.
+        It is cached afterwards; other processes wait meanwhile. Without a cache, or for a damaged block, it is fetched.
         """
         slots = self._most_bytes // manifest.block_bytes
         if self._descriptor < 0 or not slots:
@@ -249,6 +249,7 @@ class ObjectTier:
         key, shared = self._key(step, manifest.file), self._shared
 
         def fetch(number: int) -> ByteArray:
+            """Return a verified block, of other processes of this machine or of the store. Raises CorruptError."""
             start = number * manifest.block_bytes
             stop = min(start + manifest.block_bytes, manifest.nbytes)
 
@@ -474,6 +475,7 @@ def open_origin(start: str) -> tuple[DiskTier | ObjectTier, int]:
 
 
 def _place_and_step(url: str) -> tuple[str, int | None]:
+    """Return the store's URL and the step of a URL, which may end with a step's folder."""
     place, _, name = url.rstrip("/").rpartition("/")
     step = step_of(Path(name))
     return (url.rstrip("/"), None) if step is None else (place, step)

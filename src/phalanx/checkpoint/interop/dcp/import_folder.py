@@ -98,6 +98,7 @@ def import_dcp(directory: Path, out: Path, model: ModelSpec, *, image_bytes: int
 
 
 def _vocabulary(index: FolderIndex) -> int:
+    """Return the rows of the embedding; 0 if it is not there."""
     shapes = [index.tensors[name].shape for name, _ in (_OURS, *_TITANS) if name in index.tensors]
     return shapes[0][0] if shapes and shapes[0] else 0
 
@@ -136,6 +137,7 @@ def _titan_name(directory: Path, part: Parameter) -> str:
 
 
 def _in_pairs(part: Parameter, spec: ModelSpec) -> RotaryRows | None:
+    """Return the order of rows of a query or key, which torchtitan stores in pairs; ``None`` for others."""
     if ".attention.query." in part.name or ".attention.key." in part.name:
         return RotaryRows(spec.head_dim, spec.head_dim)
     return None

@@ -69,6 +69,7 @@ class _Kept:
         self.state = state
 
     def field(self, name: str) -> object:
+        """Return a field of the unpickled state; ``None`` if it is missing."""
         state = getattr(self, "state", None)
         return state.get(name) if isinstance(state, dict) else None
 
@@ -99,6 +100,7 @@ class _Index(_Kept):
 
     @property
     def key(self) -> tuple[str, Extent]:
+        """The tensor's name, and the offset of its part."""
         offset = self.field("offset")
         return str(self.field("fqn")), _extent(offset) if offset is not None else ()
 
@@ -189,7 +191,11 @@ def read_index(directory: Path) -> FolderIndex:
 
 
 def _index_of(directory: Path, metadata: object) -> FolderIndex:
-    """Return the index of unpickled metadata. Entries that are no tensors of a readable dtype are listed as others."""
+    """Return the index of unpickled metadata.
+
+    Entries that are no tensors of a readable dtype are listed as others. Raises DcpError for metadata of another
+    structure, and for pieces that cannot be read.
+    """
     top = _expected(_Metadata, metadata)
     described = _expected(dict, top.field("state_dict_metadata"))
     placed = _expected(dict, top.field("storage_data"))
@@ -209,6 +215,7 @@ def _index_of(directory: Path, metadata: object) -> FolderIndex:
 
 
 def _dtype_of(entry: _Tensor) -> str:
+    """Return the dtype's name in a tensor's properties; empty if there is none."""
     properties = entry.field("properties")
     state = properties.state if isinstance(properties, _Properties) else ()
     return str(state[0]) if isinstance(state, tuple) else ""

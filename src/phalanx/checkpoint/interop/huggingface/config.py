@@ -405,7 +405,7 @@ def import_notes(hf_config: JsonObject) -> tuple[str, ...]:
 
 
 def export_notes(spec: ModelSpec) -> tuple[str, ...]:
-    """Return notes on how readers of an exported model compute differently from this project."""
+    """Return notes on how readers of an exported model compute differently from this project. Empty if they do not."""
     eps = LATENT_EPS if spec.mla is None else spec.mla.norm_eps or spec.norm_eps
     if eps == LATENT_EPS:
         return ()

@@ -201,6 +201,7 @@ def _header(tensors: Sequence[Published], dtype: Dtype) -> bytes:
 
 
 def _index_of(files: Sequence[WeightFile], dtype: Dtype) -> dict[str, object]:
+    """Return the content of the index: total bytes, and the file of each tensor."""
     total = sum(_nbytes(tensor, dtype) for file in files for tensor, *_ in _by_name(file.tensors))
     places = {tensor.name: file.name for file in files for tensor in file.tensors}
     return {"metadata": {"total_size": total}, "weight_map": places}

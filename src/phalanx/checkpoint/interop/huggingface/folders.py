@@ -274,7 +274,9 @@ def served_context(folder: Path, spec: ModelSpec, trained_seq_len: int) -> int:
 def _context(
     published: JsonObject, spec: ModelSpec, max_seq_len: int, trained_seq_len: int
 ) -> tuple[int, str]:
-    """Return the maximum context to write, 0 to leave it to the model, and a note on the choice, if any."""
+    """Return the maximum context to write, 0 to leave it to the model, and a note on the choice, if any: the requested
+    one, the published one for the same rotary embedding (the trained one if longer), or the trained one.
+    """
     if max_seq_len:
         return max_seq_len, ""
     context = published_context(published)

@@ -268,7 +268,9 @@ def read_unrotated_layers(hf_config: JsonObject) -> tuple[dict[str, object], lis
 
 
 def write_unrotated_layers(spec: ModelSpec) -> Mapping[str, object]:
-    """Return SmolLM3's ``no_rope_layers``: for each layer 1 if it has rotary positions, else 0. ``read_unrotated_layers`` reads them."""
+    """Return SmolLM3's ``no_rope_layers``: for each layer 1 if it has rotary positions, else 0; its interval if it is
+    regular; and no sliding window. ``read_unrotated_layers`` reads them.
+    """
     rotated = [int(attention_of(spec, layer) != "no-position") for layer in range(spec.layers)]
     # Older readers use the interval only.
     regular = all(kind == "full" for kind in spec.attention_pattern[:-1])
@@ -366,6 +368,7 @@ def write_early_windows(spec: ModelSpec) -> Mapping[str, object]:
 
 
 def _mixtures(moe: MoeSpec, layers: int) -> list[int]:
+    """Return the numbers of the layers with experts."""
     spec = ModelSpec(moe=moe)
     return [layer for layer in range(layers) if is_mixture(spec, layer)]
 

@@ -92,6 +92,7 @@ class FolderTier:
                 yield span.part, elements.contiguous().view(torch.uint32).numpy()
 
     def _require(self, step: int) -> None:
+        """Raise ``NoSuchStepError`` for any step but 0."""
         if step != 0:
             raise NoSuchStepError(
                 f"{self.root}: is a published model, which has no step {step}: omit the step"

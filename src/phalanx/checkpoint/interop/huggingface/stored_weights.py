@@ -192,7 +192,8 @@ def scale_name(name: str) -> str:
 def _open_weights(directory: Path, stack: ExitStack) -> dict[str, StoredTensor]:
     """Return, for each tensor of the model by Hugging Face's name, the slice object that reads parts of it.
 
-    Files stay open until ``stack`` closes. Raises HuggingFaceError if one is missing or damaged.
+    Files stay open until ``stack`` closes. Raises HuggingFaceError if one is missing or damaged. Tables of rotary
+    frequencies and tensors without elements are left out.
     """
     index = directory / "model.safetensors.index.json"
     files = ["model.safetensors"]
@@ -338,6 +339,7 @@ def _copies(spec: ModelSpec) -> dict[str, str]:
 
 
 def _require_same_copies(directory: Path, spec: ModelSpec, weights: Weights) -> None:
+    """Raise HuggingFaceError if a stored copy of a tied tensor differs from the original."""
     for copy, original in _copies(spec).items():
         if copy in weights.tensors:
             _require_same(directory, copy, original, weights)

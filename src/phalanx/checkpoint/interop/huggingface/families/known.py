@@ -139,6 +139,7 @@ def unsayable(spec: ModelSpec, family: Family) -> list[str]:
 
 
 def _has_its_kinds(spec: ModelSpec, family: Family) -> bool:
+    """Return True if the family has latent attention or experts where the model has."""
     if spec.mla is not None:
         return "mla" in family.sections
     return family.sections == ({"moe"} if spec.moe is not None else set())
