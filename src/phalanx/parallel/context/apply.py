@@ -147,7 +147,10 @@ def _divide_mixture(moe: MoE, shared: Mapping[str, SharedParameter], count: int)
 
 
 def _shared(unit: nn.Module, names: Iterable[str], tiles: RankTiles) -> dict[str, SharedParameter]:
-    """Give each tile a share of the parameters ``names`` of ``unit``, one FSDP unit. Return the shared parameters by name."""
+    """Give each tile a share of the parameters ``names`` of ``unit``, one FSDP unit.
+
+    Return the shared parameters by name. Empty without names.
+    """
     param_names = list(names)
     if not param_names:
         return {}

@@ -106,7 +106,7 @@ class GatherMethod:
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See ``TileMethod``."""
+        """Gather all keys and values, and return the rows' results and log-sum-exp, both fp32. A collective."""
         keys, values = self._gather(key, value)  # (b, k, s * ranks, e), (b, k, s * ranks, v)
         rank, ranks, seq = self.group.rank(), self.group.size(), query.shape[2]
         rule = head_tail_mask_rule(rank, ranks, seq, self.window, documents)
@@ -115,7 +115,10 @@ class GatherMethod:
     def differentiate(
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``TileMethod``."""
+        """Gather all keys and values again, and return the gradients of this rank's queries, keys and values, fp32.
+
+        A collective.
+        """
         keys, values = self._gather(key, value)  # (b, k, s * ranks, e), (b, k, s * ranks, v)
         rank, ranks, seq = self.group.rank(), self.group.size(), grad_out.shape[2]
         rule = head_tail_mask_rule(rank, ranks, seq, self.window, documents)
@@ -206,7 +209,7 @@ class RingMethod:
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See ``TileMethod``."""
+        """Pass keys and values around the ring, and return the rows' results and log-sum-exp, both fp32. A collective."""
         rows = OnlineSoftmax(query, value.shape[-1])
         for source, keys, values in self._rounds(key, value):
             block, rule = (
@@ -220,7 +223,9 @@ class RingMethod:
     def differentiate(
         self, saved: SavedAttention, grad_out: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See ``TileMethod``."""
+        """Pass keys, values and their gradients around the ring, and return the gradients of this rank's queries, keys
+        and values, fp32. A collective.
+        """
         grad_query = torch.zeros_like(saved.query, dtype=torch.float32)
         collected = key.new_zeros(key.numel() + value.numel(), dtype=torch.float32)  # (b k s (e + v),)
         arriving: Passing | None = None

@@ -226,7 +226,10 @@ class TiledHeads:
         inputs: tuple[Tensor, ...],
         *context: object,
     ) -> Tensor:
-        """See ``phalanx.parallel.tensor.lanes.layers.LaneResult``; ``context`` holds the further arguments of ``Attention.forward``."""
+        """Return the lane's share ``(b, s, d)`` of attention's result
+        (``phalanx.parallel.tensor.lanes.layers.LaneResult``), over all tiles; ``context`` holds the further arguments
+        of ``Attention.forward``.
+        """
         cos, sin, documents, cache = context
         assert isinstance(cos, Tensor), "positions are known"
         assert isinstance(sin, Tensor), "positions are known"

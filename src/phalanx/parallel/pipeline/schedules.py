@@ -155,12 +155,14 @@ def bubble(schedule: ScheduleName, pipeline: int, micro_batches: int, stages_per
 
 
 def _gpipe(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    """Return all forward passes, then all backward passes."""
     del schedule
     forward = [Action("F", rank, number) for number in range(micro_batches)]
     return forward + [Action("B", rank, number) for number in range(micro_batches)]
 
 
 def _one_forward_one_backward(schedule: Schedule, rank: int, micro_batches: int) -> list[Action]:
+    """Return forward and backward passes in turn, after as many forward passes as there are stages from this one on."""
     forward = [Action("F", rank, number) for number in range(micro_batches)]
     backward = [Action("B", rank, number) for number in range(micro_batches)]
     # Warm-up: forward until the first gradient can come back. Steady state: one backward, one forward. Cool-down: backward.

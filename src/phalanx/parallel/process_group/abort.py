@@ -88,7 +88,8 @@ class Connections:
     def interrupt(self) -> None:
         """Make gloo operations that wait for other ranks raise. The other ranks notice nothing yet.
 
-        A connection with bytes in flight is left alone for up to a second after the first call. Call it until all operations have returned.
+        A connection with bytes in flight is left alone for up to a second after the first call. Call it until all
+        operations have returned. Where no sockets can be settled, all are shut down.
         """
         if self._settled is None:
             self.shut()
@@ -159,7 +160,7 @@ def abort(connections: Connections, device: torch.device) -> None:
 
 
 def _sockets() -> list[tuple[int, int]]:
-    """Return descriptor and inode of every socket of this process."""
+    """Return descriptor and inode of every socket of this process. Those that close meanwhile are left out."""
     sockets = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed since it was listed
@@ -210,7 +211,7 @@ def _is_idle(connection: socket.socket) -> bool:
 
 
 def _discard(connection: socket.socket) -> int:
-    """Read and discard received bytes; return their number."""
+    """Read and discard bytes that are there without waiting; return their number, also if the connection then fails."""
     nbytes = 0
     with suppress(OSError):
         while part := connection.recv(_READ_BYTES, socket.MSG_DONTWAIT):

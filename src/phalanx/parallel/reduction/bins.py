@@ -230,6 +230,7 @@ class Bins:
 
     @property
     def _chunk(self) -> int:
+        """Elements that are added at a time, by default more on a GPU than on a CPU."""
         if self.chunk_elements is not None:
             return self.chunk_elements
         return _CPU_CHUNK if self.words.device.type == "cpu" else _GPU_CHUNK

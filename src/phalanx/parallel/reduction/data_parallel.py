@@ -106,6 +106,7 @@ class ExpertSums:
         self._sums.clear()
 
     def _complete(self, name: str, first: int) -> None:
+        """Move the gradients of the slots from ``first`` on to the sums, added up if each slot counts by itself."""
         values = self._partial[name].pop(first)
         self._sums[name].append(add_slots(values) if self._by_slot else values)
 
@@ -215,11 +216,13 @@ class Sharded(DataParallel):
         root.set_reshard_after_backward((last and current.last) or not self._keep_weights)
 
     def after_weights(self, part: int) -> None:
+        """Finish the experts' sums and the backward pass of a part."""
         for sums in self.expert_sums[part]:
             sums.finish()
         finish_backward(cast(FSDPModule, self.parts[part]))
 
     def close(self, part: int, current: Round) -> None:
+        """Drop the gradients of a part's shares, unless the round is the last."""
         if self.summation.slot_by_slot and not current.last:
             # The trees have this round's gradients; the output that FSDP would accumulate is meaningless until the last round.
             _drop(self._shares[part])
@@ -245,6 +248,7 @@ class Unsharded(DataParallel):
         summation.follow(named_parameters(parts))
 
     def before_backward(self, part: int, current: Round, *, last: bool) -> None:  # noqa: ARG002
+        """Note whether the slot is complete after this pass; before the last one, add to the sibling's gradients."""
         self.summation.intake.slot_complete = last
         if last:
             self.summation.add_to_siblings()
@@ -257,11 +261,13 @@ class Unsharded(DataParallel):
         self.summation.take_whole(self._parameters[part])
 
     def end(self, current: Round) -> None:
+        """After the last round, sum all gradients over the slots and replicas."""
         if current.last:
             self.summation.sum_whole([parameter for part in self._parameters for parameter in part])
 
 
 def _drop(shares: Sequence[nn.Parameter]) -> None:
+    """Set the gradients of ``shares`` to None."""
     for share in shares:
         share.grad = None
 

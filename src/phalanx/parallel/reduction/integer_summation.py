@@ -110,6 +110,7 @@ class IntegerSummation(Summation):
             parameter.grad = None
 
     def take_whole(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Push the complete gradients of unsharded parameters of a slot into the bins."""
         self.intake.slot_complete = True
         for parameter in parameters:
             self._push(parameter)

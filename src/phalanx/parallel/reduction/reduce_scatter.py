@@ -128,6 +128,7 @@ class _MachinePlan:
 
 @functools.cache
 def _plan(count: int, leaves: range, machines: int, width: int, device: torch.device) -> _MachinePlan:
+    """Return which leaves each machine adds before the exchange, and what is added after it; made once."""
     parts = tuple(
         leaf_sums(count, leaves[number * width : (number + 1) * width], device) for number in range(machines)
     )

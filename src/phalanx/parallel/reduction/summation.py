@@ -142,7 +142,10 @@ class TreeSummation(Summation):
                 self._accumulating.add(parameter)
 
     def _push(self, tensor: Tensor) -> None:
-        """Push the parameter's complete gradient to its tree as the slot's leaf, or as the pair's node, and clear it."""
+        """Push the parameter's complete gradient to its tree as the slot's leaf, or as the pair's node, and clear it.
+
+        Does nothing before the slot is complete, or without a gradient.
+        """
         parameter, slot = cast(nn.Parameter, tensor), self.intake.round.slot
         if not self.intake.slot_complete or parameter.grad is None:
             return
@@ -191,6 +194,7 @@ class TreeSummation(Summation):
             _hand_out(total, bucket)
 
     def _pop_node(self, parameter: nn.Parameter, node: TreeNode) -> Tensor:
+        """Remove and return a node of a parameter's tree; its memory is reused afterwards."""
         value = self._trees[parameter].nodes.pop(node)
         _put_aside(self.spare[parameter], value)
         return value
@@ -210,6 +214,7 @@ class FastSummation(Summation):
     slot_by_slot = False
 
     def reduce_groups(self, modules: Sequence[FSDPModule]) -> None:
+        """Make FSDP sum gradients instead of averaging them."""
         for module in modules:
             # A sum, not FSDP's mean: the loss is already divided by the tokens of the step.
             module.set_gradient_divide_factor(1.0)
@@ -225,7 +230,7 @@ class FastSummation(Summation):
         """Do nothing: the next slot's gradients are added to them."""
 
     def sum_whole(self, parameters: Sequence[nn.Parameter]) -> None:
-        """All-reduce the gradients of ``parameters`` over the replicas, in buckets."""
+        """All-reduce the gradients of ``parameters`` over the replicas, in buckets. Does nothing with one replica."""
         if self.mesh.replicas == 1:
             return
         for bucket in in_buckets(parameters, nn.Parameter.numel):

@@ -161,7 +161,10 @@ class TreeReducer:
         }
 
     def finish(self, out: Tensor) -> None:
-        """Write the sum over all slots of the fleet into ``out``, and empty the tree."""
+        """Write the sum over all slots of the fleet into ``out``, and empty the tree.
+
+        A collective if there are several replicas.
+        """
         if self.mesh.replicas == 1:
             out.copy_(self.tree.take_root())
             return

@@ -124,14 +124,17 @@ class _SummedGradients:
         module.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        """Replace the module's parameters by views whose gradients are summed over the ranks."""
         self._saved = tuple(module.get_parameter(name) for name in self._names)
         self._put(module, self._comm.sum_gradients(self._saved))
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002
+        """Restore the parameters."""
         self._put(module, self._saved)
         self._saved = ()
 
     def _put(self, module: nn.Module, tensors: tuple[Any, ...]) -> None:
+        """Set the named parameters of a module."""
         for full_name, tensor in zip(
             self._names, tensors, strict=False
         ):  # none were saved if entering failed
@@ -206,7 +209,9 @@ def _cut(module: nn.Module, mesh: Mesh, table: Mapping[str, Parameter]) -> dict[
 def _communicate(
     module: Transformer, rows: VocabularyPiece, comm: SequenceComm, partitions: Mapping[str, Partition]
 ) -> None:
-    """Install the collectives around the divided matrices: a gather before the layer, a sum after its row-parallel matrix."""
+    """Install the collectives around the divided matrices: a gather before the layer, a sum after its row-parallel
+    matrix. The embedding is replaced by one of this rank's rows.
+    """
 
     def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return comm.gather(args[0]), *args[1:]

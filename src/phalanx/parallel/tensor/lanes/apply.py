@@ -155,6 +155,7 @@ def _own(part: nn.Module, name: str) -> list[str]:
 
 
 def _replace_outputs(module: nn.Module) -> None:
+    """Let the output projection of each layer compute by lanes."""
     for layer in list(module.modules()):
         if isinstance(layer, _LAYERS):
             setattr(layer, layer.OUTPUT, LaneOutput(getattr(layer, layer.OUTPUT)))

@@ -237,7 +237,9 @@ class OnWholeSequence:
         inputs: tuple[Tensor, ...],
         *context: object,
     ) -> Tensor:
-        """See ``LaneResult``."""
+        """Return the lane's share ``(b, s, d)`` of the layer's result, with the lane's ``tensors`` in place of the
+        parameters of ``owners``.
+        """
         (own,) = tensors
         with in_place_of(owners, own):
             return self.by_heads(inputs, *context)
@@ -256,7 +258,9 @@ class TileByTile:
         inputs: tuple[Tensor, ...],
         *context: object,
     ) -> Tensor:
-        """See ``LaneResult``."""
+        """Return the lane's share ``(b, s, d)`` of the layer's result, tile by tile, each with its own ``tensors`` in
+        place of the parameters of ``owners``.
+        """
         assert not context, "a token-wise layer has no arguments of full sequences"
         results = []
         for own, tokens in zip(tensors, in_tiles(inputs, len(tensors)), strict=True):

@@ -84,7 +84,9 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _SharedContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Sum each parameter's leaves in a tree and over its ranks, and return one gradient in the leaves' dtype."""
+        """Sum each parameter's leaves in a tree and over its ranks (by ``ctx.report``, if there is one), and return one
+        gradient in the leaves' dtype.
+        """
         own = _added(ctx.leaves, upstream)
         sums = own if ctx.report is None else ctx.report(own)
         firsts = itertools.accumulate((part.count for part in ctx.leaves), initial=0)
@@ -115,6 +117,7 @@ class Shares:
         return self._current.get(name) or (self._unit.get_parameter(name),) * self._leaves[name].count
 
     def _enter(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        """Make the views of the module's parameters for each lane, for the pass that begins."""
         parameters = [module.get_parameter(name) for name in self._leaves]
         shares = iter(
             apply_function_of_many(_Shared, tuple(self._leaves.values()), self._report, *parameters)
