@@ -178,6 +178,7 @@ def custom_facts(spec: ModelSpec, seq_len: int, dtype: torch.dtype = torch.float
 
 
 def _build(factory: Callable[..., Any], spec: ModelSpec) -> Any:
+    """Call the user's factory. Raises ``CustomModelError``."""
     try:
         return factory(spec)
     except Exception as error:
@@ -363,6 +364,7 @@ def _forward_costs(chain: Chain, tokens: Tensor) -> list[float]:
 
 
 def _on_meta(spec: ModelSpec, name: str, module: nn.Module, x: Tensor) -> Any:
+    """Call a module of the user's on the meta device. Raises ``CustomModelError``."""
     try:
         return module(x)
     except Exception as error:
@@ -467,7 +469,10 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _require_same_forward(model: nn.Module, spec: ModelSpec, tokens: Tensor) -> None:
-    """If the model defines ``forward``, call it and check that it computes the chain. Raises ``CustomModelError`` otherwise."""
+    """If the model defines ``forward``, call it and check that it computes the chain.
+
+    Raises ``CustomModelError`` otherwise. Its parts keep the hooks that record the calls.
+    """
     if type(model).forward is nn.Module.forward:
         return
     calls: list[_PartCall] = []

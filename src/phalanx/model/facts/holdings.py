@@ -269,6 +269,7 @@ def _gathered_at_once(pieces: Sequence[HeldParameter], *, keep: bool) -> int:
 
 
 def _is_in(parameter: Parameter, layers: frozenset[int], *, first: bool, last: bool) -> bool:
+    """Return True if a stage with these layers, and perhaps the first or the last, has the parameter."""
     if parameter.section == "block":
         return parameter.layer in layers
     return first if parameter.section == "embedding" else last

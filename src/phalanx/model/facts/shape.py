@@ -57,6 +57,7 @@ def _mixtures(spec: ModelSpec) -> list[bool]:
 
 
 def _refuse_custom(spec: ModelSpec) -> None:
+    """Raise ``FactoryError`` for a model of the user's own."""
     if spec.factory:
         raise FactoryError(
             f"{spec.factory} is a model of your own: only training builds it, so its parameters and operations are not available "

@@ -108,7 +108,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Return the gradient ``(h,)`` of the sinks of complete rows; ``out`` and ``lse`` are the results of ``with_sinks``."""
+    """Return the gradient ``(h,)`` of the sinks of complete rows; ``out`` and ``lse`` are the results of
+    ``with_sinks``. None without sinks.
+    """
     if sinks is None:
         return None
     # A sink's share of the softmax is exp(s - L'), and its value is zero: dS = P (dP - D) with dP = 0, D = rowsum(grad_out * out).

@@ -102,7 +102,9 @@ class LayerCache:
         sinks: Tensor | None = None,
         expand: Expand | None = None,
     ) -> Tensor:
-        """See ``Cache``."""
+        """Append keys and values ``(b, k, s, .)``, and return the attention of queries ``(b, h, s, e)`` to all cached
+        tokens. Raises ``ValueError`` if the buffer is full.
+        """
         key, value = self.append(key, value)
         if expand is not None:
             key, value = expand(key, value)
@@ -223,7 +225,10 @@ class CausalCore:
         documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """See ``Core``. If there are more keys than queries, the queries are the last tokens of one document."""
+        """Return ``(b, h, s, v)``, each token's attention to itself and earlier ones in its document and window.
+
+        If there are more keys than queries, the queries are the last tokens of one document.
+        """
         softmax = self.softmax(sinks)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

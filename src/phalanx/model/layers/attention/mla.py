@@ -208,6 +208,7 @@ class AbsorbedUp:
         return keys, values.transpose(1, 2)
 
     def _by_head(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """Multiply the rows of each head by the head's matrix."""
         # Contiguous, so that the kernel depends neither on the number of heads nor on their order in memory.
         rows = x.transpose(0, 1).flatten(1, 2).contiguous()  # (h, b q, .)
         product = torch.bmm(rows, matrices)  # (h, b q, .)

@@ -84,6 +84,7 @@ class Experts(nn.Module):
         return add_by_expert(products, bias, self._groups_of(f"{name}_bias", groups), start)
 
     def _groups_of(self, name: str, groups: Groups) -> Groups:
+        """Return the groups, which take the gradients of each slot of the matrix ``name``, if several are computed at once."""
         if self.take is None or groups.slots == 1:
             return groups
         return replace(groups, take=partial(self.take, name))
