@@ -202,18 +202,23 @@ class _Words:
         return self.take(_either(words), lambda word: word if word in words else None)
 
     def count(self, expected: str, least: int = 0) -> int:
+        """Take a whole number of at least ``least``. Raises as ``take`` does."""
+
         def read(word: str) -> int | None:
             return int(word) if re.fullmatch(r"[0-9]{1,9}", word) and int(word) >= least else None
 
         return self.take(expected, read)
 
     def factor(self) -> float:
+        """Take a factor above 1, as "2x"."""
+
         def read(word: str) -> float | None:
             return _decimal(word[:-1]) if word.endswith("x") and (_decimal(word[:-1]) or 0) > 1 else None
 
         return self.take('a factor above 1, such as "2x"', read)
 
     def seconds(self) -> float:
+        """Take a number of seconds above 0, and the "s" behind it."""
         value = self.take("a number of seconds above 0", lambda word: _decimal(word) or None)
         self.one_of("s")
         return value
@@ -282,7 +287,7 @@ def _action(words: _Words) -> FaultAction:
 
 
 def _kill(words: _Words) -> Kill:
-    """Parse the target of "kill"."""
+    """Parse the target of "kill" and its number. Raises ``FaultError``."""
     match words.one_of("worker", "node", "rank", "coordinator"):
         case "coordinator":
             return Kill("coordinator")
@@ -295,6 +300,7 @@ def _kill(words: _Words) -> Kill:
 
 
 def _numbered(words: _Words, kind: str) -> int:
+    """Take ``kind`` and a number behind it."""
     words.one_of(kind)
     return words.count(f"the number of a {kind}")
 
@@ -435,6 +441,7 @@ def _read_argument(argument: str, fleet: FleetShape) -> tuple[Fault, ...]:
 
 
 def _fault_lines(path: Path) -> list[tuple[int, str]]:
+    """Return (number, text) of each line with text, without comments."""
     lines = [line.split("#")[0].rstrip() for line in path.read_text().splitlines()]
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
@@ -460,7 +467,10 @@ def _checked(fault: Fault, fleet: FleetShape) -> Fault:
 
 
 def _targets(action: FaultAction) -> list[tuple[str, int]]:
-    """Return (kind, number) of each node, rank or worker that an action names."""
+    """Return (kind, number) of each node, rank or worker that an action names.
+
+    Empty for the coordinator, and for faults without such a target.
+    """
     match action:
         case Kill(target, number):
             return [] if target == "coordinator" else [(target, number)]

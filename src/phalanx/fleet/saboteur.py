@@ -216,14 +216,18 @@ class Saboteur:
         threading.Thread(target=again, name="cut link", daemon=True).start()
 
     def _later(self, after_s: float | None, act: Callable[[], None]) -> None:
+        """Call ``act`` after ``after_s`` seconds, in a thread; never if that is None."""
         if after_s is not None:
             threading.Timer(after_s, act).start()
 
     def _spoil_losses(self, built: Built) -> None:
-        """Make the loss of a slot NaN when a fault is due; not of a slot that an audit recomputes."""
+        """Replace the runner's ``gradients`` by one that makes the loss of a slot NaN, once, when a fault is due; not
+        of a slot that an audit recomputes.
+        """
         gradients = built.runner.gradients
 
         def spoiled(work: SlotWork) -> list[Tensor]:
+            """Return the losses; the first of them is NaN if a fault is due, once."""
             losses = gradients(work)
             counted = [turn for turn, current in enumerate(work.rounds) if current.counts]
             if self._nan and counted:
@@ -258,6 +262,7 @@ def _once(witness: Witness) -> Callable[[Tensor], None]:
 
 
 def _flip_bit(tensor: Tensor) -> None:
+    """Flip one bit of the element in the middle of an fp32 tensor."""
     bits = tensor.view(-1).view(torch.int32)
     bits[bits.numel() // 2] ^= 1 << 21
 

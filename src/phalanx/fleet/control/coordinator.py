@@ -78,7 +78,7 @@ async def listen(
 ) -> int:
     """Listen, and return the port. If ``restarted``, prefer the port of the last coordinator of this attempt.
 
-    If another program has taken that port, use a free one: agents read it from fleet.json.
+    If another program has taken that port, use a free one, and log that: agents read it from fleet.json.
 
     Raises:
         TransportError: It cannot listen, or another coordinator of this run listens there.
@@ -100,7 +100,10 @@ async def listen(
 
 
 def _port(args: CoordinatorArgs, *, restarted: bool) -> int:
-    """Return the port from the arguments, else that of the last coordinator of this attempt, else 0."""
+    """Return the port from the arguments, else that of the last coordinator of this attempt, else 0.
+
+    A file that cannot be read is ignored.
+    """
     if restarted and not args.port:
         with suppress(FleetFileError, ValueError):
             return int(split_address(read_fleet_file(args.run_dir).coordinator)[1])
@@ -141,7 +144,7 @@ class Coordinator:
         *,
         renew_journal_bytes: int = RENEW_BYTES,
     ) -> None:
-        """Restore the state, or take over that of a candidate.
+        """Restore the state, or take over that of a candidate. Raises as ``reign_again`` does.
 
         Args:
             args: The arguments of its process.
@@ -185,6 +188,7 @@ class Coordinator:
         self._clock_ahead_s = max(self._state.now_s, time.time()) - time.monotonic()
 
     def _reign_again(self) -> Reign:
+        """Restore the state from the journal for the same reign."""
         settings = settings_of(self._spec, first_step(self._spec, self._directory, self.log))
         empty = initial_state(settings, time.time(), self._server.credentials.fencing)
         return reign_again(
@@ -249,7 +253,8 @@ class Coordinator:
             SupersededError: Another coordinator leads the run now. Nothing that this one decided meanwhile
                 was sent.
 
-        SIGTERM stops and saves the run. Turns repeat while the journal cannot be written.
+        SIGTERM stops and saves the run. Turns repeat while the journal cannot be written. Publishes fleet.json and
+        serves metrics meanwhile.
         """
         port = self._port_open or await listen(
             self._server, self._args, self.log, restarted=bool(self._restarts)
@@ -293,6 +298,7 @@ class Coordinator:
         return 1 if self._state.phase is FleetPhase.FAILED else 0
 
     def _serve_metrics(self) -> None:
+        """Serve the fleet's and the run's metrics."""
         fleet = FleetSampler(lambda: self._publisher.newest, self._endpoint.run)
         self._endpoint.start(
             {"fleet": fleet.samples, "run": RunSampler(self._directory.path, self._endpoint.run).samples}
@@ -303,6 +309,7 @@ class Coordinator:
         return self._state.phase in (FleetPhase.FINISHED, FleetPhase.FAILED)
 
     def _ask_to_end_at_once(self) -> None:
+        """Stop the run; at once if it is stopping already."""
         # A second request to stop must be recognizable, and the first may not have arrived yet.
         is_asked = self._state.stopping or self._inbox.holds(m.StopRun)
         self._inbox.add(*([m.StopRun()] if is_asked else [m.StopRun(), m.StopRun()]))
@@ -364,6 +371,7 @@ class Coordinator:
         return batch
 
     def _look_at_disk(self, now_s: float) -> m.DiskHolds | None:
+        """Mend damaged files, which is published, and return the committed steps if they have changed."""
         for text in self._disk.mend():
             self._publisher.publish_incident(Incident(now_s, self._state.epoch, "", text))
         return self._disk.look(now_s)
@@ -387,6 +395,7 @@ class Coordinator:
         return list(deliveries(self._state, orders))
 
     def _file(self) -> FleetFile:
+        """Return the content of fleet.json."""
         attached, refused = frozenset(self._server.links), self._server.refused
         run, claim = self._server.credentials.run, self._lead.claim
         return fleet_file(self._state, run, self._address, claim, attached, refused, self._restarts)

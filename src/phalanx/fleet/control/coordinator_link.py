@@ -165,7 +165,11 @@ class CoordinatorLink:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _attach_once(self, address: str) -> tuple[str, bool]:
-        """Run one stream to its end. Return why it ended, and True if the coordinator has proven itself on it."""
+        """Run one stream to its end.
+
+        Return why it ended, and True if the coordinator has proven itself on it. Reports are sent from the queue, the
+        first ones at once, and each command is passed on. A refusal with a handler calls that.
+        """
         proven, self.address = False, address
         queue: asyncio.Queue[AgentMessage] = asyncio.Queue(QUEUED)
         writing = None

@@ -160,6 +160,7 @@ def _member(state: FleetState, node: Node, attached: bool) -> Member:
 
 
 def _happening(incident: Incident) -> FleetIncident:
+    """Return an incident as fleet.json has it."""
     end_text = EpochLeft(incident.epoch, incident.text).text
     text = end_text if incident.ended_epoch else incident.text
     return FleetIncident(incident.at_s, incident.epoch, incident.node, text, incident.kind, incident.step)
@@ -210,7 +211,7 @@ def read_fleet_file(run_dir: Path) -> FleetFile:
 
 
 def _as_claimed(run_dir: Path, content: FleetFile) -> FleetFile:
-    """Return the file with the end that the newest claim of the run records, if any."""
+    """Return the file with the end that the newest claim of the run records, if any. Unreadable claims are ignored."""
     directory = RunDirectory(run_dir)
     with suppress(ClaimError, RunDirectoryError):
         newest = ClaimRegister(directory, directory.newest_attempt()).newest()

@@ -188,6 +188,7 @@ def shortened(record: bytes, most_bytes: int = MOST_RECORD_BYTES) -> str:
 
 
 def _call(entry: Mapping[str, object]) -> Call:
+    """Return a collective call from an entry of PyTorch's flight record."""
     sizes = entry["input_sizes"]
     assert isinstance(sizes, list)
     return Call(

@@ -147,6 +147,7 @@ def _derived(
 
 
 def _roles(fleet: FleetFile) -> Found:
+    """Return the number of members by role."""
     counts = Counter(member.role for member in fleet.members)
     return [({"role": role}, counts[role]) for role in ROLES]
 
@@ -226,6 +227,7 @@ class FleetSampler:
         ]
 
     def _node(self, name: str) -> Labels:
+        """Return the labels of a node's samples, which are made once."""
         if name not in self._nodes:
             self._nodes[name] = self._run | {"node": name}
         return self._nodes[name]

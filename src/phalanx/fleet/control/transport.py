@@ -259,7 +259,11 @@ class FleetServer:
             self.listener.log(f"refused {kind} from {peer} ({count} so far) {detail}".rstrip())
 
     async def _listen(self, listener: socket.socket, tls: ssl.SSLContext | None, most: int) -> None:
-        """Accept connections until cancelled. Above ``most`` of them, each new one ends the oldest newcomer, TLS handshakes included."""
+        """Accept connections until cancelled.
+
+        Above ``most`` of them, each new one ends the oldest newcomer, TLS handshakes included. Failures to accept are
+        counted, and it goes on after a pause.
+        """
         with listener:
             while True:
                 try:
@@ -316,8 +320,8 @@ class FleetServer:
             await self._operate(frames, seals, peer)
 
     async def _admit(self, stream: HandshakeStream, greeting: Greeting, peer: str) -> Seals | None:
-        """Return the seals of a stream whose client has proven itself; otherwise send the reason for the
-        refusal and return None.
+        """Return the seals of a stream whose client has proven itself; otherwise count the refusal, send its reason and
+        return None. Waits a moment for the client to read that.
         """
         refusal = self.credentials.refusal(greeting.facts, greeting.method)
         if greeting.method == "Attach":
@@ -338,7 +342,10 @@ class FleetServer:
         return None
 
     def _compare_clocks(self, host: str, refusal: Refusal | None) -> Refusal | None:
-        """Return the refusal, with a note if this machine's clock is the wrong one."""
+        """Return the refusal, with a note if this machine's clock is the wrong one.
+
+        Records by how much the host's clock differs.
+        """
         own_host = socket.gethostname()
         full = len(self._clocks) >= _HOSTS_COMPARED and host not in self._clocks
         unfit = not 0 < len(host) <= _LONGEST_NAME or not host.isprintable()
@@ -435,7 +442,10 @@ class FleetServer:
                 )
 
     async def _operate(self, frames: FrameStream, seals: Seals, peer: str) -> None:
-        """Answer an operator's request on its stream; a malformed one is refused."""
+        """Answer an operator's request on its stream; a malformed one is refused.
+
+        Nothing is sent for an ended stream or a malformed request.
+        """
         body = await anext(self._opened(frames, seals, peer), END)
         if body == END:  # A program that only checks who coordinates the run.
             return

@@ -190,7 +190,11 @@ def _shrink(wish: m.Shrink, state: FleetState, inbox: Inbox, own_node: str) -> O
 
 
 def _grow(by: int, state: FleetState, inbox: Inbox, spec: RunSpec) -> OperatorReply:
-    """Let ``by`` more nodes hold ranks. Refused if no larger number of ranks would be legal."""
+    """Let ``by`` more nodes hold ranks.
+
+    Return the answer, with the event for the core if it is accepted. Refused if no larger number of ranks would be
+    legal, or while another such request is being decided.
+    """
     if inbox.holds(m.Enlarge):
         return OperatorReply(_BEING_DECIDED)
     settings, fleet = state.settings, spec.fleet
@@ -226,7 +230,7 @@ class TokenRotation:
     async def rotate(self, grace_s: float) -> str:
         """Rotate the tokens, and accept the previous ones for ``grace_s`` more.
 
-        Return the answer for the operator.
+        Return the answer for the operator. Refused while one runs. It goes on if the caller is cancelled.
         """
         if self._rotation is not None and not self._rotation.done():
             return "refused: the tokens are being changed"

@@ -65,7 +65,10 @@ def step(state: FleetState, event: m.CoreEvent, now_s: float) -> tuple[FleetStat
 
 
 def _answer(state: FleetState, event: m.CoreEvent, orders: list[Order]) -> None:
-    """Apply an event to the state. After the end of the run, only newcomers are answered: with its end."""
+    """Apply an event, or each of several folded into one, to the state.
+
+    After the end of the run, only newcomers are answered: with its end.
+    """
     if isinstance(event, m.Folded):
         for folded in event.events:
             _answer(state, folded, orders)
@@ -136,6 +139,7 @@ def _joined(state: FleetState, event: m.Joined, orders: list[Order]) -> None:
 
 
 def _described(old: Node | None, event: m.Joined) -> Node:
+    """Return the node that a description makes of the old one, if there is one."""
     eligibility = _eligibility(old, event)
     return Node(
         name=event.node,
@@ -177,13 +181,17 @@ def _level(event: m.Joined) -> m.WorkerPhase:
 
 
 def _ready(state: FleetState, event: m.Ready, orders: list[Order]) -> None:
+    """Take the report that a node's workers are warm; they are no longer in an epoch."""
     node = _sender(state, event.node, event.incarnation, orders)
     if node is not None:
         change(state, node, meeting_points=event.meeting_points, engaged=False)
 
 
 def _heartbeat(state: FleetState, event: m.Heartbeat, orders: list[Order]) -> None:
-    """Take a node's heartbeat: progress, waiting for samples, a wish to leave, and the epoch of its workers."""
+    """Take a node's heartbeat: progress, waiting for samples, a wish to leave, and the epoch of its workers.
+
+    Ignores a stale sender.
+    """
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return
@@ -305,7 +313,7 @@ def _parked(state: FleetState, event: m.Parked, orders: list[Order]) -> None:
 
 
 def _bound(state: FleetState, event: m.Bound, orders: list[Order]) -> None:
-    """Take the report that a node has entered the epoch."""
+    """Take the report that a node has entered the epoch. One of another epoch or phase counts as stale."""
     node = _sender(state, event.node, event.incarnation, orders)
     if node is None:
         return

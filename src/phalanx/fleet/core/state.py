@@ -359,6 +359,7 @@ def _listed(state: FleetState, node: Node) -> Iterator[tuple[str, str, int]]:
 
 
 def _enlist(state: FleetState, node: Node) -> None:
+    """Add a node's snapshots to the copies of each state."""
     for snapshot, key, rank in _listed(state, node):
         state.copies.setdefault(snapshot, {}).setdefault(key, {}).setdefault(node.name, rank)
 

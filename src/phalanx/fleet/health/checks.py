@@ -241,7 +241,10 @@ def _round_trip_s(connection: socket.socket) -> float:
 
 
 def _there_and_back(connection: socket.socket, nbytes: int) -> tuple[bytes, bytes]:
-    """Send ``nbytes`` of random data while receiving; return the digests of the sent and of the returned bytes."""
+    """Send ``nbytes`` of random data while receiving; return the digests of the sent and of the returned bytes.
+
+    Raises ConnectionError if the link breaks.
+    """
     block = os.urandom(1 << 20)
     sent, received = hashlib.blake2b(), hashlib.blake2b()
 

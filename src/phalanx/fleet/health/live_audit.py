@@ -147,7 +147,10 @@ class LiveAudit:
         return outcome
 
     def _call_witnesses(self, step: int, votes: Votes) -> None:
-        """Let further teams compute the disputed slots, a turn at a time, and add their votes to ``votes``. A collective."""
+        """Let further teams compute the disputed slots, a turn at a time, and add their votes to ``votes``.
+
+        A collective. Ends when none is disputed, or after ``MOST_TURNS``.
+        """
         for turn in range(1, 1 + MOST_TURNS):
             disputed = open_cases(votes)
             if not disputed:

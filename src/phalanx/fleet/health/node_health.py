@@ -255,7 +255,8 @@ class HealthWatch:
     async def run(self) -> None:
         """Run the requested checks, until cancelled.
 
-        Each passes its complaints to ``on_checked``, and repeats after a pause while there are any.
+        Each passes its complaints to ``on_checked``, and repeats after a pause while there are any. Complaints are
+        logged. A request during the checks makes them start again.
         """
         while True:
             await self._suspicion.wait()

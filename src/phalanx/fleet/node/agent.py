@@ -180,6 +180,7 @@ class Agent:
         return self._next_attempt
 
     def _serve_metrics(self) -> None:
+        """Serve the metrics of the agent, the machine, its software and its GPUs."""
         labels, run_dir = self._endpoint.labels, self._args.run_dir
         self._endpoint.start(
             {
@@ -191,6 +192,7 @@ class Agent:
         )
 
     def _facts(self) -> AgentFacts:
+        """Return what the metrics show of this agent."""
         heartbeat = self._state.heartbeat()
         workers, attached = tuple(self._state.workers), self._link.attached
         return AgentFacts(
@@ -241,10 +243,12 @@ class Agent:
         self._end(reason)
 
     def _end(self, reason: str) -> None:
+        """End the agent, for the first reason given."""
         self._reason = self._reason or reason
         self._over.set()
 
     def _in_background(self, coroutine: Coroutine[object, object, None]) -> None:
+        """Run a coroutine in a task, whose errors end the agent."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
@@ -257,7 +261,10 @@ class Agent:
             self._fail(f"cannot continue: {error!r}")
 
     def _look_for_another_start(self) -> None:
-        """End this life of the agent if, by the run directory, the run was started again, or is another one."""
+        """End this life of the agent if, by the run directory, the run was started again, or is another one.
+
+        A directory that cannot be read is logged and ignored.
+        """
         try:
             start = other_start(self._directory, self._tokens.credentials)
         except RunDirectoryError as error:
@@ -270,6 +277,7 @@ class Agent:
             self._end(start.reason)
 
     def _change_token(self, keys: Keyring) -> None:
+        """Let the ports and the link use new tokens."""
         self._data.change_token(keys.token, keys.accepted)
         self._link.change_token(self._tokens.credentials)
 
@@ -297,6 +305,7 @@ class Agent:
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _beat(self) -> None:
+        """Send a heartbeat to the coordinator every ``heartbeat_s`` seconds, for ever."""
         while True:
             self._link.send(self._state.heartbeat())
             await asyncio.sleep(self._spec.fleet.heartbeat_s)
@@ -304,6 +313,7 @@ class Agent:
     # --- events --------------------------------------------------------------------------------
 
     def _on_command(self, command: Command) -> None:
+        """Log a command and carry out what the state makes of it."""
         self.log(f"command from the coordinator: {in_words(command)}")
         self._do(self._state.on_command(command, time.monotonic(), time.time()))
 
@@ -328,6 +338,7 @@ class Agent:
     # --- effects -------------------------------------------------------------------------------
 
     def _do(self, actions: Sequence[AgentAction]) -> None:
+        """Carry out actions in order, until the agent ends."""
         for action in actions:
             if not self._over.is_set():
                 self._carry_out(action)
@@ -394,7 +405,9 @@ def run_agent(args: AgentArgs, certificates: Path | None = None) -> None:
 
 
 async def _run(args: AgentArgs, certificates: Path | None) -> None:
-    """Run agents of a run, one for each of its starts, until one ends without a newer start; snapshot memory passes to the next."""
+    """Run agents of a run, one for each of its starts, until one ends without a newer start; snapshot memory passes to
+    the next. Creates the folder of logs, and raises the limit of descriptors where possible.
+    """
     directory = RunDirectory(args.run_dir)
     directory.logs.mkdir(exist_ok=True)
     memory: SnapshotMemory | None = None

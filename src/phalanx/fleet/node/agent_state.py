@@ -254,7 +254,10 @@ class AgentState:
         return actions + self._parked()
 
     def _order_out(self, epoch: int, reason: str, *, planned: bool, now_s: float) -> list[AgentAction]:
-        """Raise the fence to ``epoch`` and order every worker out of it and of earlier epochs."""
+        """Raise the fence to ``epoch`` and order every worker out of it and of earlier epochs.
+
+        Return the actions. A worker that does not run is started again.
+        """
         self.fence = max(self.fence, epoch)
         actions: list[AgentAction] = []
         for i, worker in enumerate(self.workers):
@@ -418,15 +421,18 @@ class AgentState:
         return [SendReport(Suspect(self.identity.node, "health", evidence[:_TEXT_MAX]))]
 
     def _testify(self, report: AgentReport) -> list[AgentAction]:
+        """Keep a report as evidence of the epoch, and return the action that sends it."""
         self.evidence.append(report)
         return [SendReport(report)]
 
     def _ready(self) -> list[AgentAction]:
+        """Return the report that the workers are warm; nothing until all are, or if one has a rank."""
         if not all(self._meeting_points()) or self._placed():
             return []
         return [SendReport(Ready(self.identity.node, self.incarnation, self._meeting_points()))]
 
     def _bound(self) -> list[AgentAction]:
+        """Return the report that the node has entered the epoch; nothing until all workers have."""
         if self.phase() is not WorkerPhase.BOUND:
             return []
         return [SendReport(Bound(self.identity.node, self.incarnation, self.epoch))]
@@ -555,8 +561,8 @@ class AgentState:
         return actions
 
     def _hold_saves(self, now_s: float, *, led: bool) -> list[AgentAction]:
-        """Order the workers to hold their saves while there is no coordinator, which may begin another epoch
-        elsewhere.
+        """Return the orders to hold saves once no coordinator has led for ``saves_s``, as one may begin another epoch
+        elsewhere; or to go on. Nothing if neither has changed.
         """
         if led or self.led_s is None:
             self.led_s = now_s

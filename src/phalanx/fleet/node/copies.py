@@ -82,6 +82,7 @@ class SnapshotCourier:
         return False
 
     def _stream(self, address: str, key: SnapshotKey) -> None:
+        """Push a snapshot to the node at ``address``."""
         with SnapshotClient(address, self._token(), tls=self._tls) as client:
             client.push(self._memory, key)
 
@@ -107,6 +108,7 @@ class SnapshotCourier:
         return False, ""
 
     def _write(self, order: SaveSnapshots, stopped: Callable[[], bool]) -> bool:
+        """Write this node's share of the snapshots as a checkpoint; return True if that committed it."""
         share = [(SnapshotKey(order.ranks, rank, order.step), state) for rank, state in order.share]
         return save_snapshots(
             self._memory,

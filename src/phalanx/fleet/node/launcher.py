@@ -187,6 +187,7 @@ class TokenHolder:
                 self._change(keys)
 
     def _change(self, keys: Keyring) -> None:
+        """Use new tokens, pass them on, and log that."""
         self.credentials = self.credentials.with_keys(keys)
         self._on_change(keys)
         self._log("has taken over the run's new token")

@@ -153,7 +153,8 @@ class Successor:
     def _has_ended(self, code: int, now_s: float) -> None:
         """Handle the end of the process.
 
-        A coordinator that died is restarted; after a candidate's end, the node waits for its turn again.
+        A coordinator that died is restarted; after a candidate's end, the node waits for its turn again. A node that
+        cannot start one stops standing.
         """
         self._child = None
         self.alone_since_s = None if self.alone_since_s is None else now_s
@@ -213,11 +214,11 @@ def other_start(directory: RunDirectory, own: Credentials) -> OtherStart | None:
 
 
 def coordinator_addresses(args: AgentArgs) -> list[str]:
-    """Return the address that this agent was given, and the one in fleet.json, which differs if the port was
-    taken.
+    """Return those of candidates, the address that this agent was given, and the one in fleet.json, which differs if
+    the port was taken.
 
-    Candidates come first. They stand if the coordinator is lost, and detecting that at its own address takes
-    long.
+    Candidates come first. They stand if the coordinator is lost, and detecting that at its own address takes long. None
+    is there twice; an unreadable fleet.json is left out.
     """
     addresses = [*_candidates(args), args.coordinator]
     with suppress(FleetFileError):

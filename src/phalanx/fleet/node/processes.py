@@ -50,7 +50,7 @@ def run_fleet(
 ) -> Ending:
     """Run a fleet to the run's end.
 
-    Returns how it ended. Makes tokens, starts coordinator and agents, and ends all of them.
+    Returns how it ended. Makes tokens, removes an old fleet.json, starts coordinator and agents, and ends all of them.
 
     Args:
         run: The opened run directory; its ``spec.fleet`` must have the same number of nodes.
@@ -411,7 +411,10 @@ class FleetProcesses:
                 self.agent_restarts.pop(member.name, None)
 
     def _grow(self, fleet_file: FleetFile) -> None:
-        """Start nodes up to the operator's number: those that were given back first, then new ones."""
+        """Start nodes up to the operator's number: those that were given back first, then new ones.
+
+        Does nothing once the run is over. Each start is announced.
+        """
         if fleet_file.over:
             return
         existing = {*self.agents, *self.dead}

@@ -162,6 +162,7 @@ class WorkerProcess:
             return
 
     def _last_words(self) -> str:
+        """Return the end of the process's log; empty without a log."""
         lines = last_text(self._log, _TAIL_LINES) if self._log is not None else []
         return "\n".join(lines)[-_TAIL_CHARACTERS:]
 
@@ -259,6 +260,7 @@ class WorkerPool:
         ]
 
     def _on_exit(self, index: int, code: int, text: str) -> None:
+        """Remove and count an ended process, and report it."""
         self._running.pop(index, None)
         self.ended += 1
         self._listener.on_exit(index, code, text)

@@ -72,8 +72,9 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 def _standing(directory: RunDirectory) -> list[tuple[_Address, float]]:
-    """Return the registered candidates, also dead ones, each with its last sign of life (by the file system's
-    clock).
+    """Return the registered candidates, also dead ones, each with its last sign of life (by the file system's clock).
+
+    Unreadable files are left out.
     """
     candidates: list[tuple[_Address, float]] = []
     for path in sorted(candidates_in(directory).glob("*.json")):
@@ -178,10 +179,10 @@ class Candidate:
         return await self._take_over(before, claim, port)
 
     def _yields(self, file: Path, stood_s: float) -> str:
-        """Return why this candidate gives way, or an empty text. Refresh its file, ``file``, as a sign of
-        life.
+        """Return why this candidate gives way, or an empty text. Refresh its file, ``file``, as a sign of life.
 
-        All times are of the file system's clock, which is the same for every machine.
+        All times are of the file system's clock, which is the same for every machine. If the directory cannot be read,
+        it stays.
         """
         claim = self._candidacy.claim
         with suppress(OSError, RunDirectoryError):
@@ -203,10 +204,12 @@ class Candidate:
         return ""
 
     async def _withdraw(self, reason: str) -> None:
+        """Log why, and stop listening."""
         self.log(f"withdraws: {reason}")
         await self._server.stop()
 
     async def _take_over(self, before: Claim, claim: Claim, port: int) -> Elected:
+        """Restore the state for the new reign."""
         empty = initial_state(settings_of(self._spec), time.time(), self._server.credentials.fencing)
         reign = await asyncio.to_thread(
             succeed, self._directory, self._register, self._args.attempt, before, claim, empty
@@ -241,7 +244,10 @@ def run_candidate(args: CoordinatorArgs, term: int, certificates: Path | None = 
 async def _stand_and_lead(
     candidate: Candidate, args: CoordinatorArgs, spec: RunSpec, credentials: Credentials
 ) -> int:
-    """Stand, and if elected lock the run and coordinate it to its end; return the exit code."""
+    """Stand, and if elected lock the run and coordinate it to its end; return the exit code.
+
+    Returns ``EXIT_NOT_ELECTED`` if it is not elected. A lock that cannot be taken is ignored.
+    """
     elected = await candidate.stand()
     if elected is None:
         return EXIT_NOT_ELECTED

@@ -92,6 +92,7 @@ class Journal:
         del self._unsynced[:kept]
 
     def _write(self, data: bytes, at: int) -> None:
+        """Write at an offset. Raises OSError if not all bytes were written."""
         written = os.pwrite(self._fd, data, at)
         if written != len(data):
             raise OSError(0, f"only {written} of {len(data)} bytes were written; the disk is full")
@@ -182,6 +183,7 @@ def _read(file: bytes) -> tuple[list[bytes], tuple[int, ...], int]:
 
 
 def _is_good(line: bytes) -> bool:
+    """Return True if a line begins with its checksum."""
     digest = xxhash.xxh3_64_hexdigest(line[_DIGITS + 1 :]).encode()
     return line[: _DIGITS + 1] == digest + b" "
 

@@ -130,7 +130,7 @@ def reign_again(
 ) -> Reign:
     """Return the reign of a coordinator that is the first of its run's start, or was restarted where it led before.
 
-    Makes the first claim if there is none.
+    Makes the first claim if there is none. A journal that ends before the newest claim is replaced.
 
     Args:
         directory: The run's.
@@ -185,10 +185,9 @@ def succeed(
     claim: Claim,
     empty: FleetState,
 ) -> Reign:
-    """Return the reign of a coordinator that has just made ``claim``, as successor of the maker of
-    ``before``.
+    """Return the reign of a coordinator that has just made ``claim``, as successor of the maker of ``before``.
 
-    Raises ``JournalError`` if its journal cannot be written.
+    Writes its journal, with the state in that of its predecessor. Raises ``JournalError`` if that cannot be written.
     """
     lines = read_journal(journal_path(directory, attempt, before.reign))
     journal = Journal(journal_path(directory, attempt, claim.reign))
@@ -223,7 +222,8 @@ class ReplayedReign(NamedTuple):
 
 
 def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> ReplayedReign:
-    """Restore the state from ``journal``, and append that a coordinator has begun.
+    """Restore the state from ``journal``, and append that a coordinator has begun. A damaged journal is salvaged; one
+    that contradicts itself is replaced by a rebuilt state, and kept as evidence. Without lines, the state is ``empty``.
 
     Args:
         journal: As it was read; its ``lines`` are released.
@@ -258,9 +258,9 @@ def restored(journal: Journal, empty: FleetState, log: Callable[[str], None]) ->
 def _salvaged(journal: Journal, empty: FleetState, log: Callable[[str], None]) -> ReplayedReign:
     """Rebuild the state from the good lines of a damaged journal and from the nodes' next reports.
 
-    The nodes report again their epochs, ranks and snapshots. Only the good lines record lost, drained and
-    quarantined nodes, and the step from which a corruption invalidates snapshots. So good lines behind
-    damaged ones are replayed too.
+    The nodes report again their epochs, ranks and snapshots. Only the good lines record lost, drained and quarantined
+    nodes, and the step from which a corruption invalidates snapshots. So good lines behind damaged ones are replayed
+    too. The journal is replaced, and the damaged one kept as evidence. Logs that.
     """
     begin = [first_line(empty)] if journal.damaged[0] == 1 else []
     state, restarts, _ = replay([*begin, *journal.lines])

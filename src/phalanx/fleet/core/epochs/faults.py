@@ -209,7 +209,7 @@ def rollcall(state: FleetState, event: Rollcall, orders: list[Order]) -> None:  
 
 
 def _parked_all(state: FleetState, event: Rollcall) -> None:
-    """Take the roll call that members have parked, and record which steps all of them hold in memory."""
+    """Take the roll call that members have parked, and record which steps all of them hold in memory. Stale in another phase."""
     if state.phase is not FleetPhase.PARKING:
         # No member was ordered to park, so no aggregator can have an answer for all.
         state.stale += 1

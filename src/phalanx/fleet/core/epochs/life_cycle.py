@@ -131,6 +131,7 @@ def _from_running(state: FleetState, orders: list[Order]) -> bool:
 
 
 def _from_parking(state: FleetState, orders: list[Order]) -> bool:
+    """Form the next epoch once all have parked and the pause is over; return True if one was formed."""
     rested = state.stopping or state.now_s >= state.since_s + pause_s(state.tries)
     return not state.awaiting and rested and _form(state, orders)
 
@@ -148,6 +149,7 @@ def pause_s(tries: int) -> float:
 
 
 def _from_waiting(state: FleetState, orders: list[Order]) -> bool:
+    """Form an epoch once enough nodes are there, or to stop; return True if one was formed."""
     if state.stopping and memory_may_come(state):
         return False
     return bool(possible_ranks(state) or state.stopping) and _form(state, orders)

@@ -230,8 +230,8 @@ class RankGuardian(Guardian):
     def _restored(
         self, tiers: Sequence[KeepingTier], shards: Sequence[Shard], mesh: Mesh
     ) -> RestoredState | None:
-        """Restore the state of this epoch: from memory if all ranks can, else, after several failures, from the newest
-        checkpoint.
+        """Restore the state of this epoch: from memory if all ranks can and the epoch names a step, else, after several
+        failures, from the newest checkpoint.
 
         A collective. Raises SnapshotsUnreadableError before that.
         """
@@ -267,8 +267,8 @@ class RankGuardian(Guardian):
     ) -> tuple[str, dict[str, object], int]:
         """Fill ``shards`` from snapshots in memory.
 
-        Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other
-        processes.
+        Returns the error ("" if there is none), the snapshot's ``extra``, and the bytes that came from other processes.
+        A collective if the records are shared.
         """
         resume, records = bind.resume, dict[int, bytes]()
         holders = [SnapshotHolder(holder.rank, holder.address) for holder in resume.holders]
@@ -396,6 +396,7 @@ class RankGuardian(Guardian):
             self._orders.check(self.epoch)
 
     def not_finite(self, step: int, report: StepReport) -> None:
+        """Raise ``NonFiniteStepError``, unless the epoch is to skip this step."""
         if self._bound().nonfinite_step != step:
             raise NonFiniteStepError(step, report)
 
@@ -415,6 +416,7 @@ class RankGuardian(Guardian):
         return self._spec.fleet.straggler_window_steps
 
     def measured(self, frame: RankFrame) -> None:
+        """Report this rank to the agent if it is found to be a straggler."""
         for straggler in self._watch.look(frame) if self._watch is not None else ():
             if straggler.rank == self._bound().rank:
                 self._send(link.Doubted(self.epoch, "straggler", str(straggler)))
@@ -458,10 +460,12 @@ class RankGuardian(Guardian):
         self._newest = step
 
     def _complete(self, taken: TakenSnapshot) -> None:
+        """Report a complete snapshot to the agent."""
         key = taken.key
         self._send(link.SnapshotTaken(taken.epoch, key.ranks, key.rank, key.step))
 
     def _progress(self, step: int) -> None:
+        """Note the end of a step, and let the hooks begin the next."""
         self.step = step
         self._at("step")
         self._hooks.step_begins(step + 1)
@@ -470,6 +474,7 @@ class RankGuardian(Guardian):
         self.phase, self.since_s = phase, time.monotonic()
 
     def _bound(self) -> link.JoinEpoch:
+        """Return the epoch that this worker has joined. Raises RuntimeError if it has none."""
         if self._bind is None:
             raise RuntimeError("restore before this worker became a rank")
         return self._bind

@@ -192,6 +192,7 @@ class RankWorker:
             self._epoch(bind)
 
     def _listen(self) -> None:
+        """Receive orders; end the process if the agent's connection breaks."""
         try:
             self._orders.listen(self._received)
         except WireError:
@@ -218,6 +219,7 @@ class RankWorker:
         began_s, over = time.monotonic(), threading.Event()
 
         def pulse() -> None:
+            """Send heartbeats until the data are open, or have taken too long."""
             while not over.wait(self._spec.fleet.worker_lease_s / _PULSES_IN_A_LEASE):
                 waited_s = time.monotonic() - began_s
                 if waited_s > self._spec.data.timeout_s + OVERTIME_S:
