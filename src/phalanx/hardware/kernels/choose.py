@@ -172,7 +172,7 @@ AddToBins = Callable[[Tensor, Tensor, Tensor, Sequence[SpanRun], int], None]
 def bin_kernel(device: torch.device) -> AddToBins:
     """Return the one-pass addition for ``device``.
 
-    Raises if there is none. ``NoHostKernelsError`` on a CPU, an ImportError without Triton.
+    If there is none, raises ``NoHostKernelsError`` on a CPU, and ImportError on a GPU without Triton.
     """
     if on_gpu(device):
         from phalanx.hardware.kernels.gpu_bins import add_to_bins

@@ -112,6 +112,7 @@ def _compiled_in(folders: Sequence[Path], name: str, command: Sequence[str], not
 
 
 def _reason(error: Exception) -> str:
+    """Return an error's message; of a compiler, the end of its output."""
     if isinstance(error, subprocess.CalledProcessError):
         return f"{error.cmd[0]} failed: {error.stderr.strip()[-300:]}"
     return str(error)

@@ -159,6 +159,7 @@ class GpuKernels(Kernels):
         squares: list[Tensor],
         factors: UpdateFactors,
     ) -> None:
+        """Update the tensors in place, in few launches."""
         device = weights[0].device if weights else torch.device("cpu")
         for launch in _launches((weights, grads, means, squares), device):
             _adamw[(launch.programs,)](

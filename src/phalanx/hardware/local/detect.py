@@ -73,6 +73,7 @@ def system_named(device_name: str) -> str | None:
 
 
 def _entry_named(device_name: str) -> Accelerator | None:
+    """Return the accelerator of the catalog whose name is the longest part of the device's; ``None`` if there is none."""
     matches = [
         (len(part), entry)
         for entry in accelerators().values()

@@ -262,6 +262,7 @@ class QueueTimes:
         self._spans = []
 
     def _recorded(self) -> QueueEvent:
+        """Return an event, recorded now, of those that are free or a new one."""
         event = self._free.pop() if self._free else self._make()
         event.record()
         return event

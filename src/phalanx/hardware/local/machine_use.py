@@ -43,7 +43,7 @@ class MachineMeter:
         return figures
 
     def _ticks(self) -> tuple[int, int] | None:
-        """Return the idle and all clock ticks of all processors so far."""
+        """Return the idle and all clock ticks of all processors so far. None if unknown."""
         with suppress(OSError, ValueError, IndexError):
             counts = [int(word) for word in (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:]]
             return sum(counts[column] for column in _IDLE), sum(counts[:_COUNTED])
@@ -58,7 +58,7 @@ class MachineMeter:
         return None
 
     def _traffic(self) -> tuple[int, int] | None:
-        """Return the bytes that all interfaces have received and sent."""
+        """Return the bytes that all interfaces have received and sent. Loopback is left out; None if unknown."""
         with suppress(OSError, ValueError, IndexError):
             received = sent = 0
             for line in (self._proc / "net" / "dev").read_text().splitlines()[2:]:

@@ -24,7 +24,7 @@ _TESTED = "phalanx_portable"
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Return the library, compiled if need be. Raises ``NoHostKernelsError`` or ``OSError`` if it cannot be had."""
+    """Return the library, compiled if need be and loaded once. Raises ``NoHostKernelsError`` or ``OSError`` if it cannot be had."""
     library = ctypes.CDLL(str(library_file()))
     library.kernel_name.argtypes = [ctypes.c_int64]
     library.kernel_name.restype = ctypes.c_char_p
@@ -190,6 +190,7 @@ def _power(base: Tensor | float, exponent: Tensor | float) -> Tensor:
 
 
 def _require_real(dtype: torch.dtype) -> None:
+    """Raise RuntimeError for complex numbers."""
     if dtype.is_complex:
         raise RuntimeError(
             "portable numerics has no complex numbers: "
