@@ -51,7 +51,7 @@ class Child:
         leads_session: bool = False,
         parent: str = "its launcher",
     ) -> None:
-        """See ``start``."""
+        """Take charge of a process that runs already; ``start`` starts one."""
         self._process, self._output, self._parent = process, output, parent
         self._leads_session = leads_session
         self._lock = threading.RLock()  # a signal handler may interrupt the thread that has it
@@ -240,7 +240,7 @@ class LineChild(Child):
         return None
 
     def end(self, fine: Container[int] = (0,)) -> int:
-        """See ``Child.end``; closes the pipes too."""
+        """Kill and reap the process as ``Child.end`` does, and close its pipes. Return the exit code."""
         code = super().end(fine)
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -264,7 +264,7 @@ def end_all(children: Iterable[Child], patience_s: float = 0.0, fine: Container[
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process with this exit code ended, in words."""
+    """Return how a process with this exit code ended, in words, with the signal's name if it was killed by a known one."""
     if code >= 0:
         return f"ended with code {code}"
     with suppress(ValueError):
@@ -304,6 +304,7 @@ def _parent() -> int:
 
 
 def _end_after(parent: int) -> None:
+    """End this process, with an error code, when its parent is no longer ``parent``."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     os._exit(_EXIT_FAILED)

@@ -128,6 +128,7 @@ class FramedConnection:
         self._socket.close()
 
     def _send(self, body: memoryview | bytes) -> None:
+        """Send all bytes, piece by piece. Raises WireError."""
         view = memoryview(body)
         try:
             for start in range(0, len(view), _PIECE_BYTES):  # the timeout is for each piece, not for all
@@ -136,6 +137,7 @@ class FramedConnection:
             raise self._failure(error) from error
 
     def _body(self, head: bytes) -> bytes:
+        """Receive the body of a message whose head was received. Raises WireError."""
         with _naming(self.peer):
             length = body_length(head)
         return self.receive(length)

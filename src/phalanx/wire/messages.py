@@ -81,6 +81,7 @@ def body_length(head: bytes, longest_bytes: int = LONGEST_MESSAGE_BYTES) -> int:
 
 
 def _require_short(nbytes: int, longest_bytes: int) -> None:
+    """Raise ``MessageError`` for a message longer than allowed."""
     if nbytes > longest_bytes:
         raise MessageError(f"a message of {nbytes:,} bytes, more than the {longest_bytes:,} allowed")
 
@@ -122,6 +123,7 @@ class Seal:
         return body
 
     def _next(self, body: bytes) -> bytes:
+        """Return the seal of the next message, by its number."""
         self._number += 1
         return hmac.digest(self._key, self._number.to_bytes(8, "big") + body, "sha256")[:SEAL_BYTES]
 
