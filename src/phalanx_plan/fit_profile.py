@@ -111,6 +111,7 @@ def _rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
 
 
 def _last_rate(points: Sequence[tuple[tuple[float, ...], float]]) -> float:
+    """Return the bytes per second of the largest measurement."""
     size, seconds = max(points)
     return size[-1] / seconds
 

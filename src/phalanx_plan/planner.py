@@ -183,6 +183,10 @@ def placer_on(topology: Topology, spec: RunSpec) -> Placer:
     order: Order | None = spec.launch.order if unit else None
 
     def place(job: TrainingJob, layout: PlannedLayout) -> NetworkCost:
+        """Return the network's cost of a layout in its best placement.
+
+        Raises ``TopologyError`` if it is not whole nodes, or too few are free.
+        """
         per_node = job.cluster.per_node
         if layout.ranks > per_node and layout.ranks % per_node:
             raise TopologyError(
@@ -289,7 +293,9 @@ def better_slots(layout: Layout, ranks_per_node: int, slots: int, most: int) -> 
 
 
 def lost_node_notes(layout: Layout, ranks_per_node: int, slots: int, most: int) -> tuple[str, ...]:
-    """Return a note for the user if a lost node costs more than ``MUCH`` and more slots would reduce that; arguments of ``better_slots``."""
+    """Return a note for the user if a lost node costs more than ``MUCH`` and more slots would reduce that; arguments of
+    ``better_slots``. Empty otherwise.
+    """
     after_loss = lost_node(layout, ranks_per_node, slots)
     if after_loss is None or after_loss.slowdown <= MUCH:
         return ()

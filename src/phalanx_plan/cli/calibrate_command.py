@@ -98,6 +98,7 @@ def _measure(ranks: int | None, quick: bool, clock: Clock | None, *, quiet: bool
 
 
 def _say(quiet: bool, work: str) -> None:
+    """Print what is being measured on standard error, unless ``quiet``."""
     if not quiet:
         click.echo(f"measuring {work} ...", err=True)
 

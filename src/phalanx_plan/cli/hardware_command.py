@@ -67,6 +67,7 @@ def _list(as_json: bool) -> None:
 
 
 def _summary(entry: Accelerator) -> tuple[str, ...]:
+    """Return an accelerator's row of the table."""
     sixteen = entry.flops.get("bf16", entry.flops.get("fp16"))
     return (
         entry.key,

@@ -49,6 +49,7 @@ def command(name: str | None, as_json: bool) -> None:
 
 
 def _facts(spec: ModelSpec) -> JsonObject:
+    """Return a model's counts and shape for JSON."""
     model = resolve(spec, _VOCAB)
     counts = count(model, _SEQ_LEN)
     return {

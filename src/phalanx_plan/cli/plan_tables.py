@@ -104,7 +104,9 @@ def _print_ideas(console: Console, plan: Plan) -> None:
 
 
 def _ranking(plan: Plan) -> Table:
-    """Return a table of the best layouts: step, MFU, memory, accelerators, time and cost without failures."""
+    """Return a table of the best layouts: step, MFU, memory, accelerators, time and cost without failures, and the
+    network's addition if they were placed. Its caption explains the columns.
+    """
     table = Table(box=None, padding=(0, 1), pad_edge=False, width=min(100, text_console().width))
     days_of = [plan.tokens / estimate.tokens_per_s / 86_400 for estimate in plan.best]
     usd_of = [
@@ -148,7 +150,7 @@ def _added(cost: NetworkCost) -> str:
 
 
 def _print_placement(console: Console, plan: Plan) -> None:
-    """Print the placement of the chosen layout on the network."""
+    """Print the placement of the chosen layout on the network. Nothing without a placed plan."""
     if plan.placements is None:
         return
     cost = plan.placements[plan.chosen.layout]
@@ -214,6 +216,7 @@ def _print_explained(console: Console, plan: Plan) -> None:
 
 
 def _rival(plan: Plan) -> Estimate | None:
+    """Return the best estimate of another layout than the chosen one; ``None`` without a search."""
     result = plan.search_result
     return (
         next((estimate for estimate in result.best if estimate.layout != plan.chosen.layout), None)

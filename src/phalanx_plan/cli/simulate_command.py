@@ -109,6 +109,7 @@ def _progress(unit: str) -> OnProgress:
     last_s = time.monotonic()
 
     def show(finished: float, total: float) -> None:
+        """Print the progress on standard error, at most once per pause."""
         nonlocal last_s
         if time.monotonic() - last_s > _PAUSE_S:
             last_s = time.monotonic()
@@ -174,6 +175,7 @@ def _format(report: FleetReport) -> str:
 
 
 def _kept(name: str, kept: SeatsKept) -> str:
+    """Return a line on how many units leave their domain, and where nodes are replaced."""
     torn = ", ".join(
         f"{units:.1f} their {level}" for level, units in zip(LEVELS, kept.torn_units, strict=True)
     )
@@ -184,6 +186,7 @@ def _kept(name: str, kept: SeatsKept) -> str:
 
 
 def _shares(seconds: dict[str, float], whole_s: float) -> list[str]:
+    """Return lines of seconds and shares, the largest first, with the total."""
     rows = [*sorted(seconds.items(), key=lambda row: -row[1]), ("total", whole_s)]
     return [f"{name:<20} {value:>18,.1f} s {100 * value / whole_s:>8.3f} %" for name, value in rows]
 
@@ -276,7 +279,9 @@ def _as_json(start_time: Start) -> dict[str, object]:
 
 
 def _table(starts: list[Start]) -> list[str]:
-    """Return the lines of a table of starts by phase, in seconds, one column for each size."""
+    """Return the lines of a table of starts by phase, in seconds, one column for each size, with the sum, and a line
+    that explains brackets: times that another phase hides.
+    """
     lines = [f"{'seconds, nodes:':<18}" + "".join(f"{start_time.nodes:>12,}" for start_time in starts)]
     for index, phase in enumerate(starts[0].phases):
         cells = (

@@ -172,6 +172,7 @@ def perfetto(job: TrainingJob, chosen: Estimate) -> dict[str, object]:
 
 
 def _chrome(event: TraceEvent) -> dict[str, object]:
+    """Return an event in the format of Chrome's traces."""
     arguments = {"stage": event.stage, "micro_batch": event.micro_batch} if event.stage >= 0 else {}
     return {
         "ph": "X",
@@ -233,11 +234,13 @@ def _with_data_overlap(stack: Stack, factor: float) -> Stack:
 
 
 def _with(job: TrainingJob, figure: str, value: float) -> TrainingJob:
+    """Return the job with another value of one figure of the cluster."""
     cluster = with_value(job.cluster, figure, value)
     return replace(job, cluster=cluster, profile=Profile(cluster.accelerator, job.profile.constants))
 
 
 def _with_flops(job: TrainingJob, factor: float) -> TrainingJob:
+    """Return the job with all peak rates times ``factor``."""
     for name, fact in job.cluster.accelerator.flops.items():
         job = _with(job, f"accelerator.flops.{name}", fact.value * factor)
     return job

@@ -388,6 +388,7 @@ def _losers(plan: Plan) -> str:
 
 
 def _sensitivity(plan: Plan) -> str:
+    """Return the HTML of how step and run change with single figures."""
     changes = {"as planned": plan.run.days, **days_changes(plan)}
     time = unit_for([plan.run.days], DAYS)
     return (
@@ -409,6 +410,7 @@ def _goodput(plan: Plan) -> str:
 
 
 def _curve(plan: Plan, level: RateLevel, intervals: Sequence[float]) -> Iterator[tuple[float, float]]:
+    """Yield (interval in seconds, goodput) at a level of failure rates."""
     for interval_s in intervals:
         assumptions = dataclasses.replace(plan.assumptions, checkpoint_interval_s=interval_s)
         yield interval_s, goodput_plan(plan.inputs, assumptions, level).goodput
@@ -486,6 +488,7 @@ def _assumptions(plan: Plan) -> str:
 
 
 def _plain(value: object) -> str:
+    """Return a value as text."""
     if isinstance(value, Band):
         return f"P5 {value.p5:.4g}, P50 {value.p50:.4g}, P95 {value.p95:.4g}"
     if isinstance(value, tuple):

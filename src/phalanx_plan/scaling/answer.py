@@ -167,6 +167,7 @@ def answer(question: Question, on_progress: Callable[[str], None] = lambda _: No
 
 
 def _on_data(surface: LossSurface, question: Question) -> LossSurface:
+    """Return the loss on limited data, which is repeated, if the question limits it."""
     if math.isinf(question.unique_tokens):
         return surface
     return RepeatedData(surface, question.unique_tokens)
@@ -182,7 +183,10 @@ def _solved(question: Question, surface: LossSurface, cost: CostPerToken, times:
 
 
 def _recommended(question: Question, kind: ModelKind, on_progress: Callable[[str], None]) -> Recommended:
-    """Find the best model of one kind, plan its run, and compare laws and other budgets."""
+    """Find the best model of one kind, plan its run, and compare laws and other budgets.
+
+    Raises ``BudgetError`` if inference leaves no tokens to train on.
+    """
     law = CHINCHILLA if kind == "dense" else routed_law(EXPANSION)
     cost, planned, shape = _cost_of(question, kind, law, on_progress)
     budget = question.budget.amount
@@ -319,6 +323,7 @@ def _add_plan(
     plans: dict[ModelShape, Plan],
     on_progress: Callable[[str], None],
 ) -> None:
+    """Plan the shape nearest ``size`` for the budget, and add that to ``plans``. Raises ``PlanRequestError``."""
     shape = shape_of(kind, size)
     tokens = question.budget.amount / _guessed(question)(shape.active)
     plans[shape] = _search(question, shape, tokens, on_progress)

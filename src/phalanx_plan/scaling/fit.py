@@ -198,6 +198,7 @@ def _minimize(theta: _Floats, at: _Floats, losses: _Floats) -> tuple[_Floats, _F
 
 
 def _law(theta: _Floats, middle: tuple[float, float]) -> PowerLaw:
+    """Return the power law of fitted parameters, which are relative to ``middle``."""
     size, alpha, data, beta, floor = theta.tolist()
     return PowerLaw(
         floor=math.exp(floor),

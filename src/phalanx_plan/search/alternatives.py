@@ -185,6 +185,7 @@ def ideas_of(
 
 
 def _key(estimate: Estimate, objective: str) -> tuple[float, float]:
+    """Return what estimates are ranked by: the objective, then the step."""
     by = {"time": estimate.step_s, "cost": estimate.step_s * estimate.ranks, "gpus": float(estimate.ranks)}
     return by[objective], estimate.step_s
 
@@ -229,7 +230,9 @@ def _title(layout: PlannedLayout) -> str:
 
 
 def _gives_up(estimate: Estimate, winner: Estimate) -> Iterator[str]:
-    """Yield what a layout gives up against the winner: time, accelerators, free memory, and notable terms of its step."""
+    """Yield what a layout gives up against the winner: time, accelerators, free memory, what is offloaded, and notable
+    terms of its step.
+    """
     if estimate is not winner:
         slower = estimate.step_s / winner.step_s - 1
         change = {name: seconds - winner.time.get(name, 0.0) for name, seconds in estimate.time.items()}
@@ -279,6 +282,7 @@ _MORE = {
 
 
 def _offloaded(layout: PlannedLayout) -> Iterator[tuple[str, bool]]:
+    """Yield (name, True if offloaded) of what can be offloaded."""
     yield "activations", layout.offload_activations
     yield "the optimizer's state", layout.offload_optimizer
 

@@ -57,6 +57,7 @@ _ZERO = {"none": 2, "zero2": 2, "zero3": 3}
 
 
 def _zero(spec: RunSpec, job: TrainingJob) -> int:
+    """Return the ZeRO stage of the run's sharding, or the highest that the stack has."""
     stage = _ZERO[spec.parallel.sharding]
     return stage if stage in job.stack.zero_stages else max(job.stack.zero_stages)
 
@@ -252,7 +253,9 @@ def _precision(spec: RunSpec, layout: PlannedLayout) -> PrecisionSpec:
 
 
 def least_change(job: TrainingJob, layout: PlannedLayout, *, offload: bool) -> str:
-    """Describe the change that makes a layout fit on the same ranks with the shortest step. ``offload`` permits moving its state to host memory."""
+    """Describe the change that makes a layout fit on the same ranks with the shortest step: recomputation,
+    micro-batches of one, or offloading; or that none does. ``offload`` permits moving its state to host memory.
+    """
     options = [
         replace(
             layout,

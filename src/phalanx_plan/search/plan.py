@@ -186,6 +186,7 @@ def without_room(chosen: Estimate, roomy: Estimate | None) -> Iterator[Caveat]:
 
 
 def _without_device(stack: str, cluster: Cluster) -> Iterator[Caveat]:
+    """Yield the caveat that this project's trainer does not run on the accelerator, if so."""
     vendor = cluster.accelerator.vendor
     if stack == OWN and vendor not in ("NVIDIA", "any"):
         yield Caveat(

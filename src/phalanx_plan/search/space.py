@@ -251,6 +251,7 @@ def crossed(table: Table, name: str, values: list[int]) -> Table:
 
 
 def _keep(table: Table, mask: Bools, rule: str, excluded: dict[str, int]) -> Table:
+    """Return the rows where ``mask`` is True; add the number of the others to ``excluded[rule]``."""
     excluded[rule] = excluded.get(rule, 0) + int((~mask).sum())
     return rows_where(table, mask)
 

@@ -121,6 +121,7 @@ class LargeFleet:
     """The simulated machines and their training, and the core that receives their reports."""
 
     def __init__(self, scenario: Scenario, step_cost: StepCost | None = None) -> None:
+        """Set up the fleet of a scenario, with a study of its seats if there are units."""
         self.scenario, self.clock, self.random = scenario, SimulatedClock(), random.Random(scenario.seed)
         self.total = scenario.nodes + scenario.spares
         unit = scenario.unit
@@ -245,6 +246,7 @@ class LargeFleet:
         self.furthest = max(self.furthest, self.reached)
 
     def _boundary(self) -> None:
+        """Stop at the end of a step, if the fleet trains, and park."""
         if self.account.bucket == USEFUL:
             self._halt(PARKING)
             self.clock.after(self.scenario.park_s, self._if_still(self._all_parked))
@@ -330,6 +332,7 @@ class LargeFleet:
     # --- faults
 
     def _next_incident(self) -> None:
+        """Plan the next failure at a random time, by the rate of all nodes."""
         per_s = self.scenario.rate / 1000 / DAY_S * self.total
         self.clock.after(self.random.expovariate(per_s), self._incident)
 
@@ -390,6 +393,7 @@ class LargeFleet:
         self.clock.after(self.scenario.warm_up_s, lambda: self._warm(name, incarnation))
 
     def _warm(self, name: str, incarnation: int) -> None:
+        """Report a node whose workers are warm again, if it is still the same agent and up."""
         if self.incarnation[name] == incarnation and name not in self.down:
             self.cold.discard(name)
             self.receive(m.Ready(name, incarnation, self._points(name)))

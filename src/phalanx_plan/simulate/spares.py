@@ -82,7 +82,10 @@ class Seating:
             ]
 
     def record_seats(self, now_s: float, seats: Sequence[str]) -> None:
-        """Record the node in each seat from ``now_s`` on; count replacements, and the domains that they stay in."""
+        """Record the node in each seat from ``now_s`` on; count replacements, and the domains that they stay in.
+
+        Changed seats are priced anew.
+        """
         self.advance(now_s)
         for old, new in zip(self.seats, seats, strict=False):
             if old != new:

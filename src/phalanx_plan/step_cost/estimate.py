@@ -333,6 +333,7 @@ def _estimate(
 
 
 def _peak(job: TrainingJob, precision: str) -> float:
+    """Return the peak operations per second in a precision, or in the nearest that the accelerator has."""
     flops = job.cluster.accelerator.flops
     return next(flops[name].value for name in (precision, "bf16", "fp16", *flops) if name in flops)
 

@@ -114,6 +114,7 @@ def _moments(
 
 
 def _state(state: ParameterState, candidates: Candidates, full: Floats, share: Floats) -> Floats:
+    """Bytes of one kind of state of a rank: sharded from its ZeRO stage on, and none if offloaded."""
     elements = np.where(candidates.zero >= state.sharded_from, share, full)
     on_accelerator = 1 - candidates.offload_optimizer if state.optimizer else 1
     return state.bytes * elements * on_accelerator
@@ -303,6 +304,7 @@ def _exchange_bytes(job: TrainingJob, candidates: Candidates) -> Floats:
 
 
 def _largest_block(holdings: Holdings, place: PlaceCounts) -> Floats:
+    """Elements of the largest layer that a rank has."""
     blocks = [
         (count, block)
         for count, block in zip(place.counts[:2], holdings.block[:2], strict=True)

@@ -99,6 +99,7 @@ def idle_s(
 
 
 def _zbv(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:
+    """Seconds in which the slowest rank waits in a flush of ``zbv``; 0 on one rank."""
     others = pipes.ranks - 1
     paths = (
         2 * others * (inputs - weights),
@@ -110,6 +111,7 @@ def _zbv(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> 
 
 
 def _dualpipev(pipes: Pipelines, forward: Floats, inputs: Floats, weights: Floats) -> Floats:
+    """Seconds in which the slowest rank waits in a flush of ``dualpipev``; 0 on one rank."""
     others = pipes.ranks - 1
     paths = (
         others * (2 * inputs - weights) - forward,
@@ -340,5 +342,6 @@ def _ends(dealt: Waves, times: StageTimes, hop_s: Floats) -> tuple[Floats, Float
 
 
 def _flush_s(dealt: Waves, times: StageTimes, hop_s: Floats) -> Floats:
+    """Seconds until the last rank has ended its last action, of each layout."""
     last: Floats = _ends(dealt, times, hop_s)[0][-1].max(axis=0)
     return last

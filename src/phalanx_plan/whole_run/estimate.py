@@ -268,6 +268,7 @@ def _node_losses_per_s(inputs: RunInputs, assumed: RunAssumptions) -> float:
 
 
 def _fleet_share(inputs: RunInputs, assumed: RunAssumptions) -> float:
+    """Return the share of the fleet's rate that remains while nodes are in repair."""
     away = nodes_in_repair(_node_losses_per_s(inputs, assumed), assumed.repair_s)
     return fleet_share(assumed.recovery, away, _nodes(inputs), inputs.replicas)
 
@@ -424,7 +425,7 @@ def _sources(inputs: RunInputs, assumed: RunAssumptions, plan: CheckpointPlan) -
 
 
 def _plain(value: object) -> Any:
-    """Return the value as types that JSON supports."""
+    """Return the value as types that JSON supports; a number that is not finite becomes None."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -290,6 +290,7 @@ def holdings(
 def _holdings(
     model: ModelSpec, degrees: _Degrees, optimizer: OptimizerSpec | None, *, whole_rows: bool
 ) -> HoldingsTable:
+    """Return what a rank holds of one layer of each of ``KINDS``."""
     by_kind = [list(_of_kind(model, kind)) for kind in KINDS]
     ahead = [p for p in by_kind[KINDS.index("head")] if p.in_block]
     return HoldingsTable(
@@ -330,11 +331,13 @@ def _sum(terms: Iterator[Floats]) -> Floats:
 
 
 def _dense(parameter: Parameter, degrees: _Degrees) -> Floats:
+    """Elements of a tensor rank's part of a parameter."""
     rows, columns = _rows_and_columns(parameter, degrees)
     return rows * columns
 
 
 def _dense_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -> Floats:
+    """Elements of a rank's share of a dense parameter; ``whole_rows`` shares out only whole rows."""
     rows, columns = _rows_and_columns(parameter, degrees)
     return _share(rows, degrees.dense_shard, whole_rows=whole_rows) * columns
 
@@ -352,6 +355,7 @@ def _stacked(parameter: Parameter, degrees: _Degrees) -> Floats:
 
 
 def _stacked_share(parameter: Parameter, degrees: _Degrees, *, whole_rows: bool) -> Floats:
+    """Elements of a rank's share of stacked experts."""
     experts, expert_elements = parameter.shape[0], parameter.numel // parameter.shape[0]
     own_experts = _share(experts / degrees.expert, degrees.expert_shard, whole_rows=whole_rows)
     return own_experts * expert_elements / degrees.expert_tensor

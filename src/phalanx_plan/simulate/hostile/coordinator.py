@@ -134,6 +134,7 @@ class SimulatedCoordinator:
         self._lead(anew=False)
 
     def _is_superseded(self) -> bool:
+        """Return True, from then on, once another reign has begun."""
         self.superseded = self.superseded or self.register.claim.reign != self.claim.reign
         return self.superseded
 

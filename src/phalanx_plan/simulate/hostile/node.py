@@ -298,6 +298,7 @@ class SimulatedNode:
             self._is_parked(epoch)
 
     def _is_parked(self, epoch: int) -> None:
+        """Report that the node has parked, with its snapshots."""
         self.parked = max(self.parked, epoch)
         self.send_report(m.Parked(self.name, self.incarnation, epoch, self._points(), tuple(self.snapshots)))
 

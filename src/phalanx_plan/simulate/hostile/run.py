@@ -40,6 +40,7 @@ def _somebody(world: HostileWorld) -> SimulatedNode:
 
 
 def _crash(world: HostileWorld, node: SimulatedNode) -> None:
+    """Crash a node, silently at times, and start it again later."""
     node.crash(silently=world.random.random() < 0.3)
     world.clock.after(world.random.uniform(0.5, 30), node.start)
 
@@ -53,7 +54,7 @@ def _rack(world: HostileWorld) -> None:
 
 
 def _link(world: HostileWorld) -> None:
-    """Break the collective for a node and about half of its group."""
+    """Break the collective for a node and about half of its group. Nothing for a node in no group."""
     node = _somebody(world)
     group = node.group
     if group is None:
@@ -64,6 +65,7 @@ def _link(world: HostileWorld) -> None:
 
 
 def _cut_all(world: HostileWorld) -> None:
+    """Cut all nodes off for a while."""
     for node in world.nodes.values():
         _isolate(world, node)
 
@@ -82,6 +84,7 @@ def _isolate(world: HostileWorld, node: SimulatedNode) -> None:
 
 
 def _coordinator(world: HostileWorld) -> None:
+    """Crash the coordinator, and start it again later."""
     world.coordinator.crash()
     world.clock.after(world.random.uniform(0.1, 20), world.coordinator.start)
 
@@ -121,6 +124,7 @@ def _part(world: HostileWorld) -> None:
 
 
 def _accuse(world: HostileWorld, reason: Literal["straggler", "health"]) -> None:
+    """Report a node as suspect, and admit it later."""
     name = _somebody(world).name
     world.coordinator.receive(m.Suspect(name, reason, "a test"))
     world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.receive(m.Admit(name)))
@@ -151,7 +155,10 @@ def _cannot_train(world: HostileWorld) -> None:
 
 
 def _corrupt(world: HostileWorld) -> None:
-    """Let a running group compute wrongly from its next step on, and report the node a few seconds later."""
+    """Let a running group compute wrongly from its next step on, and report the node a few seconds later.
+
+    Nothing if no such group runs.
+    """
     node = _somebody(world)
     group = node.group
     if group is None or not group.running or not node.computes(group.epoch) or group.tainted(group.step + 1):
@@ -178,6 +185,7 @@ def _report(world: HostileWorld, suspicion: m.Suspect) -> None:
 
 
 def _drain(world: HostileWorld) -> None:
+    """Drain a node, and admit it later."""
     name = _somebody(world).name
     world.coordinator.receive(m.Drain(name))
     world.clock.after(world.random.uniform(1, 20), lambda: world.coordinator.receive(m.Admit(name)))
@@ -205,6 +213,7 @@ def _take_away(world: HostileWorld) -> None:
 
 
 def _end_of_grace(world: HostileWorld, node: SimulatedNode) -> None:
+    """Crash a node whose machine is still to be removed."""
     if node.going:
         node.going = False
         _crash(world, node)
@@ -274,7 +283,7 @@ def run_seed(seed: int, step: core.CoreStep = core.step) -> WorldOutcome:
 
 
 def _run(world: HostileWorld) -> WorldOutcome:
-    """Inject faults for a minute, then let the fleet recover."""
+    """Inject faults for a minute, then let the fleet recover. Raises BrokenInvariant if it does not."""
     for node in world.nodes.values():
         world.clock.after(world.random.uniform(0, 2), node.start)
     world.heads.first("0" if world.conditions.succession_s else "")

@@ -306,7 +306,10 @@ class Group:
         return step in self.world.conditions.own_nan_steps or any(node.sick for node in self.members)
 
     def _completes(self, node: GroupMember, step: int) -> None:
-        """Let a member complete a step; the last one reaches the boundary."""
+        """Let a member complete a step; the last one reaches the boundary.
+
+        Ignored if the step is over, or the node no longer computes.
+        """
         if step != self.step or not node.computes(self.epoch):
             return
         node.complete(self, step)

@@ -97,6 +97,7 @@ class HostileWorld:
             self.clock.after(delay_s, partial(self._arrive, head, node, command))
 
     def _arrive(self, head: SimulatedCoordinator, node: SimulatedNode, command: c.Command) -> None:
+        """Pass a command to a node if it is still attached to this head."""
         if node.up and node.head is head and self.reaches(node, head.node):
             node.on_command(command)
 
@@ -221,6 +222,7 @@ class HostileWorld:
                 )
 
     def _break(self, node: GroupMember, epoch: int) -> None:
+        """Break the collective of a node that is still in the epoch."""
         if node.computes(epoch):
             node.break_collective()
 
