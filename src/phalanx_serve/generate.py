@@ -137,6 +137,7 @@ def continued(
 
 
 def _text(ids: Iterator[int], detokenizer: IncrementalDetokenizer) -> Iterator[str]:
+    """Yield the text of ids as it becomes certain."""
     for token in ids:
         yield detokenizer.feed(token)
     yield detokenizer.flush()

@@ -222,6 +222,7 @@ def _role(number: int, role: object, template: ChatTemplate) -> str:
 
 
 def _list(number: int, calls: object) -> Sequence[object]:
+    """Return the calls. Raises TokenizerError for no list."""
     if not isinstance(calls, list):
         raise TokenizerError(f"messages[{number}].tool_calls: a list")
     return calls

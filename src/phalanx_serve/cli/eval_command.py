@@ -134,6 +134,7 @@ def _tasks(run_dir: Path, options: EvalOptions) -> Iterator[Task]:
 
 
 def _write_scores(file: TextIO, task: Task, by_item: Sequence[Sequence[ContinuationScore]]) -> None:
+    """Write a JSON line for each item, with the log-probabilities of its answers."""
     for number, (item, scores) in enumerate(zip(task.items, by_item, strict=True)):
         row = {
             "task": task.name,

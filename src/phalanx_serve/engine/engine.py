@@ -186,6 +186,7 @@ class Engine:
         self._long_turn = False
 
     def _computing(self, model: Transformer) -> ModelRunner:
+        """Return the runner of a model, attached to the other processes if there are any."""
         projection = None if self._far is None else self._far.attach(model, exact=self._rule.exact)
         return ModelRunner(model, self._rule, projection)
 
@@ -505,6 +506,7 @@ class Engine:
         return None
 
     def _end(self, text: RunningText, outcome: Outcome, message: str = "") -> None:
+        """Release a text's pages, remove it, and emit its end."""
         self._pages.release(text)
         (self._running if text in self._running else self._waiting).remove(text)
         self._pending.append(Ended(text.request.id, outcome, message, text.cached or 0))

@@ -129,7 +129,8 @@ def fast_products(model: nn.Module) -> FastProducts | None:
 
 
 def use_fast_products(model: nn.Module) -> FastProducts | None:
-    """Give ``fast_products`` to the linear layers of ``model`` that have no other product yet.
+    """Give ``fast_products`` to the linear layers of ``model`` that have no other product yet, except those of
+    multi-token prediction.
 
     Returns the products, or None if there are none.
     """
@@ -292,6 +293,7 @@ def _weights(block: nn.Module, model: Transformer) -> LayerWeights | None:
 
 
 def _plain(linear: Linear) -> bool:
+    """Return True for a linear layer that the kernel computes: on a CPU, contiguous, without another product."""
     weight, bias = linear.weight, linear.bias
     # Other processes may have a part of the product, and a library may compute bf16 rows faster.
     own = linear.affine is None or isinstance(linear.affine, FastProducts)

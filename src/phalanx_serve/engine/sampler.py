@@ -97,6 +97,7 @@ class BatchedSamplerOutput:
     """Output that samples all rows on the device and copies them to the host at the first request, rejected drafts too."""
 
     def __init__(self, requests: Sequence[SamplingRequest], scores: Tensor, log_probs: Tensor) -> None:
+        """Queue the drawing and scoring of all requests on the device, without waiting for it."""
         self._requests, device = requests, scores.device
         scores, log_probs = scores[: len(requests)], log_probs[: len(requests)]
         tokens = brought(torch.tensor([max(request.scored, 0) for request in requests]), device)
@@ -496,6 +497,7 @@ def gumbel(key: int | Tensor, index: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _on(device: torch.device, table: Callable[[], tuple[int, ...]]) -> Tensor:
+    """Return a table as a tensor on a device, copied once."""
     # Not in inference mode, whose tensors could not be used outside it.
     with torch.inference_mode(False):
         return torch.tensor(table(), dtype=torch.int64, device=device)

@@ -161,6 +161,8 @@ def application(gateway: Gateway) -> ASGIApp:
     """Return the ASGI application of a gateway. Unlisted host names are refused, and errors become OpenAI's JSON."""
 
     def guarded(answer: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint of ``answer``, which checks the client's key and turns a RefusedError into a response."""
+
         async def endpoint(request: Request) -> Response:
             try:
                 return await answer(request, gateway.client(_bearer(request)))
@@ -222,6 +224,7 @@ def application(gateway: Gateway) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: explain, Exception: apologize})
 
     async def entry(scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse other host names, and answer with a refusal if a running request is cut off by the server's end."""
         scope[_SERVERS_SEND] = send
         if gateway.hosts and host_name(Headers(scope=scope).get("host", "")) not in gateway.hosts:
             error = RefusedError(
@@ -294,6 +297,7 @@ def _model(gateway: Gateway) -> dict[str, Any]:
 
 
 def _bearer(request: Request) -> str:
+    """Return the key in the Authorization header; empty if there is none."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -387,7 +391,7 @@ class _CancellableResponse(Response):
         self._gateway, self._generation, self._client, self._stream = gateway, generation, client, stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; cancel it if the client leaves. Its tokens are counted either way."""
+        """Send the response; cancel it if the client leaves. Its load and its key's tokens are counted either way."""
         gateway = self._gateway
         params = self._generation.request
         gateway.workload.began(params.demand, time.monotonic())
@@ -431,6 +435,7 @@ class _CancellableResponse(Response):
 
 
 async def _left(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

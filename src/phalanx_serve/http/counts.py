@@ -89,6 +89,7 @@ class Counts:
     """Counters and histograms of a gateway since its start."""
 
     def __init__(self, model: str) -> None:
+        """Begin all counts at 0, and register them with a registry of their own."""
         self._model = model
         self.first_token, self.next_token, self._duration = (
             Histogram(_FIRST),
@@ -197,7 +198,7 @@ class Counts:
         yield from (running, requests, tokens, limited)
 
     def _of_workers(self, load: WorkerLoad) -> Iterator[Metric]:
-        """Yield the metrics of several workers."""
+        """Yield the metrics of several workers; nothing for an engine in this process."""
         if not load.workers:
             return
         states = GaugeMetricFamily(
@@ -213,7 +214,7 @@ class Counts:
             yield self._counter(name, about, {"": count}, "")
 
     def _of_streaming(self, load: WorkerLoad) -> Iterator[Metric]:
-        """Yield the metrics of streamed weights."""
+        """Yield the metrics of streamed weights; nothing for resident ones."""
         if (streaming := load.streaming) is None:
             return
         for name, about, value in (

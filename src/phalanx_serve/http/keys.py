@@ -187,6 +187,7 @@ class TokenBucket:
         self.left = min(float(self.limit), self.left - amount)
 
     def _fill(self, now: float) -> None:
+        """Add what the time since the last call gives, up to the limit."""
         self.left = min(float(self.limit), self.left + max(0.0, now - self.at) * self.limit / 60)
         self.at = max(self.at, now)
 
@@ -258,6 +259,7 @@ class KeyUse:
             self.tokens.take(prompt_tokens + generated_tokens - taken, now)
 
     def _over(self, limit: str, words: str, wait: int) -> RefusedError:
+        """Count a refusal by a limit, and return its error."""
         self.refused[limit] += 1
         return RefusedError(
             f"the key {self.key.name!r} has {words}: retry in {wait} s",

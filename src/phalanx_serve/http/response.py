@@ -204,6 +204,7 @@ class ResponseFormat:
         return entry(token.id, token.logprob) | {"top_logprobs": [entry(*other) for other in token.top]}
 
     def _completion_logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Return the log-probabilities of tokens as completions have them; advances the text's offset."""
         offsets = self._offsets.setdefault(index, TextOffsets())
         return {
             "tokens": [self._word(token.id) for token in tokens],
@@ -471,6 +472,7 @@ class _TaskGroup:
         return self
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a task, which is cancelled with the group."""
         self._tasks.append(asyncio.create_task(coroutine))
         return self._tasks[-1]
 

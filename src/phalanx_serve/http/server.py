@@ -206,26 +206,31 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _wait_for_head(self) -> None:
+        """Give the connection ``head_s`` seconds to send a whole request head."""
         self._head_is_whole()
         self._head = self.loop.call_later(self._limiter.head_s, self.give_way)
 
     def _head_is_whole(self) -> None:
+        """Stop waiting for a request head."""
         if self._head is not None:
             self._head.cancel()
             self._head = None
 
     def _wait_for_reader(self) -> None:
+        """Give the client ``reader_s`` seconds to read some of what is written."""
         self._answer_is_read()
         unread = self.transport.get_write_buffer_size()
         self._reader = self.loop.call_later(self._limiter.reader_s, self._look_at_reader, unread)
 
     def _look_at_reader(self, unread: int) -> None:
+        """Wait on if the client has read some, else abort the connection."""
         if self.transport.get_write_buffer_size() < unread:
             self._wait_for_reader()
         else:
             self.transport.abort()
 
     def _answer_is_read(self) -> None:
+        """Stop waiting for the client to read."""
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
@@ -246,6 +251,7 @@ class DrainingServer(uvicorn.Server):
     """A server that refuses new requests on the first signal and ends when the old ones have, at the latest after ``drain_s``."""
 
     def __init__(self, gateway: Gateway, drain_s: float, tell: Callable[[str], None]) -> None:
+        """Configure uvicorn for the gateway, with limited connections."""
         config = LimitedConfig(
             application(gateway),
             http=Connection,
@@ -283,7 +289,7 @@ class DrainingServer(uvicorn.Server):
         threading.Thread(target=self._drain, args=(name,), daemon=True).start()
 
     def _drain(self, name: str) -> None:
-        """Wait until all texts are finished, for at most ``drain_s`` seconds, and end the server."""
+        """Wait until all texts are finished, for at most ``drain_s`` seconds, and end the server. Reports that first."""
         # In a thread: a handler may have interrupted a write to the same stream.
         with suppress(OSError):  # a full disk or a closed pipe is no reason to go on
             self._tell(f"{name}: {self._gateway.unfinished} texts are finished first; again to end at once")

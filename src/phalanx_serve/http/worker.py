@@ -208,12 +208,13 @@ class EngineWorker:
         self._inbox.put(swap)
 
     def trouble(self) -> str:
-        """See ``WorkerPort``."""
+        """Return the reason why nothing can be computed; empty if it can."""
         if not self._thread.is_alive():
             return self._lost or "the engine has ended"
         return self._lost or (self._trouble() if self._trouble is not None else "")
 
     def close(self) -> None:
+        """End the thread after its step; wait for at most 30 seconds."""
         self._inbox.put(None)
         self._thread.join(timeout=30)
 
@@ -241,7 +242,7 @@ class EngineWorker:
     def _take(self, message: Request | str | Swap) -> None:
         """Submit a request, cancel one by its id, or exchange the weights.
 
-        Errors end the request, and weights that fail are only logged.
+        Errors end the request, and weights that fail are only logged. After a lost part, requests end with its reason.
         """
         if self._lost:
             if isinstance(message, Request):
@@ -263,6 +264,7 @@ class EngineWorker:
             self._deliver([Ended(message.id, "error", str(error))])
 
     def _fail(self, error: Exception) -> None:
+        """End all requests with an error."""
         for name in list(self._readers):
             self._engine.cancel(name)
             self._deliver([Ended(name, "error", explained(error))])

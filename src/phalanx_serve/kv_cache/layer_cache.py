@@ -71,7 +71,7 @@ class LayerKVCache:
         sinks: Tensor | None = None,
         expand: Expand | None = None,
     ) -> Tensor:
-        """See ``Cache``; rows are ``(1, heads, rows, width)``.
+        """Attend for the rows ``(1, heads, rows, width)`` of several texts, each to its own cached tokens.
 
         Stores the new keys and values (rounded if a narrow format keeps them), and returns the mixed values ``(1,
         heads, rows, width)``.

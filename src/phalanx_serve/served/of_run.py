@@ -301,6 +301,7 @@ class CheckpointFollower:
         """Poll in a thread that ends with the process. Errors are reported once each, and do not end it."""
 
         def go_on() -> None:
+            """Look again and again; report each new kind of error once."""
             wait, reported = threading.Event(), ""
             while not wait.wait(self._look_pause_s):
                 try:
@@ -330,6 +331,7 @@ class CheckpointFollower:
                 return
 
     def _is_due(self, step: int) -> bool:
+        """Return True for a step that has not failed, or is to be tried again now."""
         failed = self._failed.get(step)
         return failed is None or 0 < failed.again <= self._looks
 
@@ -377,6 +379,7 @@ class CheckpointFollower:
         return Swap(step, digest, partial(self._engine.swap, prepared, digest, pages=self._pages))
 
     def _give_up(self, step: int, message: str) -> None:
+        """Never try a step again, and report why."""
         self._failed[step] = _Failed(0)
         self._tell(message)
 

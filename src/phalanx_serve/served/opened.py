@@ -175,7 +175,10 @@ class TurnsEngine:
         return outputs
 
     def _text(self, request: Request) -> Iterator[EngineOutput]:
-        """Yield the outputs of a request, with a pass over the whole text for each token."""
+        """Yield the outputs of a request, with a pass over the whole text for each token.
+
+        Ends before a stop token, or after ``max_tokens``.
+        """
         model, device = self._model, self._device
         text = list(request.prompt)
         for index in range(request.max_tokens):
@@ -209,6 +212,7 @@ def _scored(request: Request, scores: torch.Tensor) -> PromptScored:
 
 
 def _tops(request: Request, logprobs: torch.Tensor) -> tuple[tuple[tuple[int, float], ...], ...]:
+    """Return the likeliest tokens of each row, without ids that may not be drawn."""
     rows = logprobs[:, : request.sampling.vocab_size or None]
     return tuple(likeliest(row, request.top_logprobs) for row in rows)
 
@@ -248,7 +252,10 @@ def open_divided(served: ServedRun, tell: Callable[[str], None]) -> OpenedEngine
 def _opened_at(
     step: int, served: ServedRun, parts: _Stages | _Shares, run: RunSpec, tell: Callable[[str], None]
 ) -> OpenedEngine:
-    """Start or await the other processes and open ``step`` with them. Closes them if that fails."""
+    """Start or await the other processes and open ``step`` with them.
+
+    Closes them if that fails. Raises ServeError, and the errors of reading.
+    """
     door: Door
     if served.stages_at:
         door = await_stages(served.stages_at, Path(served.token_file), parts.count - 1, tell)

@@ -162,6 +162,7 @@ def read_token(file: Path) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """Listen at an address. Raises ServeError."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

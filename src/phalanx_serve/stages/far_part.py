@@ -136,6 +136,7 @@ class FarPart:
         link.send(answer, sent)
 
     def _read(self, place: int) -> tuple[m.FromStage, memoryview]:
+        """Return the message and the bytes of a page."""
         page = memoryview(self._memory.read(place))
         return m.Page(len(page)), page
 
@@ -183,6 +184,7 @@ class FarPart:
                     self._memory.copy_out(self._piece(piece), number, place)
 
     def _piece(self, number: int) -> TextKV:
+        """Return a text's keys and values, empty for a new one."""
         if number not in self._pieces:
             self._pieces[number] = TextKV(self._kv_spec, self._dtype, self._layers, number)
         return self._pieces[number]

@@ -238,7 +238,9 @@ class StageLink:
         self._connection.raw.set_timeout(silence_s)
 
     def keep_alive(self, silence_s: float) -> Event:
-        """Send heartbeats for a peer that expects one within ``silence_s``, until the connection or the returned event ends it."""
+        """Send heartbeats in a thread for a peer that expects one within ``silence_s``, until the connection or the
+        returned event ends it.
+        """
         over = Event()
 
         def beat() -> None:

@@ -223,6 +223,7 @@ def _start(
 
 
 def _number(state: RouterState) -> int:
+    """Return the next number of a job or an audit."""
     state.numbers += 1
     return state.numbers
 
@@ -368,8 +369,8 @@ def _end_job(
 def _go_to_decode(
     state: RouterState, entry: Entry, prefill: RouterJob, number: int, now_s: float, commands: list[Command]
 ) -> None:
-    """Continue a request after its first token: the prefill worker offers the pages, and the cheapest decode
-    worker pulls them.
+    """Continue a request after its first token: the prefill worker offers the pages, and the cheapest decode worker
+    pulls them. Without decode workers, any other worker takes it.
     """
     workers = [w for w in state.pool.open_to_work() if w.role != "prefill"]
     if not workers:
@@ -419,7 +420,10 @@ def _ask(state: RouterState, number: int, worker_number: int, now_s: float, comm
 def _hear_score(
     state: RouterState, event: OutputReceived, job: RouterJob, now_s: float, commands: list[Command]
 ) -> None:
-    """Record a worker's score of an audit, and advance that."""
+    """Record a worker's score of an audit, and advance that.
+
+    A job that ends without one is left out; the token behind it is ignored.
+    """
     audit = state.audits[job.audit]
     if isinstance(event.output, PromptScored):
         audit.scores[job.worker] = bits(event.output.logprobs[len(event.output.logprobs) - audit.text :])

@@ -170,12 +170,16 @@ def _join(pool: Pool, event: WorkerJoined, now_s: float, commands: list[PoolComm
 
 
 def _remove(pool: Pool, number: int) -> Lost:
+    """Remove a worker; return the loss of its jobs."""
     worker = pool.workers.pop(number)
     return Lost(number, tuple(sorted(worker.jobs)), is_gone=True)
 
 
 def _beat(pool: Pool, event: Beat, now_s: float, commands: list[PoolCommand]) -> None:
-    """Record a sign of life and whether steps advance. Refuse a worker that is not in the pool."""
+    """Record a sign of life and whether steps advance; a worker whose steps do is no longer late.
+
+    Refuse a worker that is not in the pool.
+    """
     worker = pool.current(event.worker, event.life)
     if worker is None:
         # Given up for dead: only a new life can be trusted to hold no job of the old one.

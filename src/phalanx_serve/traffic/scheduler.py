@@ -87,6 +87,7 @@ def schedule(
 
 
 def _scheduled(request: RequestProgress, count: int) -> ScheduledRows:
+    """Return the next ``count`` rows of a request; those beyond its length are drafts."""
     end = request.computed + count
     return ScheduledRows(request.id, request.computed, end, max(0, end - request.length))
 

@@ -200,7 +200,10 @@ class SimulatedWorker:
         world.clock.after(seconds, partial(self._pulled, job, missing, self.process))
 
     def _pulled(self, job: SimulatedJob, missing: list[bytes], process: int) -> None:
-        """Keep the pages that came, up to the first failure, and make the job ready."""
+        """Keep the pages that came, up to the first failure, and make the job ready.
+
+        Does nothing if the process or the job has ended.
+        """
         if process != self.process or self.jobs.get(job.order.job) is not job:
             return
         world, source = self.world, self.world.workers[job.order.source]
@@ -282,6 +285,7 @@ class SimulatedWorker:
             self._finish(job, "length")
 
     def _logprob(self, job: SimulatedJob, place: int) -> float:
+        """Return the log-probability of a token, slightly wrong if the worker or the job's pages are."""
         number = logprob(job.text, place)
         return number - 2.0**-20 if self.miscomputes or job.wrong else number
 
@@ -308,11 +312,13 @@ class SimulatedWorker:
                 self._refer(job, name)
 
     def _keep(self, name: bytes, source: int, wrong: bool) -> None:
+        """Cache a page as the most recently used one, and evict others."""
         self.cache[name] = (source, wrong)
         self.cache.move_to_end(name)
         self._evict()
 
     def _refer(self, job: SimulatedJob, name: bytes) -> None:
+        """Let a job use a page, and inherit its wrongness."""
         job.pages.append(name)
         job.wrong |= self.cache[name][1] if name in self.cache else False
         self.references[name] = self.references.get(name, 0) + 1

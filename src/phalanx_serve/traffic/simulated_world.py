@@ -99,6 +99,7 @@ class SimulatedService:
         self.clock.after(self.random.uniform(0.1, 2.0), self.open_gateway)
 
     def _tick(self, reign: int) -> None:
+        """Send a tick to the router, and plan the next; ends with the gateway."""
         if reign == self.reign:
             self.hear(e.ClockTick(), reign)
             self.clock.after(TICK_S, partial(self._tick, reign))
@@ -133,6 +134,7 @@ class SimulatedService:
             self._in_order(worker.number, partial(self.hear, event, self.reign))
 
     def _in_order(self, way: int, action: Callable[[], None]) -> None:
+        """Plan an action after a random delay, but not before earlier ones of the same ``way``."""
         due_s = self.clock.now_s + self.random.uniform(0.5, 2) * self.delay_s
         self._arrivals[way] = max(self._arrivals.get(way, 0.0), due_s)
         self.clock.at(self._arrivals[way], action)
@@ -174,6 +176,7 @@ class SimulatedService:
         self.clock.after(self.delay_s, partial(self._submit, client, self.reign))
 
     def _submit(self, client: Client, reign: int) -> None:
+        """Submit a client's request, with the tokens that it has seen, unless it is over."""
         if not client.left and not client.done:
             self.hear(e.RequestSubmitted(client.request, len(client.got)), reign)
 
@@ -306,6 +309,7 @@ def _schedule_arrivals(world: SimulatedService, rate: float, trace: Sequence[flo
 
 
 def _next_fault(world: SimulatedService, rate: float) -> None:
+    """Inject a fault, and plan the next one until shortly before the end of faults."""
     if world.clock.now_s < FAULTS_END_S - 2:
         _strike(world)
         world.clock.after(world.random.expovariate(rate), partial(_next_fault, world, rate))
@@ -357,11 +361,13 @@ def _strike(world: SimulatedService) -> None:
 
 
 def _mend(worker: SimulatedWorker) -> None:
+    """Reconnect a worker that was cut off."""
     worker.cut = False
     worker.join()
 
 
 def _right_weights(world: SimulatedService, worker: SimulatedWorker) -> None:
+    """Restart a worker with the right weights."""
     worker.kill()
     worker.identity = world.identity
     worker.start()

@@ -137,7 +137,7 @@ def resident_memory() -> int:
 
 
 def _pack_of(run_dir: Path, step: int | None, dtype: torch.dtype) -> Path:
-    """Return the pack of a run's step, made if missing.
+    """Return the pack of a run's step, made, with a warning, if missing.
 
     Without ``step``, of the newest. Raises MismatchError if it has other weights, and RunDirectoryError if no run with
     checkpoints is there.

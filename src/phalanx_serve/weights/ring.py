@@ -80,6 +80,7 @@ class ReadPool:
     """Thread pool with a priority queue. Reads of equal urgency run in the order of submission."""
 
     def __init__(self, threads: int) -> None:
+        """Start the threads that read."""
         self._queue: list[tuple[Urgency, int, Callable[[], None], Future[None]]] = []
         self._submitted = 0
         self._closed = False
@@ -293,6 +294,7 @@ class ExpertFrequency:
         )
 
     def _aged(self, expert: ExpertName, turn: int) -> float:
+        """Return an expert's uses, of which older ones count less."""
         uses, last = self._uses.get(expert, (0.0, turn))
         return uses * _AGEING ** (turn - last)
 
@@ -336,6 +338,7 @@ class ExpertCache:
     """Cache of at most ``slots`` experts of all layers, for one thread."""
 
     def __init__(self, pack: PackFile, pool: ReadPool, slots: int, statistics: StreamStatistics) -> None:
+        """Allocate memory for ``slots`` experts of the pack's largest size."""
         sections = pack.index.sections
         self._numbers = {
             (section.layer, section.expert): number
@@ -356,7 +359,7 @@ class ExpertCache:
     def need(self, layer: int, experts: Collection[int], turn: int) -> None:
         """Begin to read a layer's chosen ``experts`` that are not cached, as many as fit.
 
-        Counts hits and misses, and evicts other experts.
+        Prefetches under way become urgent. Counts uses, hits and misses, and evicts other experts.
         """
         names = [(layer, expert) for expert in experts]
         for name in names:

@@ -207,6 +207,7 @@ class _StreamedMixture:
     _backwards: bool = False
 
     def hook(self) -> None:
+        """Register the hooks of the mixture and its experts."""
         self.mixture.register_forward_pre_hook(self._remember)
         self.mixture.experts.register_forward_pre_hook(self._before)
         self.mixture.experts.register_forward_hook(self._after, always_call=True)

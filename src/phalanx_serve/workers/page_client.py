@@ -204,10 +204,12 @@ class _Pull:
                 keep_next()
 
     def _keep(self, name: bytes, page: bytearray | memoryview, expected: bytes, actual: bytes) -> None:
+        """Keep a page. Raises WireError if its digest is wrong."""
         if actual != expected:
             raise WireError(f"page {name.hex()} came damaged")
         self.pulled.pages[name] = page
 
     def _observe_time(self) -> None:
+        """Raise WireError if the time is over."""
         if time.monotonic() > self.until_s:
             raise WireError(f"{self.wire.peer}: too slow")

@@ -160,6 +160,7 @@ class WorkerProcesses:
             await asyncio.sleep(again_s or 0.0)
 
     def _look(self, seat: Seat) -> None:
+        """Report a worker that is still starting."""
         if seat.state == "starting":
             self._slow(seat, self._slow_start_s)
 

@@ -173,7 +173,7 @@ class RequestRouter:
         self.watcher.left(peer, reason)
 
     async def _converse(self, peer: Peer) -> None:
-        """Pass a worker's messages on until its connection ends. Raises WireError."""
+        """Pass a worker's messages on until its connection ends. Raises WireError. A worker without a number gets the next one."""
         while True:
             match await peer.stream.receive_message(m.TO_ROUTER):
                 case m.Opening(number, pid):
@@ -222,6 +222,7 @@ class RequestRouter:
             self.watcher.ready(peer)
 
     def _count_past(self, peer: Peer) -> None:
+        """Add a peer's counts to those of workers that have left."""
         if peer.beat is not None:
             for name, count in peer.beat.counts.items():
                 self.past[name] = self.past.get(name, 0) + count
@@ -254,6 +255,7 @@ class RequestRouter:
             self.watcher.late(peer, reason)
 
     def _hear(self, event: e.Event) -> None:
+        """Pass an event to the traffic's decisions, and carry out their commands."""
         self.traffic, commands = dispatch.step(self.traffic, event, time.monotonic())
         for command in commands:
             self._carry_out(command)
@@ -283,11 +285,13 @@ class RequestRouter:
                     peer.stream.close()
 
     def _job(self, run: e.ComputeJob) -> m.RunJob:
+        """Return the message of a job, with the source's door for pages, if it is connected."""
         source = self.peers.get(run.source)
         door = source.ready.door if source is not None and source.ready is not None else None
         return m.RunJob(run.job, run.request, run.source_job, door, run.pages, run.offer)
 
     def _send(self, worker: int, message: m.ToWorker) -> None:
+        """Send a message to a worker, if it is connected."""
         peer = self.peers.get(worker)
         if peer is not None:
             peer.stream.send_message(message)

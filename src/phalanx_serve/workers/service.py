@@ -95,7 +95,11 @@ class RouterClient:
     """A ``WorkerPort`` of many workers."""
 
     def __init__(self, service: ServiceConfig, report: Callable[[Notice], None]) -> None:
-        """Start the workers and wait until they are ready. Raises ServeError with the reason if one cannot serve."""
+        """Start the workers and wait until they are ready.
+
+        Raises ServeError with the reason if one cannot serve, or takes too long. ``report`` is called with notices, in
+        a thread.
+        """
         self._service = service
         self._notices: queue.SimpleQueue[Notice | threading.Event | None] = queue.SimpleQueue()
         self._reporter = threading.Thread(
@@ -218,6 +222,7 @@ class RouterClient:
     # The router's thread.
 
     def _run(self) -> None:
+        """Run the router's event loop until it is stopped."""
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
         self._loop.close()
@@ -226,7 +231,7 @@ class RouterClient:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_END_S)
 
     async def _begin(self) -> None:
-        """Listen for workers on this machine, and start their processes."""
+        """Listen for workers on this machine, and start their processes. Reports the address."""
         service, token = self._service, secrets.token_hex(32)
         watcher = Watcher(lambda _: None, self._ready, self._unable, self._late, self._left)
         self._router = RequestRouter(token, service.settings, watcher)
@@ -269,6 +274,7 @@ class RouterClient:
             self._identity.set_result(ModelIdentity(identity.weights, identity.numerics, context, ready.bits))
 
     def _unable(self, peer: Peer, reason: str) -> None:
+        """Report a worker that cannot serve; before the service is ready, it fails with that."""
         if not self._identity.done():
             self._identity.set_exception(ServeError(reason))
         self._notice(
@@ -276,10 +282,12 @@ class RouterClient:
         )
 
     def _late(self, peer: Peer, reason: str) -> None:
+        """Report a late worker."""
         text = f"worker {peer.number} is late: {reason}; its texts continue elsewhere, and it rejoins when it continues"
         self._notice("worker-late", text, worker=peer.number, why=reason)
 
     def _slow(self, seat: Seat, seconds: float) -> None:
+        """Report a worker that takes long to start."""
         number, role = seat.task.number, seat.task.role
         text = f"worker {number} ({role}) does not serve yet, {seconds:g} s after its start; it is waited for"
         self._notice("worker-slow", text, worker=number, role=role, seconds=seconds)

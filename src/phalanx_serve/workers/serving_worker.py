@@ -163,6 +163,7 @@ class ServingWorker:
         thread.start()
 
     def _pull(self, order: m.RunJob, door: m.PageDoor, names: list[bytes]) -> None:
+        """Pull the pages of a job, and put the result into the inbox."""
         pulled = pull(
             door.host,
             door.port,
@@ -178,7 +179,7 @@ class ServingWorker:
         self._inbox.put(_Came(order.job, pulled, len(names)))
 
     def _keep(self, arrived: _Came) -> None:
-        """Cache pulled pages, and begin their job, which computes the missing ones. Does nothing for a canceled job."""
+        """Cache and count pulled pages, and begin their job, which computes the missing ones. Does nothing for a canceled job."""
         order = self._orders.get(arrived.job)
         if order is None:
             return
@@ -213,6 +214,7 @@ class ServingWorker:
         )
 
     def _submit(self, order: m.RunJob) -> None:
+        """Submit a job to the engine; one that it refuses ends with an error."""
         try:
             self._engine.submit(structs.replace(order.request, id=str(order.job)))
         except ValueError as error:
@@ -250,7 +252,7 @@ class ServingWorker:
             self._link.send_message(m.OutputBatch(tuple(messages)))
 
     def _read_pages(self, names: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the pages of ``names`` that are here, from the first one up to a gap."""
+        """Return the pages of ``names`` that are here, from the first one up to a gap. Or up to what device memory allows."""
         cached = set(self._engine.held_pages(names))
         pages = {}
         with suppress(DeviceMemoryError):  # the other worker computes the rest

@@ -59,6 +59,7 @@ class _Readings:
     """A NIXL agent and its running reads."""
 
     def __init__(self, link: FramedConnection, staging: mmap.mmap) -> None:
+        """Start NIXL with UCX, register the staging memory, and report the agent to the worker. Raises RuntimeError without UCX."""
         # https://github.com/ai-dynamo/nixl/blob/main/src/api/python/_api.py (1.5.1): the names below are those of its ``nixl_agent``.
         from nixl._api import nixl_agent, nixl_agent_config
 
@@ -115,7 +116,10 @@ class _Readings:
             self._end(transfer.request, failure)
 
     def _meet(self, source: NixlAgent) -> None:
-        """Make a source known to the agent, and forget the least recently used beyond a limit."""
+        """Make a source known to the agent, and forget the least recently used beyond a limit.
+
+        Raises RuntimeError for metadata of another agent.
+        """
         if source.name not in self._sources:
             name = self._agent.add_remote_agent(source.metadata)
             if isinstance(name, bytes):
@@ -135,7 +139,7 @@ class _Readings:
         self._link.send_message(Over(request.number, failure))
 
     def _part(self, name: str) -> None:
-        """Forget a source."""
+        """Forget a source; NIXL's failure to do so is printed."""
         if name in self._sources:
             del self._sources[name]
             try:
@@ -172,6 +176,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> None:
+    """End the process at once with ``code``, after flushing its output."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -225,6 +225,7 @@ class AgentProcess:
             self._say_readers()
 
     def _say_readers(self) -> None:
+        """Send the number of readers to the process, if it runs."""
         if self._link is not None:
             with suppress(WireError):  # it has ended: the next one gets it
                 self._link.send_message(ServingReaders(self._readers))
@@ -236,6 +237,7 @@ class AgentProcess:
         self._keeper.join(_BEGIN_S)
 
     def _kill(self) -> None:
+        """Kill the process, if it runs."""
         process = self._process
         if process is not None:
             process.kill()
@@ -416,7 +418,10 @@ def _read_runs(
     turns: Sequence[StagingRange],
     until_s: float,
 ) -> Iterator[tuple[bytes, ...]]:
-    """Read each run into its range, and yield its digests. The next run is laid meanwhile."""
+    """Read each run into its range, and yield its digests.
+
+    The next run is laid meanwhile. Raises NixlError if pages cannot be laid or read.
+    """
     wire.send_message(Lay(runs[0].start, len(runs[0])))
     for number, run in enumerate(runs):
         laid = _heard(wire, len(run))
